@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.experts.hosts.loop.test_routes import ROUTERS, gradients, kl, logits, make, perturb, tokens
-from tests.experts.hosts.transformers.mixtures import IN_FLOAT32, families
+from tests.experts.hosts.transformers.mixtures import computes_in_float64, families
 from tests.support.equality import in_float64, relative_difference
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.route_hooks import record_routes, replay_routes
@@ -63,7 +63,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rows, refused = [], {}
     for name in [*ROUTERS, *([] if arguments.rehearse else sorted(families()))]:
-        with nullcontext() if name in IN_FLOAT32 else in_float64():
+        with in_float64() if name in ROUTERS or computes_in_float64(name, tokens()) else nullcontext():
             try:
                 rows.append(measure(name))
             except UserError as error:

@@ -124,10 +124,11 @@ def sample_tokens(
     model.eval()
     draws, device = generator(seed, "samples"), next(model.parameters()).device
     text = prompts.to(device)
-    fresh, cache = text, None
+    fresh, cache = text, dict[str, Any]()
     for _ in range(length):
-        output: Any = model(input_ids=fresh, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output: Any = model(input_ids=fresh, use_cache=True, **cache)
+        name = "cache" if "cache" in output else "past_key_values"  # since transformers 5.24, and before
+        cache = {name: output[name]}
         logits = output.logits[:, -1].float().cpu() / temperature
         fresh = torch.multinomial(logits.softmax(-1), 1, generator=draws).to(device)
         if dist.is_initialized():

@@ -165,3 +165,41 @@ def test_two_sets_of_two_ranks_hold_the_shards_and_meet_once_a_step():
             "which replicates all parameters."
         )
         assert found[1].startswith("fsdp_size=1: it does not divide")
+
+
+class Routed(nn.Module):
+    """In bfloat16 with a router in float32, as transformers has blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.router = nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.router(x.float()).softmax(-1).bfloat16()
+
+
+def shard_two_types() -> tuple[list[Tensor], list[Tensor], str]:
+    """Gradients as fully sharded and as on one process, and why a module with parameters of two types is refused."""
+    torch.manual_seed(0)
+    alone, model = nn.Sequential(Routed()), nn.Sequential(Routed())
+    model.load_state_dict(alone.state_dict())
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    accelerator = Accelerator(cpu=True)
+    prepare(accelerator, model, torch.optim.AdamW(model.parameters()), dense="fsdp2")
+    for each in (alone, model):
+        each(x).float().square().sum().backward()
+    grads = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+    torn = nn.Linear(4, 4, dtype=torch.bfloat16)
+    torn.bias = nn.Parameter(torch.zeros(4))
+    try:
+        prepare(accelerator, torn, torch.optim.AdamW(torn.parameters()), dense="fsdp2")
+    except UserError as error:
+        return grads, [parameter.grad for parameter in alone.parameters()], str(error)  # type: ignore[misc]
+    return grads, [], "not refused"
+
+
+def test_a_router_in_float32_is_gathered_apart_from_a_block_in_bfloat16():
+    for grads, expected, refusal in run_distributed(shard_two_types, 2):
+        assert [grad.dtype for grad in grads] == [torch.bfloat16] * 2 + [torch.float32] * 2
+        torch.testing.assert_close(grads, expected)
+        assert "Linear has trainable parameters in bfloat16 and float32, which FSDP2 cannot gather" in refusal

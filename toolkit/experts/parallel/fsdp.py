@@ -6,6 +6,7 @@ between the ranks of all sets that have the same shard, once per optimizer step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ def fully_shard_dense(
 ) -> None:
     """Shards all parameters of `model` but `ignored` over the ranks, in place; all go to the device. A collective.
 
-    Modules that repeat in a list are gathered one at a time, the rest together.
+    Modules that repeat in a list are gathered one at a time, and so are those whose parameters have another type than
+    most, such as a router in float32; the rest together.
 
     Args:
         model: Sets of shards begin with the weights of the first one, as replicas do under DDP.
@@ -49,7 +51,8 @@ def fully_shard_dense(
 
     Raises:
         UserError: For an optimizer that has state already, for a trainable parameter in none of `optimizers`, and for
-            an `fsdp_size` that does not divide the number of processes.
+            an `fsdp_size` that does not divide the number of processes, and for a module with parameters of two types
+            that cannot be gathered apart.
     """
     ignored = set(ignored)
     before = {name: parameter for name, parameter in model.named_parameters() if parameter not in ignored}
@@ -66,9 +69,8 @@ def fully_shard_dense(
         "ignored_params": ignored,
         "reshard_after_forward": True,
     }
-    for block in dict.fromkeys(_repeated(model)):  # one that is used twice is one unit
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    for unit in [*_units(model, {parameter for parameter in before.values() if parameter.requires_grad}), model]:
+        fully_shard(unit, **options)
     after = dict(model.named_parameters())
     sharded = {parameter: after[name] for name, parameter in before.items()}
     for optimizer in optimizers:
@@ -154,6 +156,32 @@ def _replicate(
 
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(refuse_partial_sums)
+
+
+def _units(model: nn.Module, trainable: set[nn.Parameter]) -> list[nn.Module]:
+    """The modules within `model` that are gathered one at a time, inner ones first: FSDP2 gathers one type at once."""
+    modules = list(model.modules())  # each once: a block that is used twice is one unit
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in trainable:
+        elements[parameter.dtype] += parameter.numel()
+    usual = max(elements, key=elements.__getitem__, default=None)
+    holders = Counter(parameter for module in modules for parameter in module.parameters(recurse=False))
+    wanted = set(_repeated(model))
+    for module in modules:
+        others = [p for p in module.parameters(recurse=False) if p in trainable and p.dtype != usual]
+        if any(holders[parameter] == 1 for parameter in others) and type(module).forward is not nn.Module.forward:
+            wanted.add(module)
+    units = [module for module in reversed(modules) if module in wanted and module is not model]
+    left = set(trainable)
+    for unit in [*units, model]:
+        own = left.intersection(unit.parameters())
+        left -= own
+        if len(types := sorted(str(dtype).removeprefix("torch.") for dtype in {each.dtype for each in own})) > 1:
+            raise UserError(
+                f"{type(unit).__name__} has trainable parameters in {' and '.join(types)}, which FSDP2 cannot gather "
+                'together: load the model in float32, with mixed_precision="bf16", or use dense="ddp".'
+            )
+    return units
 
 
 def _repeated(model: nn.Module) -> Iterable[nn.Module]:

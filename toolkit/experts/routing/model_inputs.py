@@ -13,6 +13,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+CACHES = ("cache", "past_key_values")
+"""What transformers calls the cache of earlier tokens since 5.24, and before."""
 
 
 class _Call(NamedTuple):
@@ -50,7 +52,7 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     _calls.append(
         _Call(
             mask,
-            has_cache=given.get("past_key_values") is not None,
+            has_cache=any(given.get(name) is not None for name in CACHES),
             adds_balance_loss=bool(adds) and _coefficient(model)[1] != 0 and given.get("labels") is not None,
         )
     )

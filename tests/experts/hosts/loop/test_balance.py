@@ -155,7 +155,8 @@ def test_in_generation_the_mask_of_earlier_tokens_is_not_taken_for_that_of_new_o
     first = model(input_ids=tokens(0, 2)[:, :4], attention_mask=mask, use_cache=True)
     assert int(watch.last_load_E.sum()) == 2 * 6
     mask = torch.cat([mask, torch.tensor([[1], [0]])], dim=1)
-    model(input_ids=tokens(0, 2)[:, 4:5], attention_mask=mask, past_key_values=first.past_key_values)
+    name = "cache" if "cache" in first else "past_key_values"  # since transformers 5.24, and before
+    model(input_ids=tokens(0, 2)[:, 4:5], attention_mask=mask, **{name: first[name]})
     assert int(watch.last_load_E.sum()) == 2 * 1
 
 

@@ -5,17 +5,19 @@ What is a mixture is asked of the configurations: one with a number of experts. 
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.support.equality import in_float64
+
 EXPERTS, VOCAB = 4, 64
 
 FIELDS = {
-    VOCAB: "vocab_size vocab_size_per_layer_input expert_capacity max_position_embeddings",
+    VOCAB: "vocab_size unpadded_vocab_size vocab_size_per_layer_input expert_capacity max_position_embeddings",
     EXPERTS: "num_experts num_local_experts n_routed_experts moe_num_experts hidden_size_per_layer_input "
     "qk_rope_head_dim qk_nope_head_dim",
     24: "decoder_ffn_dim encoder_ffn_dim d_ff intermediate_size intermediate_size_mlp moe_intermediate_size "
@@ -52,6 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "glm4v_moe_text": {"rope_parameters": ROTARY | {"mrope_section": [1, 1, 0]}},
     "glm5_next_text": {"qk_rope_head_dim": 0},
+    "hy_v4_vl_text": {"rope_parameters": ROTARY | {"mrope_section": [1, 1, 0]}},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 8},
     "lfm2_moe": {"layer_types": ["full_attention"]},
     "longcat_flash": {"head_dim": 4},
@@ -63,10 +66,6 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a family needs besides."""
-
-
-IN_FLOAT32 = frozenset(("bailing_hybrid", "glm5_next_text", "hunyuan_v1_moe", "kimi_linear", "openai_privacy_filter"))
-"""Families that convert some tensors to float32 and do not multiply them by float64."""
 
 
 def families() -> list[str]:
@@ -95,6 +94,10 @@ def config(family: str) -> Any:
 def model_class(settings: Any) -> Any:
     """The causal language model of a configuration, or what has most of it."""
     name = type(settings).__module__.replace("configuration_", "modeling_")
+    if importlib.util.find_spec(name) is None:  # its checkpoints are loaded into the model of another family
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     module = importlib.import_module(name)
     found = [
         each
@@ -132,3 +135,13 @@ def outputs(model: Any, ids: Tensor) -> Tensor:
     else:
         found = model(input_ids=ids)
     return found.logits if "logits" in found else found.last_hidden_state
+
+
+def computes_in_float64(family: str, ids: Tensor) -> bool:
+    """Says whether the family, by itself, multiplies no tensors that it has in float32 on purpose by float64."""
+    try:
+        with in_float64():
+            outputs(build(family), ids).sum().backward()
+    except RuntimeError:
+        return False
+    return True

@@ -42,12 +42,16 @@ def reverse(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: 
 def load(folder: Path, world: int, ep_size: int, family: str, implementation: str) -> Any:
     from transformers.distributed import DistributedConfig
 
-    return causal_lm(
+    model = causal_lm(
         folder / family,
         dtype=torch.float64,
         distributed_config=DistributedConfig(fsdp_size=world, ep_size=ep_size, ep_implementation=implementation),
         experts_implementation="batched_mm",  # grouped products know no float64
     )
+    # FSDP2 gathers one type at once, and transformers 5.24 has DeepSeek-V3's routers in float32.
+    for router in (module for name, module in model.named_modules() if name.endswith(".gate")):
+        router.double()
+    return model
 
 
 def fit(model: Any, world: int, callbacks: list[Any], *, resume: str | None = None, **arguments: Any) -> Any:

@@ -1,8 +1,8 @@
 """Every mixture that transformers ships trains with its experts on two processes as on one, or is refused in one line.
 
-Two clipped steps of SGD with momentum, in float64, with experts moved between them, and saved as ordinary weights. What
-came of each family is the table of `docs/experts/transformers_families.md`: `make families` tries all and writes it
-anew, the suite tries a tenth of the families that have the same row.
+Two clipped steps of SGD with momentum, in float64 where the family computes in it, with experts moved between them, and
+saved as ordinary weights. What came of each family is the table of `docs/experts/transformers_families.md`: `make
+families` tries all and writes it anew, the suite tries a tenth of the families that have the same row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.experts.hosts.transformers.mixtures import EXPERTS, IN_FLOAT32, VOCAB, build, families, outputs
+from tests.experts.hosts.transformers.mixtures import EXPERTS, VOCAB, build, computes_in_float64, families, outputs
 from tests.support.equality import in_float64, relative_difference
 from tests.support.helpers import ROOT, run_distributed
 from toolkit.errors import UserError
@@ -238,7 +238,7 @@ def judge_all(names: list[str], folder: Path) -> list[dict[str, Any]]:
     found = []
     for name in names:
         AcceleratorState._reset_state()
-        with nullcontext() if name in IN_FLOAT32 else in_float64():
+        with in_float64() if computes_in_float64(name, tokens(0)) else nullcontext():
             try:
                 found.append(judge(name, folder))
             except Exception as error:
