@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed import DistNetworkError, TCPStore
 
-from tests.support.forked_python import ForkedPython, run_forked
+from tests.support.forked_python import ForkedPython, forked_commands, run_forked
 from tests.support.helpers import ROOT, free_port
 from toolkit.errors import EXIT_BUG, EXIT_PREEMPTED, UserError
 from toolkit.run.config.run import RunConfig
@@ -451,21 +451,30 @@ def test_processes_are_started_once(world):
 # --- under Accelerate's launcher ---------------------------------------------------------------------------------
 
 
-def accelerate_launch(*words: str, cwd: Path, **variables: str) -> SimpleNamespace:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("commands")
+    with forked_commands(folder):
+        yield str(folder / "python")
+
+
+def accelerate_launch(*words: str, cwd: Path, python: str) -> SimpleNamespace:
     """`accelerate launch`; what our own lines on stderr were, apart from all that the launcher adds."""
-    done = run_forked(*ACCELERATE, *words, cwd=cwd, env=environment(**variables))
+    done = run_forked(*ACCELERATE, *words, cwd=cwd, env=environment(), python=python)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     return SimpleNamespace(code=done.returncode, errors=errors, out=done.stdout, err=done.stderr)
 
 
-def test_a_count_for_the_recipe_is_not_taken_for_one_for_the_launcher(toy: Path):
-    done = accelerate_launch("--cpu", "--num_processes", "1", str(toy), "--cpu", "--num-processes", "2", cwd=toy.parent)
+def test_a_count_for_the_recipe_is_not_taken_for_one_for_the_launcher(toy: Path, python: str):
+    words = ["--cpu", "--num_processes", "1", str(toy), "--cpu", "--num-processes", "2"]
+    done = accelerate_launch(*words, cwd=toy.parent, python=python)
     assert done.code == 0, done.err
     assert rank_facts(toy, 1)["WORLD_SIZE"] == "2"
 
 
-def test_a_config_for_gpus_is_refused_in_one_line_without_them(toy: Path):
-    done = accelerate_launch("--config_file", f"{CONFIGS}/ddp.yaml", "--num_processes", "2", str(toy), cwd=toy.parent)
+def test_a_config_for_gpus_is_refused_in_one_line_without_them(toy: Path, python: str):
+    words = ["--config_file", f"{CONFIGS}/ddp.yaml", "--num_processes", "2", str(toy)]
+    done = accelerate_launch(*words, cwd=toy.parent, python=python)
     assert done.code != 0
     assert len(done.errors) == 1, done.err
     assert "asks for GPUs and this machine has none" in done.errors[0]
@@ -476,7 +485,7 @@ def train(config: str, *words: str, run_dir: Path) -> list[str]:
     return ["--config_file", f"{CONFIGS}/{config}.yaml", *words, *recipe, "--run-dir", str(run_dir)]
 
 
-def test_several_machines_make_one_world(tmp_path: Path):
+def test_several_machines_make_one_world(tmp_path: Path, python: str):
     port = str(free_port())
     where = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
     machines = [
@@ -489,6 +498,7 @@ def test_several_machines_make_one_world(tmp_path: Path):
             "--cpu",
             cwd=tmp_path,
             env=environment(),
+            python=python,
         )
         for rank in range(2)
     ]
