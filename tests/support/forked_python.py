@@ -180,11 +180,11 @@ def fork_rank(
     *,
     process_group: int,
     preexec_fn: Callable[[], object] | None,
-    env: Mapping[str, str],
     stdin: int,
+    env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
-    stdout: IO[bytes] | None = None,
-    stderr: int | None = None,
+    stdout: IO[bytes] | int | None = None,
+    stderr: IO[bytes] | int | None = None,
 ) -> Fork:
     """In place of `subprocess.Popen` in `toolkit.run.launch.children`, for a Python program: `run` takes its words and
     environment, and returns its exit code."""
@@ -195,10 +195,11 @@ def fork_rank(
         if preexec_fn is not None:
             preexec_fn()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if stdout is not None:
-            os.dup2(stdout.fileno(), 1)
-        if stderr == subprocess.STDOUT:
-            os.dup2(1, 2)
+        for number, stream in enumerate((stdout, stderr), start=1):
+            if stream == subprocess.DEVNULL:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            elif stream is not None:
+                os.dup2(1 if isinstance(stream, int) else stream.fileno(), number)
         last = 2
         for kept in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
             os.closerange(last + 1, kept)
@@ -206,7 +207,7 @@ def fork_rank(
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):  # what a new program does not inherit
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        os._exit(run(command[1:], env))
+        os._exit(run(command[1:], dict(os.environ) if env is None else env))
 
     return Fork(begin)
 
