@@ -19,8 +19,6 @@ from toolkit.run import cli
 from toolkit.run.config.flags import as_typed
 from toolkit.run.launch import supervisor
 
-ON_PROCESSES = {1: [], 2: ["--num-processes", "2", "--cpu"]}
-
 # What is typed (after the preset), and what the line must say. What tyro and pydantic say is tried once each.
 REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--experst 4", "did you mean --experts?"),
@@ -163,12 +161,12 @@ def refusals(folder: Path) -> dict[str, str | None]:
     return told
 
 
-@pytest.fixture(scope="module", params=ON_PROCESSES, ids=lambda count: f"{count} process(es)")
-def told_to_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+@pytest.fixture(scope="module")
+def told_to_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("bad_input")
     prepare(folder)
     with FileLock(folder / "locked" / ".lock"):
-        return run_distributed(refusals, request.param, folder)
+        return run_distributed(refusals, 2, folder)
 
 
 @pytest.mark.parametrize("name", REFUSED_AFTER_THE_START)
@@ -180,7 +178,7 @@ def test_what_only_a_run_can_know_is_refused_on_all_ranks_alike(name: str, told_
     assert [told[name] for told in told_to_ranks] == [first] * len(told_to_ranks)
 
 
-@pytest.mark.parametrize("flags", ON_PROCESSES.values(), ids=lambda flags: "2 processes" if flags else "1 process")
+@pytest.mark.parametrize("flags", [[], ["--num-processes", "2"]], ids=["1 process", "2 processes"])
 @pytest.mark.parametrize("name", ["corrupt parquet", "locked run folder"])
 def test_a_run_that_is_refused_leaves_with_code_2_and_one_line(name: str, flags: list[str], tmp_path: Path):
     prepare(tmp_path)

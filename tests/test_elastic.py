@@ -277,10 +277,10 @@ def replanned(folder: Path, layout: Layout, planner: str, until: int, **settings
 
 
 def stop_and_go(folder: Path, layout: Layout, planner: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """A run of twelve steps, and one that was stopped between two plans and continued."""
-    whole = replanned(folder / "whole", layout, planner, 12, **settings)
-    first = replanned(folder / "cut", layout, planner, 7, **settings)
-    second = replanned(folder / "cut", layout, planner, 12, **settings)
+    """A run of seven steps, and one that was stopped between two plans and continued."""
+    whole = replanned(folder / "whole", layout, planner, 7, **settings)
+    first = replanned(folder / "cut", layout, planner, 4, **settings)
+    second = replanned(folder / "cut", layout, planner, 7, **settings)
     assert first["placements"] != [place(layout[2], layout[1])] * 2, "nothing had moved when it was stopped"
     return [whole, second | {"losses": first["losses"] + second["losses"]}]
 
@@ -300,12 +300,12 @@ def test_a_run_that_moves_experts_continues_bit_for_bit_on_as_many_processes(lay
 
 def continued(folder: Path, layout: Layout, planner: str) -> tuple[Any, Any, int]:
     """Placements of a run that is stopped after a plan, those when it is continued, and what migrated in between."""
-    first = replanned(folder, layout, planner, 7)
+    first = replanned(folder, layout, planner, 4)
     migrated = []
     migrate = replan.migrate
     replan.migrate = lambda *args: migrated.append(args) or migrate(*args)
     try:
-        second = replanned(folder, layout, planner, 8)
+        second = replanned(folder, layout, planner, 5)
     finally:
         replan.migrate = migrate
     return first["placements"], second["placements"], len(migrated)
@@ -319,9 +319,9 @@ def test_a_continued_run_places_its_experts_before_it_reads_them_and_migrates_no
 
 
 def test_a_run_that_moved_experts_goes_on_with_other_processes(tmp_path: Path):
-    ((expected, _),) = run_distributed(train, 1, tmp_path / "whole", (1, 1, "blocks"), 12)
-    first, *_ = run_distributed(replanned, 4, tmp_path / "run", (4, 4, "spare"), "replicate", 7)
-    second, *_ = run_distributed(replanned, 2, tmp_path / "run", (2, 2, "spare"), "replicate", 12)
+    ((expected, _),) = run_distributed(train, 1, tmp_path / "whole", (1, 1, "blocks"), 7)
+    first, *_ = run_distributed(replanned, 4, tmp_path / "run", (4, 4, "spare"), "replicate", 4)
+    second, *_ = run_distributed(replanned, 2, tmp_path / "run", (2, 2, "spare"), "replicate", 7)
     for found, wanted in zip(first["losses"] + second["losses"], expected, strict=True):
         assert abs(found - wanted) <= IN_FLOAT64 * abs(wanted)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT
 from toolkit.commands import main
 from toolkit.commands.ray.command import absolute, parse_workers
@@ -53,7 +52,7 @@ def test_bad_input_costs_one_line_before_a_cluster_is_looked_for(words, said, ca
 def test_without_ray_one_line_says_what_to_install_and_nothing_else_needs_it():
     code = "import sys; sys.modules['ray'] = None; from toolkit.commands import main; import toolkit.train.trainer; "
     code += f"sys.exit(main(['ray', {MNIST!r}, 'debug']))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_forked("-c", code)
     assert done.returncode == 2
     assert done.stderr == "error: toolkit ray needs Ray Train, which is missing: pip install 'moe-toolkit[ray]'.\n"
 

@@ -48,6 +48,8 @@ def test_a_block_marked_run_runs(language: str, code: str, checkout: Path, comma
         "PYTHONPATH": str(ROOT),
         "VENV": sys.prefix,
         "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",  # which ranks read from the words of the launcher, unless they are forks
+        "WANDB_MODE": "disabled",  # whose own program takes longer to start than the runs
     }
     command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [str(commands / "python"), "-c", code]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)

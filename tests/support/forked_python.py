@@ -20,7 +20,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -29,14 +29,22 @@ from tests.support.helpers import ROOT, fork_context, program_environment
 
 
 class ForkedPython:
-    """`python *words`, as `subprocess.Popen` has it, with its output in files. Ranks that it starts are forks of it."""
+    """`python *words`, as `subprocess.Popen` has it, with its output in files, or in `output` alone. Ranks that it
+    starts are forks of it. Launchers start `python`: the command of `forked_commands` has them start forks, too."""
 
-    def __init__(self, *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT):
-        self._folder = tempfile.TemporaryDirectory()
-        self._streams = [Path(self._folder.name) / name for name in ("out", "err")]
+    def __init__(
+        self,
+        *words: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        output: Path | None = None,
+        python: str = sys.executable,
+    ):
+        self._folder = None if output else tempfile.TemporaryDirectory()
+        self._streams = [output or Path(self._folder.name) / name for name in ("out", "err")]
         environment = program_environment() if env is None else dict(env)
         streams = [Path(os.devnull), *self._streams]
-        self._process = fork_context.Process(target=_main, args=(words, environment, cwd, streams))
+        self._process = fork_context.Process(target=_main, args=(words, environment, cwd, streams, python))
         self._process.start()
 
     @property
@@ -64,10 +72,14 @@ class ForkedPython:
 
 
 def run_forked(
-    *words: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 300
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    timeout_s: float = 300,
+    python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run` would return of `python *words`."""
-    program = ForkedPython(*words, env=env, cwd=cwd)
+    program = ForkedPython(*words, env=env, cwd=cwd, python=python)
     try:
         out, err = program.communicate(timeout_s)
     finally:
@@ -89,22 +101,24 @@ os._exit(int(client.recv(9)))
 
 @contextmanager
 def forked_commands(folder: Path) -> Iterator[None]:
-    """Makes `folder` hold the commands `python` and `toolkit`, for the PATH of a shell: they are run in forks."""
+    """Makes `folder` hold the commands `python`, `toolkit` and `accelerate`, for the PATH of a shell: they are run in
+    forks, and so is what they start as `sys.executable`."""
     address = str(folder / "socket")
-    for name, words in {"python": [], "toolkit": ["-m", "toolkit"]}.items():
+    modules = {"toolkit": ["-m", "toolkit"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
+    for name, words in {"python": [], **modules}.items():
         (folder / name).write_text(CLIENT.format(python=sys.executable, address=address, words=words))
         (folder / name).chmod(0o755)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen()
-        thread = threading.Thread(target=_serve, args=(server,))
+        thread = threading.Thread(target=_serve, args=(server, str(folder / "python")))
         thread.start()
         yield
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
 
 
-def _serve(server: socket.socket) -> None:
+def _serve(server: socket.socket, python: str) -> None:
     """Each command in a thread: those of a pipe wait for each other."""
     threads = []
     while True:
@@ -112,20 +126,21 @@ def _serve(server: socket.socket) -> None:
             client, _ = server.accept()
         except OSError:  # which was shut down
             break
-        threads.append(threading.Thread(target=_serve_one, args=(client,)))
+        threads.append(threading.Thread(target=_serve_one, args=(client, python)))
         threads[-1].start()
     for thread in threads:
         thread.join()
 
 
-def _serve_one(client: socket.socket) -> None:
+def _serve_one(client: socket.socket, python: str) -> None:
     with client, client.makefile("rb") as request:
         pid, words, cwd, environment = ast.literal_eval(request.read().decode())
         streams = [Path(f"/proc/{pid}/fd/{number}") for number in range(3)]
-        program = fork_context.Process(target=_main, args=(words, environment, Path(cwd), streams))
+        program = fork_context.Process(target=_main, args=(words, environment, Path(cwd), streams, python))
         program.start()
         program.join()
-        client.sendall(str((program.exitcode or 0) % 256).encode())
+        with suppress(BrokenPipeError):  # a launcher may have ended the client
+            client.sendall(str((program.exitcode or 0) % 256).encode())
 
 
 class Fork:
@@ -165,11 +180,11 @@ def fork_rank(
     *,
     process_group: int,
     preexec_fn: Callable[[], object] | None,
-    env: Mapping[str, str],
     stdin: int,
+    env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
-    stdout: IO[bytes] | None = None,
-    stderr: int | None = None,
+    stdout: IO[bytes] | int | None = None,
+    stderr: IO[bytes] | int | None = None,
 ) -> Fork:
     """In place of `subprocess.Popen` in `toolkit.run.launch.children`, for a Python program: `run` takes its words and
     environment, and returns its exit code."""
@@ -180,10 +195,11 @@ def fork_rank(
         if preexec_fn is not None:
             preexec_fn()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if stdout is not None:
-            os.dup2(stdout.fileno(), 1)
-        if stderr == subprocess.STDOUT:
-            os.dup2(1, 2)
+        for number, stream in enumerate((stdout, stderr), start=1):
+            if stream == subprocess.DEVNULL:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            elif stream is not None:
+                os.dup2(1 if isinstance(stream, int) else stream.fileno(), number)
         last = 2
         for kept in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
             os.closerange(last + 1, kept)
@@ -191,7 +207,7 @@ def fork_rank(
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):  # what a new program does not inherit
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        os._exit(run(command[1:], env))
+        os._exit(run(command[1:], dict(os.environ) if env is None else env))
 
     return Fork(begin)
 
@@ -205,8 +221,11 @@ def fork_ranks(run: Callable[[Sequence[str], Mapping[str, str]], int]) -> None:
     )
 
 
-def _main(words: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path]) -> None:
+def _main(
+    words: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path], python: str
+) -> None:
     """In the fork: become `python *words`."""
+    sys.executable = python
     for number, path in enumerate(streams):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -237,6 +256,8 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _run_words(words: list[str]) -> Any:
+    if words[0] == "-u":  # as torch's launcher has it: nothing is buffered that another process waits for
+        words = words[1:]
     if words[0] == "-m":
         sys.argv = words[1:]
         return runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -68,9 +68,8 @@ def watched(folder: Path, script: str, *args: str) -> Callable[..., Evidence]:
     ("world", "args"),
     [
         (1, []),
-        (2, ["--gradient-accumulation-steps", "2"]),
         (2, ["--parallel-strategy", "data_parallel", "--balance", "bias"]),
-        (4, ["--ep-size", "2"]),
+        (4, ["--ep-size", "2", "--gradient-accumulation-steps", "2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -39,15 +39,23 @@ for x, y in loader:
 
 
 def doctor(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """`toolkit doctor`, whose ranks are forks; `test_a_plain_script_in_order_is_healthy` starts them as it does."""
+    """`toolkit doctor`, whose ranks are forks; `test_a_script_is_run_in_a_new_process` starts one as it does."""
     return run_forked("-m", "toolkit", "doctor", *map(str, words))
 
 
-def test_a_plain_script_in_order_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_script_is_run_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = tmp_path / "script.py"
+    script.write_text("import accelerate\nraise RuntimeError('out of luck')")
+    assert main(["doctor", str(script)]) == 2
+    assert "fails in one process: RuntimeError: out of luck" in capsys.readouterr().err
+
+
+def test_a_plain_script_in_order_is_healthy(tmp_path: Path):
     script, report = tmp_path / "plain.py", tmp_path / "report.json"
     script.write_text(PLAIN)
-    assert main(["doctor", "--out", str(report), str(script)]) == 0
-    out = capsys.readouterr().out
+    done = doctor("--out", report, script)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     assert "healthy: both learn the same." in out
     assert "dropout" in out
     assert "split_batches=True" in out, "what was changed for the comparison is said"
@@ -115,7 +123,6 @@ def test_a_rank_that_skips_a_step_is_named():
     [
         (None, [], "is not there"),
         ("", ["--num-processes", "2"], "use its --processes"),
-        ("import accelerate\nraise RuntimeError('out of luck')", [], "fails in one process: RuntimeError: out of luck"),
         ("print('hello')", [], "made no optimizer step"),
         (PLAIN.replace("batch_size=8", "batch_size=7"), [], "runs in one process and fails in 2: ValueError"),
     ],

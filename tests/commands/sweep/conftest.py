@@ -1,14 +1,24 @@
-"""The toy recipe as a file."""
+"""The toy recipe as a file, whose runs are forks: new processes would import for longer than it takes."""
 
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
 from tests.commands.sweep.toy import RECIPE
+from tests.support.forked_python import ForkedPython
+from toolkit.run.launch import children
+
+
+def fork_cell(command: list[str], *, env: dict[str, str], stdout: IO[bytes], **_: Any) -> ForkedPython:
+    return ForkedPython(*command[1:], env=env, output=Path(stdout.name))
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> Path:
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(children, "subprocess", SimpleNamespace(Popen=fork_cell, DEVNULL=subprocess.DEVNULL))
     script = tmp_path / "toy.py"
     script.write_text(RECIPE)
     return script

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import toolkit as tk
 from tests.run.launch.test_world import RANK_1_OF_2, environment
+from tests.support.forked_python import run_forked
 from toolkit.errors import UserError
 from toolkit.run.launch import largest_batch
 
-# Needs no torch. A trial, which logs each step, would go on for a minute after its second one.
+# A trial, which logs each step, would go on for a minute after its second one.
 RECIPE = '''
 """A recipe of which batches up to a size fit."""
 import json, time
@@ -51,8 +50,8 @@ if __name__ == "__main__":
 def run(folder: Path, *flags: str) -> tuple[str, dict[str, float]]:
     """What is said, and the batch and rate of the run."""
     (folder / "recipe.py").write_text(RECIPE)
-    command = [sys.executable, "recipe.py", "--auto-batch-size", "--run-dir", "run", *flags]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=50)
+    words = ["recipe.py", "--auto-batch-size", "--run-dir", "run", *flags]
+    done = run_forked(*words, cwd=folder, env=environment())
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((folder / "run" / "config.json").read_text())
 

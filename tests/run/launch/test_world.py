@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed import DistNetworkError, TCPStore
 
-from tests.support.forked_python import ForkedPython, run_forked
+from tests.support.forked_python import ForkedPython, forked_commands, run_forked
 from tests.support.helpers import ROOT, free_port
 from toolkit.errors import EXIT_BUG, EXIT_PREEMPTED, UserError
 from toolkit.run.config.run import RunConfig
@@ -34,7 +34,6 @@ CONFIGS = ROOT / "accelerate_configs"
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 LAUNCHER_VARIABLES = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "OMP_", "TOOLKIT_", "WANDB_", "FSDP_")
 
-# Needs no torch, so that a test of processes takes a fraction of a second.
 TOY = '''
 """A recipe that does what it is told."""
 import json, os, pathlib, sys, time
@@ -51,7 +50,9 @@ def full() -> Config:
 
 def main(config):
     rank = int(os.environ.get("RANK", "0"))
-    pathlib.Path(f"rank{rank}.json").write_text(json.dumps({"pid": os.getpid(), "argv": sys.argv, **os.environ}))
+    facts = pathlib.Path(f"rank{rank}.written")
+    facts.write_text(json.dumps({"pid": os.getpid(), "argv": sys.argv, **os.environ}))
+    facts.replace(f"rank{rank}.json")
     for line in config.lines:
         only, _, line = line.rpartition(":")
         if not only or int(only) == rank:
@@ -119,12 +120,22 @@ def environment(**more: str) -> dict[str, str]:
     return clean | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | more
 
 
-def start(toy: Path, *lines: str, num_processes: int = 2, flags: Sequence[str] = ()) -> subprocess.Popen[str]:
+def toy_words(toy: Path, *lines: str, num_processes: int = 2, flags: Sequence[str] = ()) -> list[str]:
     """The toy on several processes: all of them run `lines`, or one rank does, as in "1:line"."""
-    command = [sys.executable, str(toy), "--cpu", "--batch-size", "60", *flags]
-    command += ["--num-processes", str(num_processes), "--lines", "0:0", *lines]
+    words = [str(toy), "--cpu", "--batch-size", "60", *flags]
+    return [*words, "--num-processes", str(num_processes), "--lines", "0:0", *lines]
+
+
+def start_new(toy: Path, *lines: str, num_processes: int = 2, flags: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """In new processes, where their start is the subject."""
+    command = [sys.executable, *toy_words(toy, *lines, num_processes=num_processes, flags=flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=toy.parent, env=environment(), **pipes)
+
+
+def start(toy: Path, *lines: str, num_processes: int = 2, flags: Sequence[str] = ()) -> ForkedPython:
+    words = toy_words(toy, *lines, num_processes=num_processes, flags=flags)
+    return ForkedPython(*words, cwd=toy.parent, env=environment())
 
 
 def outcome(toy: Path, *lines: str, num_processes: int = 2) -> tuple[int, str]:
@@ -133,18 +144,18 @@ def outcome(toy: Path, *lines: str, num_processes: int = 2) -> tuple[int, str]:
     return process.returncode, err
 
 
-def rank_facts(toy: Path, rank: int, timeout_s: float = 30) -> dict:
+def rank_facts(toy: Path, rank: int, timeout_s: float = 60) -> dict:
     """What a rank wrote about itself, as soon as it has."""
     path = toy.parent / f"rank{rank}.json"
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if path.exists() and (text := path.read_text()):
-            return json.loads(text)
+        if path.exists():
+            return json.loads(path.read_text())
         time.sleep(0.02)
     raise AssertionError(f"rank {rank} did not start")
 
 
-def has_ended(pid: int, timeout_s: float = 10) -> bool:
+def has_ended(pid: int, timeout_s: float = 60) -> bool:
     deadline = time.monotonic() + timeout_s
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:
@@ -157,9 +168,9 @@ def has_ended(pid: int, timeout_s: float = 10) -> bool:
 
 
 def test_each_rank_learns_its_place_in_one_world(toy: Path):
-    code, err = outcome(toy, num_processes=3)
+    process = start_new(toy, num_processes=3)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
     ranks = [rank_facts(toy, rank) for rank in range(3)]
-    assert (code, err) == (0, "")
     assert [(r["RANK"], r["LOCAL_RANK"], r["WORLD_SIZE"], r["LOCAL_WORLD_SIZE"]) for r in ranks] == [
         (str(rank), str(rank), "3", "3") for rank in range(3)
     ]
@@ -223,11 +234,11 @@ def test_a_signal_while_ranks_import_is_one_line(number: signal.Signals, code: i
     importing = "import pathlib, os, time\nif rank := os.environ.get('RANK'):\n"
     importing += "    pathlib.Path(f'importing{rank}').touch()\n    time.sleep(1)\n"
     toy.write_text(importing + TOY)
-    process = start(toy, "time.sleep(60)")
+    process = start_new(toy, "time.sleep(60)")
     while len(list(toy.parent.glob("importing*"))) < 2 and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert (process.returncode, err.count("\n")) == (code, 1)
     assert err.startswith("stopped by ")
 
@@ -240,7 +251,7 @@ def test_a_hangup_that_nohup_had_ignored_stays_ignored(toy: Path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == 0
     assert (toy.parent / "done").exists()
 
@@ -253,7 +264,7 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_timeout_and_is_named(ter
         stopped = psutil.Process(rank_facts(toy, 1)["pid"])
         while stopped.status() != psutil.STATUS_STOPPED:
             time.sleep(0.05)
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert "error: rank 1 of 2 was stopped (SIGSTOP) and did not end." in err.splitlines()
     assert "Traceback" not in err
@@ -273,7 +284,7 @@ def test_a_signal_reaches_every_rank(number: signal.Signals, code: int, toy: Pat
     process = start(toy, "time.sleep(60)")
     pids = [rank_facts(toy, rank)["pid"] for rank in range(2)]
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert err.startswith("stopped by ")
     assert err.count("\n") == 1
@@ -281,10 +292,10 @@ def test_a_signal_reaches_every_rank(number: signal.Signals, code: int, toy: Pat
 
 
 def test_no_rank_outlives_a_killed_parent(toy: Path):
-    process = start(toy, "time.sleep(60)")
+    process = start_new(toy, "time.sleep(60)")
     pids = [rank_facts(toy, rank)["pid"] for rank in range(2)]
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert all(has_ended(pid) for pid in pids)
 
 
@@ -343,12 +354,12 @@ def test_bad_input_and_stops_are_no_reason_to_start_again(line: str, code: int, 
 
 
 def test_a_stop_before_the_next_attempt_is_kept(toy: Path):
-    process = start(toy, "os.kill(os.getpid(), 9)", num_processes=1, flags=RESTARTS)
+    process = start_new(toy, "os.kill(os.getpid(), 9)", num_processes=1, flags=RESTARTS)
     assert process.stderr is not None
     while not process.stderr.readline().startswith("restart"):
         assert process.poll() is None
     process.terminate()
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 75
     assert err.startswith("stopped by SIGTERM")
 
@@ -440,21 +451,30 @@ def test_processes_are_started_once(world):
 # --- under Accelerate's launcher ---------------------------------------------------------------------------------
 
 
-def accelerate_launch(*words: str, cwd: Path, **variables: str) -> SimpleNamespace:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("commands")
+    with forked_commands(folder):
+        yield str(folder / "python")
+
+
+def accelerate_launch(*words: str, cwd: Path, python: str) -> SimpleNamespace:
     """`accelerate launch`; what our own lines on stderr were, apart from all that the launcher adds."""
-    done = run_forked(*ACCELERATE, *words, cwd=cwd, env=environment(**variables))
+    done = run_forked(*ACCELERATE, *words, cwd=cwd, env=environment(), python=python)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     return SimpleNamespace(code=done.returncode, errors=errors, out=done.stdout, err=done.stderr)
 
 
-def test_a_count_for_the_recipe_is_not_taken_for_one_for_the_launcher(toy: Path):
-    done = accelerate_launch("--cpu", "--num_processes", "1", str(toy), "--cpu", "--num-processes", "2", cwd=toy.parent)
+def test_a_count_for_the_recipe_is_not_taken_for_one_for_the_launcher(toy: Path, python: str):
+    words = ["--cpu", "--num_processes", "1", str(toy), "--cpu", "--num-processes", "2"]
+    done = accelerate_launch(*words, cwd=toy.parent, python=python)
     assert done.code == 0, done.err
     assert rank_facts(toy, 1)["WORLD_SIZE"] == "2"
 
 
-def test_a_config_for_gpus_is_refused_in_one_line_without_them(toy: Path):
-    done = accelerate_launch("--config_file", f"{CONFIGS}/ddp.yaml", "--num_processes", "2", str(toy), cwd=toy.parent)
+def test_a_config_for_gpus_is_refused_in_one_line_without_them(toy: Path, python: str):
+    words = ["--config_file", f"{CONFIGS}/ddp.yaml", "--num_processes", "2", str(toy)]
+    done = accelerate_launch(*words, cwd=toy.parent, python=python)
     assert done.code != 0
     assert len(done.errors) == 1, done.err
     assert "asks for GPUs and this machine has none" in done.errors[0]
@@ -465,7 +485,7 @@ def train(config: str, *words: str, run_dir: Path) -> list[str]:
     return ["--config_file", f"{CONFIGS}/{config}.yaml", *words, *recipe, "--run-dir", str(run_dir)]
 
 
-def test_several_machines_make_one_world(tmp_path: Path):
+def test_several_machines_make_one_world(tmp_path: Path, python: str):
     port = str(free_port())
     where = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
     machines = [
@@ -478,6 +498,7 @@ def test_several_machines_make_one_world(tmp_path: Path):
             "--cpu",
             cwd=tmp_path,
             env=environment(),
+            python=python,
         )
         for rank in range(2)
     ]

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests.support.helpers import ROOT
+from tests.support.forked_python import run_forked
 
 PROGRAM = """
 import sys
@@ -23,9 +20,7 @@ assert "plots/loss" in str(events.Tags()["images"]), events.Tags()
 
 def test_tensorboard_gets_every_line_and_the_plots(tmp_path):
     # In a process of its own, because TensorBoard's modules warn when they are imported.
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = run_forked("-c", PROGRAM, str(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tensorboard --logdir" in done.stdout
     assert list((tmp_path / "run" / "tensorboard").rglob("hparams.yml"))
