@@ -21,8 +21,12 @@ PROGRAM = """
     from pathlib import Path
 
     from tests.run.tracking.toy import train
+    from toolkit.run.tracking import guard, trackers
     from toolkit.train.callbacks.base import Callback
     from toolkit.run.config.run import RunConfig
+
+    # Of a machine that is busy with other tests.
+    guard.CLOSE_S = trackers.WANDB_START_S = trackers.WANDB_FINISH_S = 60.0
 
     config = RunConfig(run_dir=Path(sys.argv[1]), tracker="wandb", cpu=True, log_every=2, lr=1e-2)
 """
@@ -185,6 +189,7 @@ def test_a_server_that_is_down_leaves_a_run_offline_and_complete(tmp_path):
 FAILING_SERVER = """
     import http.server, os, threading, time
 
+    trackers.WANDB_START_S = 8.0
     answer = {answer}
 
     class Failing(http.server.BaseHTTPRequestHandler):
@@ -226,7 +231,7 @@ def test_a_start_that_fails_after_the_server_answered_is_recorded_offline(answer
 def test_a_wandb_service_that_dies_or_freezes_in_mid_run_costs_one_line_and_nothing_else(tmp_path, action):
     folder = tmp_path / "run"
     program = textwrap.dedent(DISTURB_AT_STEP_10).format(action=action)
-    shorter = "import toolkit.run.tracking.guard as guard\nguard.CLOSE_S = 2.0\n"
+    shorter = "guard.CLOSE_S = 2.0\n"
     done = run_program(program + shorter + "train(config, Disturb())", folder)
     assert_ended_well(done, folder)
     assert done.stdout.count("W&B is off for this run (") == 1

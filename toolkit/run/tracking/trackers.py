@@ -27,6 +27,8 @@ from toolkit.run.tracking.guard import Backend, GuardedTracker, Table
 from toolkit.run.tracking.secrets import mask_text
 
 METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "drift", "perf")
+WANDB_START_S = WANDB_FINISH_S = 8.0
+"""Seconds after which W&B is given up."""
 LONGEST_TAG = 64
 """Characters that W&B takes."""
 PROBE_S = 2.0
@@ -101,8 +103,8 @@ class WandB:
                 "console": "off",
                 "silent": True,
                 "disable_code": True,
-                "init_timeout": 8.0,
-                "finish_timeout": 8.0,
+                "init_timeout": WANDB_START_S,
+                "finish_timeout": WANDB_FINISH_S,
                 **wandb_privacy(has_secrets=mask_text(command) != command),
             },
         )
