@@ -57,16 +57,17 @@ LEAST_TIMES_STOCK, MOST_OF_LAYER = 1.1, 0.10
 """The targets: tokens per second, and the share of a layer."""
 
 STOCK, BY_HAND, OURS = "transformers (FSDP2)", "transformers by hand (DDP)", "ours (DDP)"
+PLAIN = "no expert parallelism (DDP)"
 
 Step = Callable[[Tensor], Tensor]
 
 
-def config(dim: int = DIM, hidden: int = HIDDEN) -> Any:
+def config(dim: int = DIM, hidden: int = HIDDEN, experts: int = EXPERTS, top_k: int = TOP_K) -> Any:
     from transformers import Qwen3MoeConfig
 
     sizes: dict[str, Any] = {"hidden_size": dim, "intermediate_size": hidden, "moe_intermediate_size": hidden}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
-    mixture: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "norm_topk_prob": True}
+    mixture: dict[str, Any] = {"num_experts": experts, "num_experts_per_tok": top_k, "norm_topk_prob": True}
     return Qwen3MoeConfig(vocab_size=VOCAB, num_hidden_layers=LAYERS, use_cache=False, **sizes, **heads, **mixture)
 
 
@@ -106,7 +107,7 @@ def transformers_by_hand(folder: Path) -> Step:
     world = dist.get_world_size()
     model: Any = causal_lm(folder, experts_implementation="grouped_mm")
     model.train()
-    modules = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
+    modules = [f"model.layers.{layer}.mlp.experts" for layer in range(model.config.num_hidden_layers)]
     names = [f"{module}.{matrix}" for module in modules for matrix in ("gate_up_proj", "down_proj")]
     plan = dict.fromkeys(names, "grouped_gemm") | dict.fromkeys(modules, "ep_dispatch_experts")
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
@@ -134,14 +135,16 @@ def transformers_by_hand(folder: Path) -> Step:
     return step
 
 
-def under_ddp(folder: Path, experts_implementation: str) -> Step:
+def under_ddp(folder: Path, experts_implementation: str, *, spread: bool = True) -> Step:
+    """Returns a step with our expert parallelism and DDP for all other parameters; or, not `spread`, with DDP alone."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model: Any = causal_lm(folder, experts_implementation=experts_implementation)
     model.train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model, optimizer = ExpertParallel(accelerator, ep_size=dist.get_world_size()).prepare(model, optimizer)
+    prepare = ExpertParallel(accelerator, ep_size=dist.get_world_size()).prepare if spread else accelerator.prepare
+    model, optimizer = prepare(model, optimizer)
 
     def step(ids: Tensor) -> Tensor:
         loss = model(input_ids=ids, labels=ids).loss
@@ -164,21 +167,25 @@ def timed(work: Callable[..., Any], inputs: Sequence[Any]) -> float:
     return time.perf_counter() - start
 
 
+CONTENDERS: dict[str, Callable[[Path], Step]] = {
+    STOCK: lambda folder: under_transformers(folder, "all_to_all", "grouped_mm"),
+    BY_HAND: transformers_by_hand,
+    OURS: lambda folder: under_ddp(folder, "toolkit"),
+    PLAIN: lambda folder: under_ddp(folder, "toolkit", spread=False),
+    "ours, their kernel (DDP)": lambda folder: under_ddp(folder, "grouped_mm"),
+    "ours inside theirs (FSDP2)": lambda folder: under_transformers(folder, "toolkit", "toolkit"),
+}
+
+
 @process_settings()
-def race(folder: Path, rounds: int) -> dict[str, list[float]]:
+def race(folder: Path, rounds: int, names: Sequence[str] = tuple(CONTENDERS)) -> dict[str, list[float]]:
     """Seconds per turn of each contender, by round."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     use_toolkit_ep()
     use_toolkit_kernel()
-    contenders = {
-        STOCK: under_transformers(folder, "all_to_all", "grouped_mm"),
-        BY_HAND: transformers_by_hand(folder),
-        OURS: under_ddp(folder, "toolkit"),
-        "ours, their kernel (DDP)": under_ddp(folder, "grouped_mm"),
-        "ours inside theirs (FSDP2)": under_transformers(folder, "toolkit", "toolkit"),
-    }
+    contenders = {name: CONTENDERS[name](folder) for name in names}
     world, rank = dist.get_world_size(), dist.get_rank()
     draws = torch.Generator().manual_seed(rank)
 

@@ -1,0 +1,153 @@
+"""From which size on is it worth spreading experts? Speed and memory of plain DDP and of expert parallelism, on gloo.
+
+    python benchmarks/speed/ep_crossover.py                      2 and 4 processes, about half an hour on two cores
+    python benchmarks/speed/ep_crossover.py --worlds 2 --only memory
+
+The models of `ep_speed.py` (Qwen3-MoE, four layers, float32, 2,048 tokens a step; forward, backward, clipping, AdamW)
+with experts of four sizes, top 2 of 16 and top 8 of 64: plain DDP, which averages the gradients of all experts; the
+expert parallelism of transformers with its dense part under DDP; ours. Contenders take turns, in rounds; figures are
+medians over rounds of the ratio to plain DDP in the same round. Each is written as a picture, too.
+
+Memory: each process may have so many gigabytes of data of its own (RLIMIT_DATA), and models grow in experts until a
+contender is refused memory in two steps of training.
+
+Writes benchmarks/results/ep_crossover.json, ep_memory.json and docs/images/ep_crossover.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import write_report
+from benchmarks.speed.ep_speed import BY_HAND, CONTENDERS, LENGTH, OURS, PLAIN, STEPS_PER_TURN, TOKENS, config, race
+from tests.support.helpers import run_distributed
+from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
+from toolkit.run.process_settings import process_settings
+
+SHAPES = [(128, 128, 16, 2), (256, 512, 16, 2), (512, 1024, 16, 2), (256, 512, 64, 8)]
+"""Width, hidden width, experts, top-k."""
+RIVALS = (PLAIN, BY_HAND, OURS)
+LIMIT_GB = 3.0
+MEMORY_SHAPE = (256, 1024)
+EXPERT_COUNTS = (8, 16, 32, 64, 96, 128)
+"""Of the four layers, tried in this order."""
+
+
+def speeds(world: int, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for dim, hidden, experts, top_k in SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            model = causal_lm(config(dim, hidden, experts, top_k))
+            model.save_pretrained(folder)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            del model
+            seconds = run_distributed(race, world, Path(folder), rounds, RIVALS, timeout_s=3000)[0]
+        for name, each in seconds.items():
+            ratios = [plain / mine for plain, mine in zip(seconds[PLAIN], each, strict=True)]
+            low, _, high = statistics.quantiles(ratios, n=4)
+            rows.append(
+                {
+                    "processes": world,
+                    "dim": dim,
+                    "hidden": hidden,
+                    "experts": experts,
+                    "top k": top_k,
+                    "million parameters": round(parameters / 1e6, 1),
+                    "contender": name,
+                    "tokens/s": round(STEPS_PER_TURN * TOKENS / statistics.median(each)),
+                    "x plain DDP": round(statistics.median(ratios), 3),
+                    "quartiles": f"{low:.3f} to {high:.3f}",
+                }
+            )
+        print(f"{world} processes, {dim} x {hidden}, top {top_k} of {experts}: done", flush=True)
+    return rows
+
+
+@process_settings()
+def trains_within(folder: Path, name: str, limit_gb: float) -> bool:
+    """Whether two steps get the memory that they ask for, on this rank."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    use_toolkit_ep()
+    use_toolkit_kernel()
+    resource.setrlimit(resource.RLIMIT_DATA, (int(limit_gb * 1e9),) * 2)
+    step = CONTENDERS[name](folder)
+    for _ in range(2):
+        step(torch.randint(1024, (TOKENS // dist.get_world_size() // LENGTH, LENGTH)))
+    return True
+
+
+def largest(world: int, name: str, limit_gb: float) -> dict[str, Any]:
+    """The row of the largest model that a contender trains."""
+    found: dict[str, Any] = {"processes": world, "contender": name, "experts": 0, "million parameters": 0.0}
+    for experts in EXPERT_COUNTS:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            model = causal_lm(config(*MEMORY_SHAPE, experts, 2))
+            model.save_pretrained(folder)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            del model
+            try:
+                run_distributed(trains_within, world, Path(folder), name, limit_gb, timeout_s=600)
+            except AssertionError as error:
+                if not any(words in str(error) for words in ("not enough memory", "MemoryError", "bad_alloc", "died")):
+                    raise
+                return found | {"refused at, million parameters": round(parameters / 1e6, 1)}
+        found |= {"experts": experts, "million parameters": round(parameters / 1e6, 1)}
+    return found | {"refused at, million parameters": None}
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A line for each contender: tokens per second beside those of plain DDP, by parameters."""
+    from matplotlib.figure import Figure
+
+    worlds = sorted({row["processes"] for row in rows})
+    figure = Figure(figsize=(4.2 * len(worlds), 3.4), layout="constrained")
+    for axes, world in zip(figure.subplots(1, len(worlds), sharey=True, squeeze=False)[0], worlds, strict=True):
+        for name in RIVALS:
+            mine = [row for row in rows if row["processes"] == world and row["contender"] == name and row["top k"] == 2]
+            mine.sort(key=lambda row: row["million parameters"])
+            sizes, ratios = [row["million parameters"] for row in mine], [row["x plain DDP"] for row in mine]
+            axes.plot(sizes, ratios, marker="o", label=name)
+        axes.set(xscale="log", xlabel="million parameters", title=f"{world} processes, top 2 of 16")
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes], minor=False)
+        axes.minorticks_off()
+        axes.grid(visible=True, alpha=0.3)
+    figure.axes[0].set_ylabel("tokens per second,\nas a multiple of plain DDP")
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["speed", "memory"])
+    parser.add_argument("--limit-gb", type=float, default=LIMIT_GB)
+    options = parser.parse_args()
+    if options.only != "memory":
+        rows = [row for world in options.worlds for row in speeds(world, options.rounds)]
+        write_report("ep_crossover", rows, rounds=options.rounds, tokens_per_step=TOKENS)
+        draw(rows, ROOT / "docs" / "images" / "ep_crossover.png")
+    if options.only != "speed":
+        found = [largest(world, name, options.limit_gb) for world in options.worlds for name in (PLAIN, OURS)]
+        write_report("ep_memory", found, gigabytes_of_a_process=options.limit_gb, dim=256, hidden=1024)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
