@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report
+from benchmarks import report, stale
 
 
 def test_a_record_tells_how_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -44,3 +44,10 @@ def test_tables_replace_those_between_their_own_marks(tmp_path: Path):
 def test_the_spread_of_one_value_is_not_known():
     assert report.sd([1.0, 2.0, 4.0], 2) == 1.53
     assert report.sd([1.0], 2) is None
+
+
+def test_what_each_record_measures_is_a_folder_of_today():
+    scripts = {path.name for path in (stale.ROOT / "benchmarks").rglob("*.py")}
+    assert set(stale.MEASURED) <= scripts
+    for folders in stale.MEASURED.values():
+        assert all((stale.ROOT / folder).is_dir() for folder in folders), folders
