@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -100,12 +99,12 @@ class Meter(Callback):
         self.original = original = rows_exchange._all_to_all
         here = dist.get_rank() // ranks_per_node
 
-        def metered(columns: Sequence[Tensor], sizes: Sizes, **options: Any) -> Any:
-            size = sum(column.shape[1] * column.element_size() for column in columns)
+        def metered(rows: Tensor, sizes: Sizes, **options: Any) -> Any:
+            size = rows.shape[1] * rows.element_size()
             self.bytes += (sum(sizes.sent) - sizes.sent[dist.get_rank(sizes.group)]) * size
-            for peer, rows in zip(dist.get_process_group_ranks(sizes.group), sizes.sent, strict=True):
-                self.bytes_between_nodes += rows * size * (peer // ranks_per_node != here)
-            return original(columns, sizes, **options)
+            for peer, many in zip(dist.get_process_group_ranks(sizes.group), sizes.sent, strict=True):
+                self.bytes_between_nodes += many * size * (peer // ranks_per_node != here)
+            return original(rows, sizes, **options)
 
         rows_exchange._all_to_all = metered
         self.original_slots_of = slots_of = dispatch.AllToAllDispatcher.slots_of

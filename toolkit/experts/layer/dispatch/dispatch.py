@@ -30,7 +30,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from toolkit.experts.layer.dispatch.exchange import AllToAll, Columns, Sizes, Travelling, arrive, depart
+from toolkit.experts.layer.dispatch.exchange import AllToAll, Sizes, Travelling, arrive, depart
 from toolkit.experts.layer.dispatch.movement import Copy, Sum, WeightedSum
 from toolkit.experts.layer.dispatch.order import (
     Copies,
@@ -200,17 +200,17 @@ class TokenDispatcher:
         *,
         overlaps: bool = False,
     ) -> Travelling:
-        columns = x_TD, weights_TK, plan.slots_TK
         if not plan.legs:
-            return Travelling(columns, None)
-        return depart(_copied(columns, plan.legs[0]), plan.legs[0].sizes, overlaps=overlaps)
+            return Travelling((x_TD, weights_TK, plan.slots_TK), None)
+        leg, columns = plan.legs[0], (x_TD, weights_TK, plan.slots_TK.to(SLOT_TYPE))
+        return depart(columns, leg.sizes, leg.visits, overlaps=overlaps)
 
     def arrive(self, rows: Travelling, plan: DispatchPlan) -> tuple[Float[Tensor, "N D"], Arrived]:
         columns = arrive(rows)
         legs = list(plan.legs[:1])
         for leg in plan.legs[1:]:
             legs.append(leg.visited_by(columns[2].long()))
-            columns = AllToAll.apply(leg.sizes, *_copied(columns, legs[-1]))
+            columns = AllToAll.apply(leg.sizes, legs[-1].visits, *columns)
         x_RD, weights_RK, slots_RK = columns
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.assignments)
         return Copy.apply(x_RD, order), Arrived(plan, tuple(legs), weights_RK, order)
@@ -220,7 +220,7 @@ class TokenDispatcher:
         if not arrived.legs:
             return Travelling((rows,), None)
         for leg in arrived.legs[:0:-1]:
-            rows = Sum.apply(*AllToAll.apply(leg.sizes.back(), rows), leg.visits)
+            rows = Sum.apply(*AllToAll.apply(leg.sizes.back(), None, rows), leg.visits)
         return depart((rows,), arrived.legs[0].sizes.back(), overlaps=overlaps)
 
     def sum_returned(self, rows: Travelling, arrived: Arrived) -> Float[Tensor, "T D"]:
@@ -408,13 +408,6 @@ def _count_kept(slots_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | Non
     if kept_TK is None:
         return count(slot_N, num_slots)
     return slot_N.new_zeros(num_slots).scatter_add_(0, slot_N, kept_TK.flatten().to(slot_N.dtype))
-
-
-def _copied(columns: Columns, leg: Leg) -> Columns:
-    x_TD, weights_TK, slots_TK = columns
-    assert leg.visits is not None
-    slots_NK = slots_TK.to(SLOT_TYPE).index_select(0, leg.visits.token_N)
-    return Copy.apply(x_TD, leg.visits), Copy.apply(weights_TK, leg.visits), slots_NK
 
 
 def _exchange_equal(rows: Tensor, group: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """All-to-alls of rows between the ranks of a group, with backwards that send the gradients back.
 
 A row has one column, or several of different types, which travel as one message: a token's numbers, the weights of its
-experts, their slots.
+experts, their slots. Of a row that visits several peers, each gets a copy; in the backward the gradients of its copies
+are added up.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from toolkit.experts.layer.dispatch.movement import sum_rows
+from toolkit.experts.layer.dispatch.order import Copies
 from toolkit.experts.parallel.waits import waits
 
 Columns = tuple[Tensor, ...]
@@ -34,21 +37,18 @@ class Sizes:
         return Sizes(self.received, self.sent, self.group)
 
 
-def exchange(columns: Sequence[Tensor], sizes: Sizes) -> Columns:
-    """Send consecutive rows to each peer; returns those of all peers, peer by peer. A collective."""
-    return waits.timed("experts", columns[0].device, _all_to_all, columns, sizes)[0]
-
-
-def _all_to_all(columns: Sequence[Tensor], sizes: Sizes, *, is_async: bool = False) -> tuple[Columns, dist.Work | None]:
-    """The rows of the peers, and what to wait for before they are read where it `is_async`."""
-    rows = _packed(columns)
+def _all_to_all(rows: Tensor, sizes: Sizes, *, is_async: bool = False) -> tuple[Tensor, dist.Work | None]:
+    """The rows of the peers, and what to wait for before they are read where it `is_async`. A collective."""
     result = rows.new_empty(sum(sizes.received), rows.shape[1])
-    work = None
-    if is_async:
-        work = dist.all_to_all_single(result, rows, sizes.received, sizes.sent, group=sizes.group, async_op=True)
-    else:  # as torch.compile knows it
+    if not is_async:  # as torch.compile knows it
         dist.all_to_all_single(result, rows, sizes.received, sizes.sent, group=sizes.group)
-    return _unpacked(result, columns), work
+        return result, None
+    work = dist.all_to_all_single(result, rows, sizes.received, sizes.sent, group=sizes.group, async_op=True)
+    return result, work
+
+
+def _exchange(rows: Tensor, sizes: Sizes) -> Tensor:
+    return waits.timed("experts", rows.device, _all_to_all, rows, sizes)[0]
 
 
 def _packed(columns: Sequence[Tensor]) -> Tensor:
@@ -76,35 +76,65 @@ def _unpacked(rows: Tensor, likes: Sequence[Tensor]) -> Columns:
     return tuple(result)
 
 
+def _of_originals(rows: Tensor, likes: Sequence[Tensor], copies: Columns) -> Columns:
+    """The columns of `_packed` rows, added up over the copies of each row, if these are copies: see `Copies`."""
+    if not copies:
+        return _unpacked(rows, likes)
+    place_N, first_T = copies
+    if len(likes) > 1 and len({like.dtype for like in likes}) == 1:  # in one sum
+        rows = rows.view(likes[0].dtype)
+        return sum_rows(rows, place_N, first_T).split([like.shape[1] for like in likes], dim=1)
+    return tuple(sum_rows(column.contiguous(), place_N, first_T) for column in _unpacked(rows, likes))
+
+
 def _itemsize(column: Tensor) -> int:
     return column.element_size()
+
+
+class _Gradients:
+    """What the backward of columns needs to know of them: only those of floating point have gradients."""
+
+    def __init__(self, ctx: Any, columns: Columns):
+        self.floating = [column.is_floating_point() for column in columns]
+        ctx.mark_non_differentiable(*(column for column in columns if not column.is_floating_point()))
+
+    def of(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        return [grad for grad, floating in zip(grads, self.floating, strict=True) if floating]
+
+    def fill(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """`grads`, and None for the others."""
+        rest = iter(grads)
+        return tuple(next(rest) if floating else None for floating in self.floating)
 
 
 class AllToAll(torch.autograd.Function):
     """Send consecutive rows to each peer of a group; the backward sends their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, sizes: Sizes, *columns: Tensor) -> Columns:
-        ctx.sizes, ctx.floating = sizes, [column.is_floating_point() for column in columns]
-        result = exchange(columns, sizes)
-        ctx.mark_non_differentiable(*(column for column in result if not column.is_floating_point()))
+    def forward(ctx: Any, sizes: Sizes, copies: Copies | None, *columns: Tensor) -> Columns:
+        rows = _packed(columns)
+        if copies is not None:
+            ctx.save_for_backward(copies.place_N, copies.first_T)
+            rows = rows.index_select(0, copies.token_N)
+        result = _unpacked(_exchange(rows, sizes), columns)
+        ctx.sizes, ctx.gradients = sizes, _Gradients(ctx, result)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
-        back = iter(exchange(sent, ctx.sizes.back()))
-        return None, *(next(back) if floating else None for floating in ctx.floating)
+        sent = ctx.gradients.of(grads)
+        rows = _exchange(_packed(sent), ctx.sizes.back())
+        return None, None, *ctx.gradients.fill(_of_originals(rows, sent, ctx.saved_tensors))
 
 
 class Travel:
     """An all-to-all of rows that `Depart` begins and `Arrive` ends; what is computed between overlaps with it.
 
         travel = Travel(sizes)
-        columns = Depart.apply(travel, *columns)       # the same rows
-        ...                                            # computed while they travel
-        columns = Arrive.apply(travel, *columns)       # those of the peers
+        columns = Depart.apply(travel, copies, *columns)       # the same rows
+        ...                                                    # computed while they travel
+        columns = Arrive.apply(travel, *columns)               # those of the peers
 
     In the backward `Arrive` sends the gradients and `Depart` waits for them. Of the nodes that are ready, autograd runs
     the one that was made last: so the backward of what was computed between comes between, too.
@@ -112,21 +142,21 @@ class Travel:
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
-        self._under_way: tuple[dist.Work, Columns] | None = None
+        self._under_way: tuple[dist.Work, Tensor] | None = None
 
-    def begin(self, columns: Sequence[Tensor], sizes: Sizes) -> Columns:
+    def begin(self, rows: Tensor, sizes: Sizes) -> Tensor:
         """Returns what will hold the rows of the peers after `end`. A collective."""
-        result, work = _all_to_all(columns, sizes, is_async=True)
+        result, work = _all_to_all(rows, sizes, is_async=True)
         assert work is not None
         self._under_way = work, result
         return result
 
-    def end(self) -> Columns:
+    def end(self) -> Tensor:
         """The rows of the peers, when they have come. On a GPU the stream waits for them, and not the host."""
         assert self._under_way is not None, "rows arrive once, after they have departed"
         work, result = self._under_way
         self._under_way = None
-        waits.timed("experts", result[0].device, work.wait)
+        waits.timed("experts", result.device, work.wait)
         return result
 
 
@@ -138,13 +168,13 @@ class Travelling(NamedTuple):
     """None where they are there already."""
 
 
-def depart(columns: Columns, sizes: Sizes, *, overlaps: bool) -> Travelling:
-    """`exchange` with a backward, which `arrive` ends. What is computed between may overlap with it, if it `overlaps`;
-    else rows are there when this returns, which is a little faster where nothing is computed between."""
+def depart(columns: Columns, sizes: Sizes, copies: Copies | None = None, *, overlaps: bool) -> Travelling:
+    """Send rows, or `copies` of them, with a backward. `arrive` ends both. What is computed between may overlap with
+    it, if it `overlaps`; else rows are there when this returns, a little faster where nothing is computed between."""
     if overlaps and not torch.compiler.is_compiling():  # torch.compile traces no asynchronous collectives
         travel = Travel(sizes)
-        return Travelling(Depart.apply(travel, *columns), travel)
-    return Travelling(AllToAll.apply(sizes, *columns), None)
+        return Travelling(Depart.apply(travel, copies, *columns), travel)
+    return Travelling(AllToAll.apply(sizes, copies, *columns), None)
 
 
 def arrive(travelling: Travelling) -> Columns:
@@ -157,18 +187,21 @@ class Depart(torch.autograd.Function):
     """Begin a `Travel`. The backward waits for the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, travel: Travel, *columns: Tensor) -> Columns:
-        ctx.travel, ctx.floating = travel, [column.is_floating_point() for column in columns]
-        travel.begin(columns, travel.sizes)
-        result = tuple(column.view_as(column) for column in columns)
-        ctx.mark_non_differentiable(*(column for column in result if not column.is_floating_point()))
+    def forward(ctx: Any, travel: Travel, copies: Copies | None, *columns: Tensor) -> Columns:
+        rows = _packed(columns)
+        if copies is not None:
+            ctx.save_for_backward(copies.place_N, copies.first_T)
+            rows = rows.index_select(0, copies.token_N)
+        travel.begin(rows, travel.sizes)
+        result = tuple(column.view_as(column) for column in _unpacked(rows, columns))
+        ctx.travel, ctx.gradients = travel, _Gradients(ctx, result)
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        back = iter(ctx.travel.end())
-        return None, *(next(back) if floating else None for floating in ctx.floating)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows = ctx.travel.end()
+        return None, None, *ctx.gradients.fill(_of_originals(rows, ctx.gradients.of(grads), ctx.saved_tensors))
 
 
 class Arrive(torch.autograd.Function):
@@ -176,18 +209,15 @@ class Arrive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, travel: Travel, *columns: Tensor) -> Columns:
-        ctx.travel, ctx.floating = travel, [column.is_floating_point() for column in columns]
-        result = travel.end()
-        ctx.mark_non_differentiable(*(column for column in result if not column.is_floating_point()))
+        result = _unpacked(travel.end(), columns)
+        ctx.travel, ctx.gradients = travel, _Gradients(ctx, result)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        travel = ctx.travel
-        sent = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
-        result = travel.begin(sent, travel.sizes.back())
+        sent = ctx.gradients.of(grads)
+        columns = _unpacked(ctx.travel.begin(_packed(sent), ctx.travel.sizes.back()), sent)
         if torch.is_anomaly_enabled():  # autograd then reads what a backward returns
-            result = tuple(map(torch.zeros_like, result))
-        back = iter(result)
-        return None, *(next(back) if floating else None for floating in ctx.floating)
+            columns = tuple(map(torch.zeros_like, columns))
+        return None, *ctx.gradients.fill(columns)
