@@ -12,7 +12,7 @@ do not, and the first turn counts.
 `eplb` is the published algorithm of DeepSeek's expert parallelism load balancer, which plans for the last window
 without a look at where experts are. `oracle` stands from the beginning as one would place experts who knew the loads
 that are drawn, and never moves: the most that moving can reach. Times are those of the wall, which tell something where
-each process has a core of its own, and of the processor time of the busiest process in each turn. Figures are ratios to
+each process has a core of its own, and the processor time of the busiest process in each turn. Figures are ratios to
 the run that never moves, of sums over all turns, with the least and the greatest of single rounds.
 
 Writes benchmarks/results/moving_experts.json.
@@ -24,7 +24,7 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,9 @@ class Loads:
     hidden: int = 512
     tokens: int = 1024
     """In a step, over all processes."""
+    rounds: int = 4
+    rivals: tuple[str, ...] | None = None
+    """None: all."""
 
     def log_popularity(self, layer: int, steps: int) -> Tensor:
         """(steps, E)"""
@@ -69,11 +72,13 @@ class Loads:
         return begin + self.drift * torch.randn(steps, EXPERTS, generator=draws).cumsum(0)
 
 
+STAY, GUARDED = "blocks, never moved", "swap"
+FEWER = (STAY, GUARDED, "swap, no guard", "eplb, no guard")
 LOADS = {
     "balanced": Loads(skew=0.0),
     "mild": Loads(skew=0.5),
     "steep": Loads(skew=1.0),
-    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048),
+    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, rounds=8, rivals=FEWER),
     "drifting slowly": Loads(skew=0.5, drift=0.05),
     "drifting fast": Loads(skew=0.5, drift=0.2),
 }
@@ -81,16 +86,20 @@ LOADS = {
 
 def eplb(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
     """Returns the placement of DeepSeek's balancer for one group of experts: each spare slot to the expert whose
-    replicas have most load; then the heaviest replica first, each to the rank with the least load that has room."""
+    replicas have most load; then the heaviest replica first, each to the rank with the least load that has room.
+    Replicas of one expert are on different ranks here, and come first."""
     load = np.asarray(load_E, dtype=float)
     replicas = np.ones(len(load), dtype=int)
     for _ in range(current.ranks * current.stride - len(load)):
-        replicas[(load / replicas).argmax()] += 1
+        replicas[np.where(replicas < current.ranks, load / replicas, -1.0).argmax()] += 1
     loads = load / replicas
     rows: list[list[int]] = [[] for _ in range(current.ranks)]
     held = np.zeros(current.ranks)
-    for expert in sorted(np.repeat(np.arange(len(load)), replicas), key=lambda expert: -loads[expert]):
-        full = np.array([len(row) == current.stride for row in rows])
+    order = sorted(
+        np.repeat(np.arange(len(load)), replicas), key=lambda expert: (replicas[expert] == 1, -loads[expert])
+    )
+    for expert in order:
+        full = np.array([len(row) == current.stride or expert in row for row in rows])
         rank = int(np.where(full, np.inf, held).argmin())
         rows[rank].append(int(expert))
         held[rank] += loads[expert]
@@ -110,16 +119,13 @@ def _moves(planner: Any, **options: Any) -> ReplanOptions:
     return ReplanOptions(planner=planner, every=EVERY, **options)
 
 
-STAY, GUARDED = "blocks, never moved", "swap"
 RIVALS = {
     STAY: Rival(),
     "round robin, never moved": Rival(initial="round robin"),
     GUARDED: Rival(replan=_moves("swap")),
     "swap, no guard": Rival(replan=_moves("swap", guarded=False)),
-    "lpt": Rival(replan=_moves("lpt")),
     "replicate": Rival(replan=_moves("replicate"), spare_slots=1),
     "eplb, no guard": Rival(replan=_moves(eplb, guarded=False)),
-    "eplb with replicas, no guard": Rival(replan=_moves(eplb, guarded=False), spare_slots=1),
     "oracle": Rival(initial="oracle"),
 }
 
@@ -137,7 +143,7 @@ class Live:
         model = nn.Sequential(*[Block(DIM, make_moe(*sizes, router_type=DrawnRouter)) for _ in range(LAYERS)])
         names = list(moe_layers(model))
         self.logs = [loads.log_popularity(layer, steps) for layer in range(LAYERS)]
-        placements = [self._initial(rival, log.exp().softmax(1).mean(0).numpy()) for log in self.logs]
+        placements = [self._initial(rival, log.mean(0)) for log in self.logs]
         self.experts = ExpertParallel(
             self.accelerator,
             ep_size=self.world,
@@ -151,8 +157,9 @@ class Live:
         self.x = torch.randn(loads.tokens // self.world, DIM)
         self.imbalances: list[float] = []
 
-    def _initial(self, rival: Rival, load_E: Load) -> ExpertPlacement:
+    def _initial(self, rival: Rival, log_popularity: Tensor) -> ExpertPlacement:
         blocks = contiguous(EXPERTS, self.world)
+        load_E = drawn(log_popularity, 20_000, 0).flatten().bincount(minlength=EXPERTS).numpy()
         if rival.initial == "round robin":
             return round_robin(load_E, blocks)
         return lpt(load_E, blocks) if rival.initial == "oracle" else with_spare_slots(blocks, rival.spare_slots)
@@ -183,12 +190,12 @@ class Live:
 
 
 @process_settings()
-def race(loads: Loads, rounds: int) -> list[dict[str, Any]]:
+def race(loads: Loads) -> list[dict[str, Any]]:
     """A row for each contender."""
-    lives = {name: Live(rival, loads, rounds * TURN) for name, rival in RIVALS.items()}
+    lives = {name: Live(RIVALS[name], loads, loads.rounds * TURN) for name in loads.rivals or RIVALS}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in lives}
     names = list(lives)
-    for number in range(rounds):
+    for number in range(loads.rounds):
         at = number % len(names)
         for name in names[at:] + names[:at]:
             times[name].append(lives[name].turn(number * TURN))
@@ -218,17 +225,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, help="in a step, over all processes")
     options = parser.parse_args()
     rows = []
     for world in options.worlds:
         for name in options.loads:
-            loads = replace(LOADS[name], tokens=options.tokens) if options.tokens else LOADS[name]
-            found = run_distributed(race, world, loads, options.rounds, timeout_s=3000)[0]
-            rows += [{"processes": world, "loads": name, **row} for row in found]
+            found = run_distributed(race, world, LOADS[name], timeout_s=3000)[0]
+            rows += [{"processes": world, "loads": name, "steps": LOADS[name].rounds * TURN, **row} for row in found]
             print(f"{world} processes, {name}: done", flush=True)
-    write_report("moving_experts", rows, rounds=options.rounds, steps_of_a_turn=TURN, cores=os.cpu_count())
+    write_report("moving_experts", rows, steps_of_a_turn=TURN, cores=os.cpu_count())
     return 0
 
 
