@@ -227,9 +227,10 @@ RECIPES = [
     ("mnist_moe", 1, f"debug {DYNAMIC} --gradient-accumulation-steps 2", 0),
     ("mnist_moe", 2, f"debug {MOVING} --max-steps 18", 1),
     ("lm_moe", 2, "debug --max-steps 12 --dataset folder", 2),
-    ("few_labels", 1, "debug --max-steps 20", 0),
 ]
-ON_GPUS_ONLY = [(recipe, 1, "debug", 0) for recipe in ("finetune_moe", "har", "lmu_speech", "vae_robustness")]
+ON_GPUS_ONLY = [
+    (recipe, 1, "debug", 0) for recipe in ("few_labels", "finetune_moe", "har", "lmu_speech", "vae_robustness")
+]
 """What their steps have beside the others' is kernels, which the emulated device has not."""
 
 

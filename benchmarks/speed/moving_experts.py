@@ -6,8 +6,8 @@
 Two blocks of a dense network and a mixture of 16 experts, top 2, in float32; forward, backward, clipping, AdamW. Tokens
 go where a draw says, by Zipf's law with the hottest experts on the first process; a plan every 8 steps, migrations
 included. `drifting` loads begin alike and walk at random, in each step and layer. All contenders of a load get the same
-draws, in one launch, in turns of 16 steps, whose order changes from round to round; nobody gets a warm-up that others
-do not, and the first turn counts.
+draws, in one launch, in turns of 16 steps, whose order changes from round to round. A `control` never moves either: how
+far it is from 1 is what a figure can be wrong by, and on a shared machine that was 0.1.
 
 `eplb` is the published algorithm of DeepSeek's expert parallelism load balancer, which plans for the last window
 without a look at where experts are. `oracle` stands from the beginning as one would place experts who knew the loads
@@ -72,8 +72,8 @@ class Loads:
         return begin + self.drift * torch.randn(steps, EXPERTS, generator=draws).cumsum(0)
 
 
-STAY, GUARDED = "blocks, never moved", "swap"
-FEWER = (STAY, GUARDED, "swap, no guard", "eplb, no guard")
+STAY, CONTROL, GUARDED = "blocks, never moved", "control", "swap"
+FEWER = (STAY, CONTROL, GUARDED, "swap, no guard", "eplb, no guard")
 LOADS = {
     "balanced": Loads(skew=0.0),
     "mild": Loads(skew=0.5),
@@ -121,6 +121,7 @@ def _moves(planner: Any, **options: Any) -> ReplanOptions:
 
 RIVALS = {
     STAY: Rival(),
+    CONTROL: Rival(),
     "round robin, never moved": Rival(initial="round robin"),
     GUARDED: Rival(replan=_moves("swap")),
     "swap, no guard": Rival(replan=_moves("swap", guarded=False)),

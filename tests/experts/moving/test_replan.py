@@ -189,4 +189,4 @@ def test_plans_that_the_guard_refuses_are_counted_and_the_first_is_explained(cap
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step 2: the guard refuses a plan for ")
     assert "a gain is judged by 2 windows of loads or more" in first
-    assert second.startswith("step 6: the guard refuses a plan for ")
+    assert second.startswith("step 4: the guard refuses a plan for ")
