@@ -193,15 +193,15 @@ class Live:
 @process_settings()
 def race(loads: Loads) -> list[dict[str, Any]]:
     """A row for each contender."""
-    lives = {name: Live(RIVALS[name], loads, loads.rounds * TURN) for name in loads.rivals or RIVALS}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in lives}
-    names = list(lives)
+    runs = {name: Live(RIVALS[name], loads, loads.rounds * TURN) for name in loads.rivals or RIVALS}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    names = list(runs)
     for number in range(loads.rounds):
         at = number % len(names)
         for name in names[at:] + names[:at]:
-            times[name].append(lives[name].turn(number * TURN))
+            times[name].append(runs[name].turn(number * TURN))
     rows = []
-    for name, live in lives.items():
+    for name, live in runs.items():
         ratios = np.array(times[STAY]) / np.array(times[name])
         wall, processor = np.array(times[STAY]).sum(0) / np.array(times[name]).sum(0)
         moved = sum(migration.report.cost.experts for migration in live.experts.migrations)
