@@ -39,7 +39,7 @@ def test_a_trace_by_hand(trace: Path):
     assert stay["step ms"] == pytest.approx(1e3 * (140e-6 + 70 * 2 * 200 / 25e9))
     assert (stay["imbalance"], stay["bound"], stay["experts moved"]) == (1.75, 1.0, 0)
     assert stay["hierarchical ms"] is None, "one node"
-    # Each rank on a node of its own, two experts of a token: each of rank 1's 40 tokens goes to rank 0 once, either way.
+    # Each rank on a node of its own, two experts of a token: each of rank 1's 40 tokens goes to rank 0 once, by both.
     two_nodes = replace(rules, machine=replace(ASSUMED, ranks_per_node=1, top_k=2))
     by_node = try_planner(case, STAY, guarded=False, rules=two_nodes)
     assert by_node["step ms"] == by_node["hierarchical ms"] == pytest.approx(1e3 * (140e-6 + 40 * 2 * 200 / 25e9))
