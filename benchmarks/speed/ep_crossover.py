@@ -6,7 +6,7 @@
 The models of `ep_speed.py` (Qwen3-MoE, four layers, float32, 2,048 tokens a step; forward, backward, clipping, AdamW)
 with experts of four sizes, top 2 of 16 and top 8 of 64: plain DDP, which averages the gradients of all experts; the
 expert parallelism of transformers with its dense part under DDP; ours. Contenders take turns, in rounds; figures are
-medians over rounds of the ratio to plain DDP in the same round. Each is written as a picture, too.
+medians over rounds of the ratio to plain DDP in the same round.
 
 Memory: each process may have so many gigabytes of data of its own (RLIMIT_DATA), and models grow in experts until a
 contender is refused memory in two steps of training.

@@ -38,6 +38,7 @@ from toolkit.experts.layer.dispatch.order import (
     count,
     place_within_slot,
     sort_by_slot,
+    visited,
     visits,
 )
 from toolkit.experts.layer.recompute import decide
@@ -62,9 +63,7 @@ class Leg:
         peers = len(self.sizes.sent)
         peer_TK = (slots_TK - self.first_slot).div(self.slots_of_peer, rounding_mode="floor")
         peer_TK = peer_TK.where((peer_TK >= 0) & (peer_TK < peers), peers)
-        visits_TP = torch.zeros(len(peer_TK), peers + 1, dtype=torch.bool, device=peer_TK.device)
-        visits_TP = visits_TP.scatter_(1, peer_TK, True)[:, :peers]
-        return replace(self, visits=visits(visits_TP, sum(self.sizes.sent)))
+        return replace(self, visits=visits(visited(peer_TK, peers), sum(self.sizes.sent)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +326,7 @@ class AllToAllDispatcher(TokenDispatcher):
         rank_TK = slots_TK // self.stride
         if kept_TK is not None:
             slots_TK, rank_TK = slots_TK.where(kept_TK, -1), rank_TK.where(kept_TK, ranks)
-        visits_TP = torch.zeros(len(rank_TK), ranks + 1, dtype=torch.bool, device=rank_TK.device)
-        return _Counted(slots_TK, by_slot, visits_TP.scatter_(1, rank_TK, True)[:, :ranks])
+        return _Counted(slots_TK, by_slot, visited(rank_TK, ranks))
 
     def _legs(
         self, parts: Sequence[_Counted], to_ranks_P2C: Int[Tensor, "P 2 C"]

@@ -87,6 +87,15 @@ def _of_originals(rows: Tensor, likes: Sequence[Tensor], copies: Columns) -> Col
     return tuple(sum_rows(column.contiguous(), place_N, first_T) for column in _unpacked(rows, likes))
 
 
+def _copied(ctx: Any, copies: Copies | None, columns: Columns) -> Tensor:
+    """`copies` of the `_packed` rows, of which the backward sums those of a row: see `_of_originals`."""
+    rows = _packed(columns)
+    if copies is None:
+        return rows
+    ctx.save_for_backward(copies.place_N, copies.first_T)
+    return rows.index_select(0, copies.token_N)
+
+
 def _itemsize(column: Tensor) -> int:
     return column.element_size()
 
@@ -112,10 +121,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sizes: Sizes, copies: Copies | None, *columns: Tensor) -> Columns:
-        rows = _packed(columns)
-        if copies is not None:
-            ctx.save_for_backward(copies.place_N, copies.first_T)
-            rows = rows.index_select(0, copies.token_N)
+        rows = _copied(ctx, copies, columns)
         result = _unpacked(_exchange(rows, sizes), columns)
         ctx.sizes, ctx.gradients = sizes, _Gradients(ctx, result)
         return result
@@ -188,10 +194,7 @@ class Depart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, travel: Travel, copies: Copies | None, *columns: Tensor) -> Columns:
-        rows = _packed(columns)
-        if copies is not None:
-            ctx.save_for_backward(copies.place_N, copies.first_T)
-            rows = rows.index_select(0, copies.token_N)
+        rows = _copied(ctx, copies, columns)
         travel.begin(rows, travel.sizes)
         result = tuple(column.view_as(column) for column in _unpacked(rows, columns))
         ctx.travel, ctx.gradients = travel, _Gradients(ctx, result)

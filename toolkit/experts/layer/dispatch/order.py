@@ -33,6 +33,12 @@ class SlotOrder(Copies):
     """The assignments that are not left out, in ascending order; None: all."""
 
 
+def visited(peer_TK: Int[Tensor, "T K"], peers: int) -> Bool[Tensor, "T P"]:
+    """(T, P): whether a row has a choice at each of `peers`; the number `peers` stands for none of them."""
+    visits_TP = torch.zeros(len(peer_TK), peers + 1, dtype=torch.bool, device=peer_TK.device)
+    return visits_TP.scatter_(1, peer_TK, True)[:, :peers]
+
+
 def visits(visits_TP: Bool[Tensor, "T P"], total: int) -> Copies:
     """The copies of rows for the peers that they visit, `total` in all: by peer, and then by row. No host sync."""
     visits_PT = visits_TP.t().contiguous()
