@@ -164,7 +164,8 @@ def _units(model: nn.Module, trainable: set[nn.Parameter]) -> list[nn.Module]:
     elements: Counter[torch.dtype] = Counter()
     for parameter in trainable:
         elements[parameter.dtype] += parameter.numel()
-    usual = max(elements, key=elements.__getitem__, default=None)
+    # Of a tie the same on every rank, where sets have other orders.
+    usual = max(elements, key=lambda dtype: (elements[dtype], str(dtype)), default=None)
     holders = Counter(parameter for module in modules for parameter in module.parameters(recurse=False))
     wanted = set(_repeated(model))
     for module in modules:
