@@ -33,6 +33,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "each_step.py": PLANS,
     "ep_crossover.py": SPREAD,
     "ep_speed.py": SPREAD,
+    "exchanged_bytes.py": LAYER,
     "expert_adapters.py": (*SPREAD, f"{EXPERTS}hosts/peft/"),
     "few_labels.py": ("recipes/digits/",),
     "finetune_moe.py": (f"{EXPERTS}hosts/peft/", "recipes/language/"),

@@ -31,9 +31,20 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from benchmarks.speed.ep_speed import BY_HAND, CONTENDERS, LENGTH, OURS, PLAIN, STEPS_PER_TURN, TOKENS, config, race
+from benchmarks.speed.ep_speed import (
+    BY_HAND,
+    CONTENDERS,
+    LENGTH,
+    OURS,
+    PLAIN,
+    STEPS_PER_TURN,
+    TOKENS,
+    VOCAB,
+    know_ours,
+    race,
+    save_model,
+)
 from tests.support.helpers import run_distributed
-from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
 from toolkit.run.process_settings import process_settings
 
 SHAPES = [(128, 128, 16, 2), (256, 512, 16, 2), (512, 1024, 16, 2), (256, 512, 64, 8)]
@@ -49,11 +60,7 @@ def speeds(world: int, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for dim, hidden, experts, top_k in SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            model = causal_lm(config(dim, hidden, experts, top_k))
-            model.save_pretrained(folder)
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            del model
+            parameters = save_model(Path(folder), dim, hidden, experts, top_k)
             seconds = run_distributed(race, world, Path(folder), rounds, RIVALS, timeout_s=3000)[0]
         for name, each in seconds.items():
             ratios = [plain / mine for plain, mine in zip(seconds[PLAIN], each, strict=True)]
@@ -79,15 +86,11 @@ def speeds(world: int, rounds: int) -> list[dict[str, Any]]:
 @process_settings()
 def trains_within(folder: Path, name: str, limit_gb: float) -> bool:
     """Whether two steps get the memory that they ask for, on this rank."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    use_toolkit_ep()
-    use_toolkit_kernel()
+    know_ours()
     resource.setrlimit(resource.RLIMIT_DATA, (int(limit_gb * 1e9),) * 2)
     step = CONTENDERS[name](folder)
     for _ in range(2):
-        step(torch.randint(1024, (TOKENS // dist.get_world_size() // LENGTH, LENGTH)))
+        step(torch.randint(VOCAB, (TOKENS // dist.get_world_size() // LENGTH, LENGTH)))
     return True
 
 
@@ -96,11 +99,7 @@ def largest(world: int, name: str, limit_gb: float) -> dict[str, Any]:
     found: dict[str, Any] = {"processes": world, "contender": name, "experts": 0, "million parameters": 0.0}
     for experts in EXPERT_COUNTS:
         with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            model = causal_lm(config(*MEMORY_SHAPE, experts, 2))
-            model.save_pretrained(folder)
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            del model
+            parameters = save_model(Path(folder), *MEMORY_SHAPE, experts, 2)
             try:
                 run_distributed(trains_within, world, Path(folder), name, limit_gb, timeout_s=600)
             except AssertionError as error:
@@ -145,7 +144,9 @@ def main() -> int:
         draw(rows, ROOT / "docs" / "images" / "ep_crossover.png")
     if options.only != "speed":
         found = [largest(world, name, options.limit_gb) for world in options.worlds for name in (PLAIN, OURS)]
-        write_report("ep_memory", found, gigabytes_of_a_process=options.limit_gb, dim=256, hidden=1024)
+        write_report(
+            "ep_memory", found, gigabytes_of_a_process=options.limit_gb, dim=MEMORY_SHAPE[0], hidden=MEMORY_SHAPE[1]
+        )
     return 0
 
 

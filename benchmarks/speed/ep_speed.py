@@ -71,6 +71,23 @@ def config(dim: int = DIM, hidden: int = HIDDEN, experts: int = EXPERTS, top_k: 
     return Qwen3MoeConfig(vocab_size=VOCAB, num_hidden_layers=LAYERS, use_cache=False, **sizes, **heads, **mixture)
 
 
+def save_model(folder: Path, *sizes: int) -> int:
+    """Save a model of the `config` of these sizes, and return how many parameters it has."""
+    torch.manual_seed(0)
+    model = causal_lm(config(*sizes))
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def know_ours() -> None:
+    """Make this process know our expert parallelism and kernel by their names, and print no progress of loading."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    use_toolkit_ep()
+    use_toolkit_kernel()
+
+
 def under_transformers(folder: Path, implementation: str, experts_implementation: str) -> Step:
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
     from transformers.distributed import DistributedConfig
@@ -135,17 +152,29 @@ def transformers_by_hand(folder: Path) -> Step:
     return step
 
 
-def under_ddp(folder: Path, experts_implementation: str, *, spread: bool = True) -> Step:
-    """Returns a step with our expert parallelism and DDP for all other parameters; or, not `spread`, with DDP alone."""
+def under_ddp(folder: Path, experts_implementation: str, **groups: Any) -> Step:
+    """Returns a step with our expert parallelism in `groups` and DDP for all other parameters."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model: Any = causal_lm(folder, experts_implementation=experts_implementation)
     model.train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    prepare = ExpertParallel(accelerator, ep_size=dist.get_world_size()).prepare if spread else accelerator.prepare
-    model, optimizer = prepare(model, optimizer)
+    made = make_expert_groups(**{"ep_size": dist.get_world_size()} | groups)
+    return stepper(accelerator, *ExpertParallel(accelerator, groups=made).prepare(model, optimizer))
 
+
+def plain_ddp(folder: Path) -> Step:
+    """Returns a step with DDP for all parameters, and our kernel."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model: Any = causal_lm(folder, experts_implementation="toolkit")
+    model.train()
+    return stepper(accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4)))
+
+
+def stepper(accelerator: Any, model: Any, optimizer: Any) -> Step:
     def step(ids: Tensor) -> Tensor:
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
@@ -171,7 +200,8 @@ CONTENDERS: dict[str, Callable[[Path], Step]] = {
     STOCK: lambda folder: under_transformers(folder, "all_to_all", "grouped_mm"),
     BY_HAND: transformers_by_hand,
     OURS: lambda folder: under_ddp(folder, "toolkit"),
-    PLAIN: lambda folder: under_ddp(folder, "toolkit", spread=False),
+    PLAIN: plain_ddp,
+    "ours, the same bits at every EP degree (DDP)": lambda folder: under_ddp(folder, "toolkit", ep_invariant=True),
     "ours, their kernel (DDP)": lambda folder: under_ddp(folder, "grouped_mm"),
     "ours inside theirs (FSDP2)": lambda folder: under_transformers(folder, "toolkit", "toolkit"),
 }
@@ -180,11 +210,7 @@ CONTENDERS: dict[str, Callable[[Path], Step]] = {
 @process_settings()
 def race(folder: Path, rounds: int, names: Sequence[str] = tuple(CONTENDERS)) -> dict[str, list[float]]:
     """Seconds per turn of each contender, by round."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    use_toolkit_ep()
-    use_toolkit_kernel()
+    know_ours()
     contenders = {name: CONTENDERS[name](folder) for name in names}
     world, rank = dist.get_world_size(), dist.get_rank()
     draws = torch.Generator().manual_seed(rank)
@@ -277,9 +303,7 @@ def main() -> int:
     speeds, layers = [], []
     missed = False
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        model = causal_lm(config())
-        model.save_pretrained(folder)
+        parameters = save_model(Path(folder))
         for world in options.worlds:
             seconds = run_distributed(race, world, Path(folder), options.rounds, timeout_s=1200)[0]
             for name, each in seconds.items():
@@ -306,7 +330,6 @@ def main() -> int:
                 row = {"processes": world, "dim": dim, "hidden": hidden, **medians}
                 shares = {"beyond, share": beyond(parts), "beyond, share of computing": beyond(busy)}
                 layers.append(row | {name: round(share, 3) for name, share in shares.items()})
-    parameters = sum(p.numel() for p in model.parameters())
     facts = {"parameters": parameters, "tokens_per_step": TOKENS, "rounds": options.rounds}
     write_report("ep_speed", speeds, target=LEAST_TIMES_STOCK, **facts)
     write_report("ep_layer", layers, target=MOST_OF_LAYER, **facts)

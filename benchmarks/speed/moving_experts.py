@@ -1,19 +1,21 @@
 """Real steps, on gloo, of a run that moves its experts beside one that does not: how much faster, and what is the most?
 
-    python benchmarks/speed/moving_experts.py                           every load on 2 and 4 processes, half an hour
+    python benchmarks/speed/moving_experts.py                           every load on 2 and 4 processes, an hour
     python benchmarks/speed/moving_experts.py --loads steep --worlds 2
 
 Two blocks of a dense network and a mixture of 16 experts, top 2, in float32; forward, backward, clipping, AdamW. Tokens
-go where a draw says, by Zipf's law with the hottest experts on the first process; a plan every 8 steps, migrations
-included. `drifting` loads begin alike and walk at random, in each step and layer. All contenders of a load get the same
-draws, in one launch, in turns of 16 steps, whose order changes from round to round. A `control` never moves either: how
-far it is from 1 is what a figure can be wrong by, and on a shared machine that was 0.1.
+go where a draw says, by Zipf's law with the hottest experts on the first process, or as often as in a language model
+without balance (`recorded`, of `record_traces.py`; needs $TOOLKIT_DATA_DIR); a plan every 8 steps, migrations included.
+`drifting` loads walk at random, in each step and layer. All contenders of a load get the same draws, in one launch, in
+turns of 16 steps. Each round has new models and other draws, and both the order in which models are made and that of
+turns change from round to round: which memory a model gets is worth up to 0.1, and the first one made is the slowest.
+A `control` never moves either: how far it is from 1 is what a figure can be wrong by.
 
 `eplb` is the published algorithm of DeepSeek's expert parallelism load balancer, which plans for the last window
 without a look at where experts are. `oracle` stands from the beginning as one would place experts who knew the loads
 that are drawn, and never moves: the most that moving can reach. Times are those of the wall, which tell something where
-each process has a core of its own, and the processor time of the busiest process in each turn. Figures are ratios to
-the run that never moves, of sums over all turns, with the least and the greatest of single rounds.
+each process has a core of its own, and the processor time of the busiest process in each turn. Figures are medians over
+rounds of the ratio to the run that never moves, of sums over the turns of a round, with the least and the greatest.
 
 Writes benchmarks/results/moving_experts.json.
 """
@@ -22,9 +24,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.placement.record_traces import language_model
 from benchmarks.placement.simulator import Block, DrawnRouter, drawn, step
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
@@ -45,9 +50,12 @@ from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.loads import Load, rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners.simple import lpt, round_robin
+from toolkit.experts.routing.traces import read_trace
 from toolkit.run.process_settings import process_settings
 
-EXPERTS, TOP_K, DIM, LAYERS, EVERY, TURN = 16, 2, 256, 2, 8, 16
+EXPERTS, TOP_K, DIM, LAYERS, EVERY, TURN, TURNS = 16, 2, 256, 2, 8, 16, 5
+STEPS = TURNS * TURN
+"""Of a round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +66,30 @@ class Loads:
     """The exponent of Zipf's law in the first step; 0: all alike."""
     drift: float = 0.0
     """The standard deviation by which an expert's logarithm changes in a step."""
+    recorded: bool = False
+    """As often as in a recorded run, in place of a law."""
     hidden: int = 512
     tokens: int = 1024
     """In a step, over all processes."""
-    rounds: int = 4
     rivals: tuple[str, ...] | None = None
     """None: all."""
 
-    def log_popularity(self, layer: int, steps: int) -> Tensor:
-        """(steps, E)"""
+    def log_popularity(self, seed: int) -> Tensor:
+        """(steps of a round, layers, E)"""
+        if self.recorded:
+            return _recorded(seed)
         begin = -self.skew * torch.arange(1.0, EXPERTS + 1).log()
-        draws = torch.Generator().manual_seed(layer)
-        return begin + self.drift * torch.randn(steps, EXPERTS, generator=draws).cumsum(0)
+        draws = torch.Generator().manual_seed(seed)
+        return begin + self.drift * torch.randn(STEPS, LAYERS, EXPERTS, generator=draws).cumsum(0)
+
+
+def _recorded(seed: int) -> Tensor:
+    """The last steps of a language model that was trained without balance."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.npz"
+        language_model(path, seed, balance_weight=0.0, steps=100 + STEPS)
+        load_TLE = torch.from_numpy(read_trace(path).load_TLSE()[-STEPS:].sum(2))
+    return (load_TLE + 0.5).log()
 
 
 STAY, CONTROL, GUARDED = "blocks, never moved", "control", "swap"
@@ -78,9 +98,9 @@ LOADS = {
     "balanced": Loads(skew=0.0),
     "mild": Loads(skew=0.5),
     "steep": Loads(skew=1.0),
-    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, rounds=8, rivals=FEWER),
-    "drifting slowly": Loads(skew=0.5, drift=0.05),
-    "drifting fast": Loads(skew=0.5, drift=0.2),
+    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, rivals=FEWER),
+    "drifting": Loads(skew=0.5, drift=0.1),
+    "recorded": Loads(recorded=True),
 }
 
 
@@ -134,7 +154,7 @@ RIVALS = {
 class Live:
     """A model of one contender, as a user's loop trains it."""
 
-    def __init__(self, rival: Rival, loads: Loads, steps: int):
+    def __init__(self, rival: Rival, loads: Loads, log_popularity: Tensor, seed: int):
         from accelerate import Accelerator
 
         self.accelerator = Accelerator(cpu=True)
@@ -143,8 +163,8 @@ class Live:
         sizes = (DIM, loads.hidden, EXPERTS, TOP_K)
         model = nn.Sequential(*[Block(DIM, make_moe(*sizes, router_type=DrawnRouter)) for _ in range(LAYERS)])
         names = list(moe_layers(model))
-        self.logs = [loads.log_popularity(layer, steps) for layer in range(LAYERS)]
-        placements = [self._initial(rival, log.mean(0)) for log in self.logs]
+        self.log_popularity, self.seed = log_popularity, seed
+        placements = [self._initial(rival, log) for log in log_popularity.mean(0)]
         self.experts = ExpertParallel(
             self.accelerator,
             ep_size=self.world,
@@ -165,13 +185,13 @@ class Live:
             return round_robin(load_E, blocks)
         return lpt(load_E, blocks) if rival.initial == "oracle" else with_spare_slots(blocks, rival.spare_slots)
 
-    def turn(self, first: int) -> tuple[float, float]:
-        """Steps from `first` on; returns the seconds until the last process was done, and the processor time of the
-        one that had most."""
-        rank = dist.get_rank()
+    def turn(self, number: int) -> tuple[float, float]:
+        """A turn's steps; returns the seconds until the last process was done, and the processor time of the one that
+        had most."""
+        source = STEPS * (self.seed * self.world + dist.get_rank())
         batches = [
-            [drawn(log[number], len(self.x), 1000 * number + 10 * rank + i) for i, log in enumerate(self.logs)]
-            for number in range(first, first + TURN)
+            [drawn(log, len(self.x), LAYERS * (source + at) + i) for i, log in enumerate(self.log_popularity[at])]
+            for at in range(number * TURN, (number + 1) * TURN)
         ]
         dist.barrier()
         began, worked = time.perf_counter(), time.process_time()
@@ -190,33 +210,57 @@ class Live:
         return seconds, float(busiest)
 
 
+@dataclass
+class Measured:
+    """Of one contender, by round."""
+
+    wall: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    imbalance: list[float] = field(default_factory=list)
+    moved: int = 0
+    refused: int = 0
+
+
 @process_settings()
-def race(loads: Loads) -> list[dict[str, Any]]:
+def race(loads: Loads, logs: list[Tensor]) -> dict[str, Measured]:
+    """What each contender took, in a round for each of `logs`."""
+    names = list(loads.rivals or RIVALS)
+    measured = {name: Measured() for name in names}
+    for seed, log_popularity in enumerate(logs):
+        # Contenders beside each other change places, too: rounds begin at different ones and go either way.
+        order = [*names[seed % len(names) :], *names[: seed % len(names)]][:: 1 if seed % 2 else -1]
+        runs = {name: Live(RIVALS[name], loads, log_popularity, seed) for name in order}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
+        for number in range(TURNS):
+            for name in order[number % len(order) :] + order[: number % len(order)]:
+                times[name].append(runs[name].turn(number))
+        for name, live in runs.items():
+            wall, processor = np.sum(times[name], axis=0)
+            mine = measured[name]
+            mine.wall.append(float(wall))
+            mine.processor.append(float(processor))
+            mine.imbalance.append(float(np.mean(live.imbalances)))
+            mine.moved += sum(migration.report.cost.experts for migration in live.experts.migrations)
+            mine.refused += live.experts.replanner.plans_refused if live.experts.replanner else 0
+    return measured
+
+
+def table(measured: dict[str, Measured]) -> list[dict[str, Any]]:
     """A row for each contender."""
-    runs = {name: Live(RIVALS[name], loads, loads.rounds * TURN) for name in loads.rivals or RIVALS}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    names = list(runs)
-    for number in range(loads.rounds):
-        at = number % len(names)
-        for name in names[at:] + names[:at]:
-            times[name].append(runs[name].turn(number * TURN))
-    rows = []
-    for name, live in runs.items():
-        ratios = np.array(times[STAY]) / np.array(times[name])
-        wall, processor = np.array(times[STAY]).sum(0) / np.array(times[name]).sum(0)
-        moved = sum(migration.report.cost.experts for migration in live.experts.migrations)
-        refused = live.experts.replanner.plans_refused if live.experts.replanner else 0
+    stays, rows = measured[STAY], []
+    for name, mine in measured.items():
+        wall, processor = np.divide(stays.wall, mine.wall), np.divide(stays.processor, mine.processor)
         rows.append(
             {
                 "contender": name,
-                "imbalance": round(float(np.mean(live.imbalances)), 2),
-                "ms a step": round(1e3 * float(np.mean(times[name], axis=0)[0]) / TURN, 1),
-                "x, wall": round(float(wall), 3),
-                "wall, of rounds": f"{ratios[:, 0].min():.2f} to {ratios[:, 0].max():.2f}",
-                "x, busiest processor": round(float(processor), 3),
-                "processor, of rounds": f"{ratios[:, 1].min():.2f} to {ratios[:, 1].max():.2f}",
-                "experts moved": moved,
-                "plans refused": refused,
+                "imbalance": round(statistics.mean(mine.imbalance), 2),
+                "ms a step": round(1e3 * statistics.median(mine.wall) / STEPS, 1),
+                "x, wall": round(float(np.median(wall)), 3),
+                "wall, of rounds": f"{wall.min():.2f} to {wall.max():.2f}",
+                "x, busiest processor": round(float(np.median(processor)), 3),
+                "processor, of rounds": f"{processor.min():.2f} to {processor.max():.2f}",
+                "experts moved": mine.moved,
+                "plans refused": mine.refused,
             }
         )
     return rows
@@ -226,14 +270,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
+    parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     rows = []
-    for world in options.worlds:
-        for name in options.loads:
-            found = run_distributed(race, world, LOADS[name], timeout_s=3000)[0]
-            rows += [{"processes": world, "loads": name, "steps": LOADS[name].rounds * TURN, **row} for row in found]
-            print(f"{world} processes, {name}: done", flush=True)
-    write_report("moving_experts", rows, steps_of_a_turn=TURN, cores=os.cpu_count())
+    for name in options.loads:
+        loads = LOADS[name]
+        logs = [loads.log_popularity(seed) for seed in range(options.rounds)]
+        for world in options.worlds:
+            found = table(run_distributed(race, world, loads, logs, timeout_s=3000)[0])
+            rows += [{"processes": world, "loads": name, **row} for row in found]
+            print(f"{name}, {world} processes: done", flush=True)
+    rows.sort(key=lambda row: row["processes"])
+    write_report("moving_experts", rows, rounds=options.rounds, steps_of_a_round=STEPS, cores=os.cpu_count())
     return 0
 
 

@@ -120,6 +120,7 @@ class Run:
             ep_stride=config.ep_stride,
             exchange=config.exchange,
             dispatch_chunks=config.dispatch_chunks,
+            ep_invariant=config.ep_invariant,
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -499,7 +500,8 @@ def _check_experts(run: Run, model: nn.Module) -> None:
     if not isinstance(config, ExpertRunConfig) or not stacks or run.world_size == 1:
         return
     built, wanted = stacks[0].groups, run.expert_groups
-    if (built.ep_groups, built.chunks, built.nodes) != (wanted.ep_groups, wanted.chunks, wanted.nodes):
+    compared = attrgetter("ep_groups", "chunks", "nodes", "invariant")
+    if compared(built) != compared(wanted):
         remedy = f"the model's experts are on {built.ep_size} processes: build it with run.expert_groups"
         raise UserError(field="ep_size", value=wanted.ep_size, remedy=remedy)
     if built.ep_size > 1 and config.spare_slots and not any(stack.placement.empty_slots for stack in stacks):

@@ -21,6 +21,7 @@ from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.registry import PLANNERS, register_planner
+from toolkit.experts.routing.routing_log import sample_forwards
 from toolkit.train.callbacks.replan import Replan
 
 EXPERTS, DIM, TOKENS = 4, 5, 12
@@ -86,6 +87,25 @@ def test_planners_hear_who_sent_what_and_which_experts_were_chosen_together(
     for got, want in run_distributed(told, world, stop, ep_size, stride):
         for mine, expected in zip(got, want, strict=True):
             np.testing.assert_allclose(mine, expected)
+
+
+def sampled(ep_size: int, stride: int) -> tuple[Any, Any, int]:
+    """The choices of the last forward that a guard hears, of five tokens of each rank; all choices; bytes of a row."""
+    layer = a_layer(ep_size, stride)
+    for number in range(2):
+        chosen = step(layer, number)
+    (sample,) = sample_forwards([layer.expert_stack.log], 5)
+    assert sample is not None
+    return sample.choices_STK, chosen.numpy(), sample.row_bytes
+
+
+@pytest.mark.parametrize(("world", "ep_size", "stride"), [(1, 1, 1), (4, 2, 1), (4, 2, 2)])
+def test_a_guard_hears_what_tokens_of_all_ranks_chose_last(world: int, ep_size: int, stride: int) -> None:
+    for heard, chosen, row_bytes in run_distributed(sampled, world, ep_size, stride):
+        place = np.arange(world) // stride % ep_size
+        wanted = np.stack([np.concatenate(chosen[place == rank, :5]) for rank in range(ep_size)])
+        np.testing.assert_array_equal(heard, wanted)
+        assert row_bytes == 2 * 4 * DIM + 2 * (4 + 2)  # with two weights, and half of two slots
 
 
 def guard_after_two_steps(**assumptions: Any) -> CostModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,6 +133,35 @@ def test_one_good_window_saves_a_plan_and_a_return_must_pay_too():
     assert judge.review(REVERSED, PLAN, steps=10) is None
     assert judge.review(REVERSED, PLAN, steps=0) is None
     assert judge.review(REVERSED, PLAN, steps=1) == NOW
+
+
+EVEN = np.array([2.0, 2.0, 2.0, 2.0])
+TOGETHER = np.array([[[0, 2], [1, 3]], [[2, 0], [3, 1]]])
+"""Of two ranks with two tokens each: experts 0 and 2 are chosen together, so under NOW each token visits two ranks."""
+
+
+def test_a_plan_that_saves_only_the_exchange_of_rows_is_taken_where_choices_are_told_and_links_are_slow():
+    for row_bytes, choices, taken in ((100, TOGETHER, True), (100, None, False), (0, TOGETHER, False)):
+        judge = MigrationGuard(replace(COST_MODEL, row_bytes=row_bytes), margin=1.0)
+        for _ in range(2):
+            assert judge.review(EVEN, NOW, steps=10, choices_STK=choices) is None
+        assert judge.accepts(NOW, PLAN, steps=10) == taken
+    # Of four tokens two are on the other rank under NOW, at each of which a row costs 1 s to go, and to come back, in
+    # the forward and in the backward; under the plan one of the two of each rank is.
+    assert judge.cost_model.seconds_of_visits(np.array([[0, 2], [2, 0]])) == 0.0
+    slow = replace(COST_MODEL, row_bytes=100)
+    assert slow.seconds_of_visits(np.array([[0, 2], [2, 0]])) == 4.0
+
+
+def test_such_a_plan_is_kept_though_experts_alone_were_faster_before():
+    judge = MigrationGuard(replace(COST_MODEL, row_bytes=100), margin=1.0)
+    for _ in range(2):
+        judge.review(EVEN, NOW, steps=10, choices_STK=TOGETHER)
+    assert judge.accepts(NOW, PLAN, steps=10)
+    # 5 s with experts as they were, 5.5 s and 2 s less for rows as they are.
+    nearly = np.array([2.75, 2.25, 2.75, 2.25])
+    for choices, kept in ((TOGETHER, True), (TOGETHER, True), (None, True), (None, False)):
+        assert (judge.review(nearly, PLAN, steps=100, choices_STK=choices) is None) == kept
 
 
 def test_a_guard_that_was_saved_decides_like_one_that_was_not():

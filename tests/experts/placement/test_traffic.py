@@ -1,5 +1,6 @@
 """Who sends how much to whom, counted."""
 
+from collections import Counter
 from math import comb
 
 import numpy as np
@@ -16,6 +17,7 @@ from toolkit.experts.placement.traffic import (
     migration_cost,
     rows_between_ranks,
     rows_per_slot,
+    visits_of_choices,
 )
 
 TWO_REPLICAS = ExpertPlacement(((0, 2), (1, 2), (3, EMPTY_ROW)))
@@ -39,6 +41,27 @@ def test_every_token_goes_to_a_copy_of_its_expert_as_counting_one_by_one_says(pl
             rank, slot = here or places[(source + i) % len(places)]
             rows[source, rank * placement.stride + slot] += 1
     assert (rows_per_slot(load, placement) == rows).all()
+
+
+@given(placements(), st.integers(1, 4), st.integers(0, 1000))
+def test_a_token_visits_the_ranks_of_its_experts_as_following_it_says(
+    placement: ExpertPlacement, top_k: int, seed: int
+):
+    shape = (placement.ranks, 7, top_k)
+    ids_STK = np.random.default_rng(seed).integers(-1, placement.num_experts, shape, dtype=np.int32)
+    visits = np.zeros((placement.ranks, placement.ranks), dtype=np.int64)
+    for source, ids_TK in enumerate(ids_STK.tolist()):
+        turns = Counter[int]()
+        for ids in ids_TK:
+            ranks = set()
+            for expert in ids:
+                if expert >= 0:
+                    places = placement.replicas(expert)
+                    there = places[(source + turns[expert]) % len(places)]
+                    ranks.add((placement.replica_on(expert, source) or there).rank)
+                    turns[expert] += 1
+            visits[source, list(ranks)] += 1
+    assert (visits_of_choices(ids_STK, placement) == visits).all()
 
 
 def test_bytes_of_dispatch_and_combine_and_what_crosses_nodes_by_hand():

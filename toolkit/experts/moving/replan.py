@@ -28,8 +28,10 @@ from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import rank_imbalance, shares
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.registry import Planner, planner_named
-from toolkit.experts.routing.routing_log import take_loads
+from toolkit.experts.routing.routing_log import Sample, sample_forwards, take_loads
 
+MOST_SAMPLED, FEWEST_SAMPLED = 4096, 32
+"""Tokens whose choices tell the guard what a placement sends: of all ranks, and of each."""
 COUNTED = frozenset({"node_of_rank", "source_load_RE", "together_EE"})
 """What training can tell planners besides the load, by the names of their arguments."""
 
@@ -116,9 +118,12 @@ class Replanner:
         done = []
         statistics = self._statistics()
         loads = self._window()
+        samples: list[Sample | None] = [None] * len(loads)
         if self.options.guarded:
-            self._set_cost_model(loads, optimizer)
-        for (name, stack), load_E, known in zip(self.stacks.items(), loads, statistics, strict=True):
+            logs = [stack.log for stack in self.stacks.values()]
+            samples = sample_forwards(logs, max(MOST_SAMPLED // world_size(), FEWEST_SAMPLED))
+            self._set_cost_model(loads, samples, optimizer)
+        for (name, stack), load_E, known, sample in zip(self.stacks.items(), loads, statistics, samples, strict=True):
             current = stack.placement
             guard = self.guards.get(name)
             began = time.perf_counter()
@@ -128,6 +133,7 @@ class Replanner:
                 current,
                 guard=guard,
                 steps=self.options.every,
+                choices_STK=None if sample is None else sample.choices_STK,
                 **known,
                 **self.options.planner_options,
             )
@@ -178,7 +184,7 @@ class Replanner:
             load_E.cpu().double() / (self.options.every * groups) for load_E in take_loads(list(self._cursors.values()))
         ]
 
-    def _set_cost_model(self, loads: list[Tensor], optimizer: Optimizer) -> None:
+    def _set_cost_model(self, loads: list[Tensor], samples: list[Sample | None], optimizer: Optimizer) -> None:
         """Give the guards the median step time of this window, that of the slowest rank. A collective.
 
         Each assignment of the busiest rank, over all layers, has its part of the step."""
@@ -199,12 +205,13 @@ class Replanner:
         rows = sum(
             float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
         )
-        for (name, stack), most in zip(self.stacks.items(), most_kept, strict=True):
+        for (name, stack), most, sample in zip(self.stacks.items(), most_kept, samples, strict=True):
             cost_model = CostModel(
                 seconds_per_row=self.options.expert_time_share * seconds / max(rows, 1.0),
                 bytes_per_second=self.link_gbytes_per_second * 1e9,
                 weight_bytes=weight_bytes(stack),
                 optimizer_bytes=int(most),
+                row_bytes=0 if sample is None else sample.row_bytes,
             )
             if name in self.guards:
                 self.guards[name].cost_model = cost_model

@@ -60,6 +60,8 @@ class ExpertGroups:
     """None where ranks exchange rows with each other, whichever node they are on."""
     chunks: int = 1
     """In how many parts tokens are dispatched, so that experts compute one while the rows of others travel."""
+    invariant: bool = False
+    """Whether outputs have the same bits as in groups of any other size, under any placement."""
 
     @property
     def expert_dp_size(self) -> int:
@@ -88,7 +90,7 @@ class ExpertGroups:
                 "experts on several ranks cannot be pickled, because each process has some of them only: "
                 "use the save(folder) of ExpertParallel, or checkpoint_files.save."
             )
-        return ExpertGroups, (self.ep_size, self.ep_rank)
+        return ExpertGroups, (self.ep_size, self.ep_rank, None, None, None, None, self.chunks, self.invariant)
 
 
 def make_expert_groups(
@@ -98,6 +100,7 @@ def make_expert_groups(
     ranks: Sequence[Sequence[int]] | DeviceMesh | None = None,
     exchange: ExpertExchange = "flat",
     dispatch_chunks: int = 1,
+    ep_invariant: bool = False,
 ) -> ExpertGroups:
     """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
 
@@ -110,6 +113,8 @@ def make_expert_groups(
         exchange: Whether a token is sent to each rank that has experts of it, or once to each node, and from there.
         dispatch_chunks: The `chunks` of `ExpertGroups`. Each layer's experts take as many smaller products, so it pays
             where rows travel for long.
+        ep_invariant: The `invariant` of `ExpertGroups`. A row travels for each expert of a token, and its outputs are
+            added up where the token is.
 
     Raises:
         UserError: On every rank, where the number of processes is no multiple of `ep_size * ep_stride`, `ranks` are no
@@ -131,7 +136,7 @@ def make_expert_groups(
     if exchange == "hierarchical" and len(partition[0]) == 1:
         raise UserError("exchange='hierarchical': each process has all experts, so nothing is exchanged: use flat.")
     if world == 1:
-        return ExpertGroups()
+        return ExpertGroups(invariant=ep_invariant)
     rank, size = dist.get_rank(), len(partition[0])
     across = [[group[place] for group in partition] for place in range(size)]
     return ExpertGroups(
@@ -142,6 +147,7 @@ def make_expert_groups(
         partition,
         None if exchange == "flat" else _node_groups(partition),
         dispatch_chunks,
+        ep_invariant,
     )
 
 

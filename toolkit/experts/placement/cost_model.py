@@ -158,15 +158,20 @@ class CostModel:
         limit = None if self.nodes_per_token is None else self.nodes_per_token * per_node
         visits_SR = expected_visits(rows_SR, ranks, top_k=self.top_k, slots=slots, nodes_per_token=limit)
         if self.exchange == "flat":
-            return visits_SR.sum(-1), 2 * self.transfer_seconds(visits_SR * self.row_bytes) + EXCHANGES * latency
+            return visits_SR.sum(-1), self.seconds_of_visits(visits_SR) + EXCHANGES * latency
         if not self.can_be_hierarchical(ranks):
             raise ValueError(f"{ranks} ranks with {self.ranks_per_node} per node are not on several equal nodes")
         nodes = ranks // per_node
         visits_SM = expected_visits(rows_SR, nodes, top_k=self.top_k, slots=slots, nodes_per_token=self.nodes_per_token)
         between, inside = hierarchical_rows(visits_SR, visits_SM)
         # One after the other: a row is spread inside a node once it is there.
-        seconds = self.transfer_seconds(between * self.row_bytes) + self.transfer_seconds(inside * self.row_bytes)
-        return between.sum(-1) + inside.sum(-1), 2 * seconds + HIERARCHICAL_EXCHANGES * latency
+        seconds = self.seconds_of_visits(between) + self.seconds_of_visits(inside)
+        return between.sum(-1) + inside.sum(-1), seconds + HIERARCHICAL_EXCHANGES * latency
+
+    def seconds_of_visits(self, visits_SR: NDArray[Any]) -> Floats:
+        """Returns (...), the seconds in which rows go to the ranks that they visit, (..., S, R) of them, and return, in
+        the forward and in the backward, without latency."""
+        return 2 * self.transfer_seconds(visits_SR * self.row_bytes)
 
     def transfer_seconds(self, bytes_SR: NDArray[Any]) -> Floats:
         """Returns (...), the seconds until each rank has sent and received its part of `bytes_SR` (..., S, R), without

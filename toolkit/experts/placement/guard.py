@@ -16,6 +16,7 @@ from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.loads import Floats, Load, as_floats
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.registry import Planner, planner_named
+from toolkit.experts.placement.traffic import visits_of_choices
 
 FEWEST_WINDOWS = 2
 """Windows that are needed to estimate how much a gain changes from one to the next."""
@@ -28,6 +29,7 @@ class MigrationGuard:
     A plan is made for the load of one window, and its gain changes from window to window. So its gain is computed for
     each of the last `history` windows, and predicted as a lower bound of the mean: the mean less 1.5 times its
     standard error, of the last `recent` windows (loads that drift) or of all (loads that do not), whichever is larger.
+    What a plan saves of the exchange of rows is added, where `review` is told tokens' choices: that of the last window.
 
     Args:
         cost_model: Says what a placement and a migration cost.
@@ -56,19 +58,30 @@ class MigrationGuard:
         self.reason = ""
         """Why it refused the last one."""
         self._windows: list[NDArray[np.float64]] = []
+        self._choices_STK: NDArray[Any] | None = None
         self._replaced: list[tuple[ExpertPlacement, list[float]]] = []
         """Earlier placements, latest last, with the seconds per step that each would have saved in the last windows."""
 
-    def review(self, load_E: NDArray[Any], current: ExpertPlacement, *, steps: int) -> ExpertPlacement | None:
-        """Records a window; `load_E`: its mean number of rows per expert and step, over all ranks.
+    def review(
+        self,
+        load_E: NDArray[Any],
+        current: ExpertPlacement,
+        *,
+        steps: int,
+        choices_STK: NDArray[Any] | None = None,
+    ) -> ExpertPlacement | None:
+        """Records a window; `load_E`: its mean number of assignments per expert and step, over all ranks;
+        `choices_STK`: the experts of some tokens of each rank, negative where there is none.
 
         Returns the placement to roll back to: one of the last `patience` that were replaced, if it would have been
         better than `current` in each of the last `patience` windows and the migration pays within `steps`; else None.
         """
         load = np.asarray(load_E, dtype=np.float64)
         self._windows = [*self._windows, load][-self.history :]
+        self._choices_STK = choices_STK
         for former, savings in self._replaced:
-            savings[:] = [*savings, self._gain(load, current, former)][-self.patience :]
+            saved = self._gain(load, current, former) + self._exchange_gain(current, former)
+            savings[:] = [*savings, saved][-self.patience :]
         better = [
             (min(savings), former)
             for former, savings in self._replaced
@@ -99,11 +112,21 @@ class MigrationGuard:
         if len(self._windows) < FEWEST_WINDOWS:
             return 0.0
         gains = np.array([self._gain(load, current, plan) for load in self._windows])
-        return max(_lower_bound(gains[-self.recent :]), _lower_bound(gains))
+        return max(_lower_bound(gains[-self.recent :]), _lower_bound(gains)) + self._exchange_gain(current, plan)
 
     def _gain(self, load_E: NDArray[np.float64], current: ExpertPlacement, plan: ExpertPlacement) -> float:
-        """Returns the seconds per step that `plan` saves under `load_E`."""
+        """Returns the seconds per step that `plan` saves its experts under `load_E`."""
         return self.cost_model.step_seconds(load_E, current) - self.cost_model.step_seconds(load_E, plan)
+
+    def _exchange_gain(self, current: ExpertPlacement, plan: ExpertPlacement) -> float:
+        """Returns the seconds per step that `plan` saves the exchange of rows in the last window; 0 where nobody told
+        choices."""
+        if self._choices_STK is None:
+            return 0.0
+        told = max(1, int((self._choices_STK >= 0).sum()))
+        before, after = (visits_of_choices(self._choices_STK, placement) for placement in (current, plan))
+        seconds = self.cost_model.seconds_of_visits(np.stack([before, after]) * (self._windows[-1].sum() / told))
+        return float(seconds[0] - seconds[1])
 
     def _least_gain(self, current: ExpertPlacement) -> float:
         """Returns the seconds per step that are not worth a migration, which adds its own noise to a run."""
@@ -149,6 +172,7 @@ def plan_layer(
     *,
     guard: MigrationGuard | None = None,
     steps: int,
+    choices_STK: NDArray[Any] | None = None,
     **options: Any,
 ) -> ExpertPlacement | None:
     """Plans one layer for the next window, which is assumed to be as long as the last one.
@@ -161,6 +185,7 @@ def plan_layer(
         current: The placement now.
         guard: Decides whether a plan is worth its migration; None: every plan is.
         steps: The steps of a window.
+        choices_STK: The experts of some tokens of each rank, which tell the guard how many ranks a token visits.
         options: Those of the planner.
 
     Returns:
@@ -172,7 +197,7 @@ def plan_layer(
     """
     choose = planner_named(planner) if isinstance(planner, str) else planner
     load = as_floats(load_E)
-    former = guard.review(load, current, steps=steps) if guard else None
+    former = guard.review(load, current, steps=steps, choices_STK=choices_STK) if guard else None
     if former is not None:
         return former
     plan = choose(load, current, **options)

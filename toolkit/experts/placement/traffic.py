@@ -80,6 +80,32 @@ def rows_between_ranks(
     return rows.reshape(*rows.shape[:-1], placement.ranks, placement.stride).sum(-1)
 
 
+def visits_of_choices(ids_STK: NDArray[Any], placement: ExpertPlacement) -> Ints:
+    """Returns int64 (S, R), tokens of each rank that have experts on each rank, given the experts (S, T, K) of tokens
+    of all ranks; negative ids are none. Replicas are taken as in `rows_per_slot`."""
+    ranks, top_k = placement.ranks, ids_STK.shape[-1]
+    rank_EC = placement.slots_of_experts().numpy() // placement.stride  # padded with -1
+    replicas_E = placement.num_replicas().numpy()
+    visits_SR = np.zeros((len(ids_STK), ranks), dtype=np.int64)
+    for source, ids_TK in enumerate(ids_STK):
+        id_N = ids_TK.flatten()
+        turn_N = (_earlier(id_N) + source) % replicas_E[id_N]
+        rank_N = np.where((rank_EC == source).any(1)[id_N], source, rank_EC[id_N, turn_N])
+        visits_TR = np.zeros((len(ids_TK), ranks + 1), dtype=bool)
+        np.put_along_axis(visits_TR, np.where(id_N < 0, ranks, rank_N).reshape(-1, top_k), True, axis=1)
+        visits_SR[source] = visits_TR[:, :ranks].sum(0)
+    return visits_SR
+
+
+def _earlier(id_N: Ints) -> Ints:
+    """Returns (N), how many earlier elements are the same."""
+    order_N = id_N.argsort(kind="stable")
+    in_order_N = id_N[order_N]
+    earlier_N = np.empty_like(id_N)
+    earlier_N[order_N] = np.arange(len(id_N)) - np.searchsorted(in_order_N, in_order_N)
+    return earlier_N
+
+
 def hierarchical_rows(visits_SR: NDArray[Any], visits_SM: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Returns twice (..., S, R), rows between nodes, and rows inside them, if each token goes to a node once.
 

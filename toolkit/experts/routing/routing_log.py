@@ -24,10 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit.experts.parallel.collectives import gather_objects
 from toolkit.experts.parallel.groups import ExpertGroups, sum_over_ranks
 from toolkit.experts.placement.placement import ExpertPlacement
 
@@ -94,6 +97,8 @@ class RoutingLog:
         """The assignments that a capacity dropped."""
         self.last_load_E = self.load_E
         """The load of the last forward alone, in training or evaluation: what router losses need."""
+        self.last: RoutedForward | None = None
+        """The last training forward."""
         self.pairs_EE: Int[Tensor, "E E"] | None = None
         """int64: see `count_pairs`, up to `_unpaired`; None until a cursor asks."""
         self._unpaired: list[Choices] = []
@@ -126,6 +131,7 @@ class RoutingLog:
     def add(self, forward: RoutedForward) -> None:
         """Counts one training forward."""
         self.load_E = self.load_E.to(forward.load_E.device) + forward.load_E
+        self.last = forward
         if forward.dropped_E is not None:
             self.dropped_E = self.dropped_E.to(forward.dropped_E.device) + forward.dropped_E
         if self._has_readers:
@@ -232,6 +238,41 @@ def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E 
     both_TKK = kept_TK[:, :, None] * kept_TK[:, None, :]
     pairs = ids_TK.new_zeros(num_experts * num_experts).scatter_add_(0, cells_TKK.flatten(), both_TKK.flatten())
     return pairs.view(num_experts, num_experts)
+
+
+class Sample(NamedTuple):
+    """Some tokens of each rank's last training forward of a layer."""
+
+    choices_STK: NDArray[np.int32]
+    """The experts of each token, by the EP rank of its source; -1 where it has none, and to fill up."""
+    row_bytes: int
+    """Of a token's row, there and back."""
+
+
+def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | None]:
+    """Returns for each layer up to `tokens` tokens of each rank; None where no rank had a forward. A collective."""
+    mine: list[tuple[NDArray[np.int32], int] | None] = []
+    for log in logs:
+        if log.last is None or log.last.choices is None:
+            mine.append(None)
+            continue
+        chosen, size = log.last.choices, log.last.row_bytes
+        ids_TK = chosen.expert_ids_TK[:tokens].where(chosen.kept()[:tokens], -1)
+        mine.append((ids_TK.cpu().numpy().astype(np.int32), size.dispatched + size.combined))
+    samples: list[Sample | None] = []
+    for log, of_ranks in zip(logs, zip(*gather_objects(mine), strict=True), strict=True):
+        known = [each for each in of_ranks if each is not None]
+        if not known:
+            samples.append(None)
+            continue
+        groups = log.groups.ep_groups
+        choices = np.full((log.groups.ep_size, len(groups), tokens, known[0][0].shape[1]), -1, dtype=np.int32)
+        for group, ranks in enumerate(groups):
+            for place, rank in enumerate(ranks):
+                if (told := of_ranks[rank]) is not None:
+                    choices[place, group, : len(told[0])] = told[0]
+        samples.append(Sample(choices.reshape(len(choices), -1, choices.shape[-1]), max(size for _, size in known)))
+    return samples
 
 
 def take_loads(cursors: Sequence[Cursor]) -> list[Tensor]:

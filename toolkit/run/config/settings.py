@@ -20,6 +20,7 @@ ONLY_OF_THE_SPEED = frozenset(
         "ep_stride",
         "exchange",
         "dispatch_chunks",
+        "ep_invariant",
         "recompute",
         "replan",
         "spare_slots",
