@@ -62,7 +62,7 @@ STEPS = TURNS * TURN
 class Loads:
     """How often experts are chosen."""
 
-    skew: float
+    skew: float = 0.0
     """The exponent of Zipf's law in the first step; 0: all alike."""
     drift: float = 0.0
     """The standard deviation by which an expert's logarithm changes in a step."""
