@@ -52,6 +52,8 @@ SHAPES = [(128, 128, 16, 2), (256, 512, 16, 2), (512, 1024, 16, 2), (256, 512, 6
 RIVALS = (PLAIN, BY_HAND, OURS)
 LIMIT_GB = 3.0
 MEMORY_SHAPE = (256, 1024)
+OUT_OF_MEMORY = ("allocate memory", "not enough memory", "MemoryError", "bad_alloc", "died without a word")
+"""What torch, Python and C++ say, the last where nobody hears them."""
 EXPERT_COUNTS = (8, 16, 32, 64, 96, 128)
 """Of the four layers, tried in this order."""
 
@@ -103,7 +105,7 @@ def largest(world: int, name: str, limit_gb: float) -> dict[str, Any]:
             try:
                 run_distributed(trains_within, world, Path(folder), name, limit_gb, timeout_s=600)
             except AssertionError as error:
-                if not any(words in str(error) for words in ("not enough memory", "MemoryError", "bad_alloc", "died")):
+                if not any(words in str(error) for words in OUT_OF_MEMORY):
                     raise
                 return found | {"refused at, million parameters": round(parameters / 1e6, 1)}
         found |= {"experts": experts, "million parameters": round(parameters / 1e6, 1)}

@@ -33,6 +33,8 @@ def guard(**options: float) -> MigrationGuard:
 def test_the_cost_model_counts_the_busiest_rank():
     assert COST_MODEL.step_seconds(UNEVEN, NOW) == 8.0
     assert COST_MODEL.step_seconds(UNEVEN, PLAN) == 5.0
+    # Expert 0 on both: 6 and 4 rows, and its gradient goes to its owner, its weights come back: 60 bytes each.
+    assert COST_MODEL.step_seconds(UNEVEN, ExpertPlacement(((0, 1), (2, 3, 0)))) == pytest.approx(6.0 + 2 * 0.6)
     # Each rank sends one expert and receives one, at once.
     assert COST_MODEL.migration_seconds(NOW, PLAN) == 1.0
     assert COST_MODEL.migration_seconds(NOW, NOW) == 0.0

@@ -117,8 +117,12 @@ class CostModel:
     """Nodes that the router chooses for a token before it chooses experts on these; None: no such choice."""
 
     def step_seconds(self, load_E: NDArray[Any], placement: ExpertPlacement) -> float:
-        """Returns the seconds of the busiest rank's experts in a step with `load_E` rows per expert."""
-        return float(self.expert_seconds(load_E @ shares(placement), placement.slots_per_rank))
+        """Returns the seconds of the busiest rank's experts in a step with `load_E` rows per expert, and of what
+        replicas send: gradients to their owners, and weights back."""
+        seconds = float(self.expert_seconds(load_E @ shares(placement), placement.slots_per_rank))
+        if placement.has_replicas:
+            seconds += 2 * float(self.transfer_seconds(replica_rows(placement) * self.weight_bytes))
+        return seconds
 
     def expert_seconds(self, rows_R: NDArray[Any], slots_R: Sequence[int]) -> Floats:
         """Returns (...), the seconds until the last rank, with `slots_R` slots, has computed its `rows_R` (..., R)."""
