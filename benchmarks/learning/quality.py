@@ -50,10 +50,10 @@ class Case(NamedTuple):
 
 CASES = {
     "mnist_moe": Case("full --epochs 1"),
-    "lm_moe": Case("full --epochs 1", "test_bits_per_byte"),
+    "lm_moe": Case("full --max-steps 200", "test_bits_per_byte"),
     "finetune_moe": Case("debug --max-steps 60", "test_bits_per_byte"),
-    "har": Case("full --epochs 3"),
-    "lmu_speech": Case("fsdd --target digits --epochs 8"),
+    "har": Case("full --epochs 6"),
+    "lmu_speech": Case("fsdd --target digits --epochs 4"),
     "psmnist": Case("parallel --epochs 1"),
     "few_labels": Case("supervised --epochs 1"),
     "vae_robustness": Case("full --epochs 1"),
