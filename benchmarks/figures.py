@@ -18,10 +18,9 @@ leaves only the rows that have these values. A number agrees with a value that r
 that was computed: the formula has to give it, and its operands with a decimal point have to be in the record. `given`
 are settings, targets and figures that others published; `none` stands above a block of such numbers alone.
 
-Checked are: in a table, every number; in prose, numbers with a decimal point, a percent sign or a unit of
-measurement. Where no record is named, prose may have versions, numbers of one decimal and of one digit. Code, links and
-comments are not looked at. A block that is "measured once, without a record" says so in
-these words, or its page does before its first heading.
+Every number is checked where a record is named. Where none is, prose may have versions, numbers of one decimal and of
+one digit, and whole numbers without a unit of measurement. Code, links and comments are not looked at. A block that is
+"measured once, without a record" says so in these words, or its page does before its first heading.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import json
 import math
 import operator
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -178,13 +178,15 @@ def groups_of(match: re.Match[str], records: Path) -> tuple[list[list[float]], s
 
 
 def result_of(formula: str) -> float:
-    """The value of a formula of numbers with + - * / and parentheses."""
+    """The value of a formula of numbers with + - * / and parentheses, and `sd(...)` of several."""
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             return float(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "sd":
+            return statistics.stdev(map(value, node.args))
         raise ValueError(f"cannot compute {formula!r}")
 
     return value(ast.parse(formula, mode="eval").body)
@@ -229,13 +231,9 @@ def _blocks_below_comments(kept: str) -> Iterator[tuple[int, str, str | None]]:
         number += 1
 
 
-def measured(line: str, *, every: bool) -> Iterator[str]:
-    """The numbers of a line that a record should have; with `every`, all of them."""
-    plain = CODE.sub(lambda code: " " * len(code.group()), line)
-    for found in NUMBER.finditer(plain):
-        number = found.group()
-        if every or UNIT.match(plain, found.end()) or "." in number:
-            yield number
+def shown_in(line: str) -> list[str]:
+    """The numbers of a line, but for those in code."""
+    return NUMBER.findall(CODE.sub(" ", line))
 
 
 def problems_of(block: str, comment: str | None, records: Path) -> Iterator[str]:
@@ -258,12 +256,12 @@ def problems_of(block: str, comment: str | None, records: Path) -> Iterator[str]
         return
     allowed = sources.given | {float(shown.replace(",", "")) for shown, _ in sources.computed}
     if not table:
-        for number in measured(" ".join(block.split("\n")), every=False):
+        for number in shown_in(" ".join(block.split("\n"))):
             if not agrees(number, sources.values | allowed):
                 yield f"{number} is not in the record"
         return
     for line in block.split("\n")[2:]:
-        shown = list(measured(line, every=True))
+        shown = shown_in(line)
         others = allowed | sources.common
         least = min((unaccounted(shown, group, others) for group in sources.groups), key=len, default=shown)
         if least:

@@ -89,6 +89,7 @@ TABLE = "| network | accuracy |\n|---|---|\n| mixture | 97.36 % (97.31 97.41) |\
         ("<!-- figures: speed.json by threads -->", TABLE),
         ("<!-- figures: speed.json[arm=mixture] -->", "The mixture reaches 97.4 %, 15,841 samples per second."),
         ("<!-- figures: speed.json; 0.09 = 97.45 - 97.36 -->", "The dense network is better by 0.09 points."),
+        ("<!-- figures: speed.json; 0.06 = sd(97.36, 97.45) -->", "They differ by 0.06."),
         ("<!-- figures: speed.json; given: 98 -->", "It reaches 97.36 %, where 98 % were wanted."),
         ("<!-- figures: speed.json -->", "From 1.41 to 1.50 times as fast, with `--lr 0.002`, see [x](x-3.77.md)."),
         ("<!-- figures: none -->", "A link of 100 GB/s."),
@@ -109,6 +110,7 @@ def test_numbers_that_are_accounted_for(comment: str, block: str, records: Path)
         ("<!-- figures: speed.json; 0.08 = 97.45 - 97.36 -->", "Better by 0.08 points.", "is 0.09, not 0.08"),
         ("<!-- figures: speed.json; 0.09 = 97.55 - 97.46 -->", "Better by 0.09 points.", "97.55 of"),
         ("<!-- figures: speed.json -->", "It was 99.99 %.", "99.99 is not"),  # the machine is no figure
+        ("<!-- figures: speed.json -->", "It was 97.36 % in 41 cases.", "41 is not"),
         ("<!-- figures: gone.json -->", "It was 97.36 %.", "there is no gone.json"),
         ("<!-- figures: speed.json by seed -->", TABLE, "no key 'seed'"),
         ("<!-- figures: speed.json[arm=none] -->", TABLE, "no rows where arm=none"),
