@@ -95,12 +95,12 @@ def _recorded(seed: int) -> Tensor:
 STAY, CONTROL, GUARDED = "blocks, never moved", "control", "swap"
 FEWER = (STAY, CONTROL, GUARDED, "swap, no guard", "eplb, no guard")
 LOADS = {
-    "balanced": Loads(skew=0.0),
-    "mild": Loads(skew=0.5),
-    "steep": Loads(skew=1.0),
     "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, rivals=FEWER),
-    "drifting": Loads(skew=0.5, drift=0.1),
-    "recorded": Loads(recorded=True),
+    "steep": Loads(skew=1.0),
+    "balanced": Loads(rivals=FEWER),
+    "drifting": Loads(skew=0.5, drift=0.1, rivals=FEWER),
+    "mild": Loads(skew=0.5, rivals=FEWER),
+    "recorded": Loads(recorded=True, rivals=FEWER),
 }
 
 
@@ -279,9 +279,8 @@ def main() -> int:
         for world in options.worlds:
             found = table(run_distributed(race, world, loads, logs, timeout_s=3000)[0])
             rows += [{"processes": world, "loads": name, **row} for row in found]
-            print(f"{name}, {world} processes: done", flush=True)
-    rows.sort(key=lambda row: row["processes"])
-    write_report("moving_experts", rows, rounds=options.rounds, steps_of_a_round=STEPS, cores=os.cpu_count())
+            facts = {"rounds": options.rounds, "steps_of_a_round": STEPS, "cores": os.cpu_count()}
+            write_report("moving_experts", rows, **facts)  # what is done is kept
     return 0
 
 
