@@ -31,6 +31,7 @@ PROGRAM = """
     config = RunConfig(run_dir=Path(sys.argv[1]), tracker="wandb", cpu=True, log_every=2, lr=1e-2)
 """
 DISTURB_AT_STEP_10 = """
+    import contextlib
     import time
     import psutil
 
@@ -40,8 +41,9 @@ DISTURB_AT_STEP_10 = """
                 while not list(trainer.run.folder.glob("wandb/offline-run-*/*.wandb")):
                     time.sleep(0.05)
                 for process in psutil.Process().children(recursive=True):
-                    if process.name().startswith("wandb-core"):
-                        process.{action}()
+                    with contextlib.suppress(psutil.NoSuchProcess):  # W&B starts others for a moment
+                        if process.name().startswith("wandb-core"):
+                            process.{action}()
 """
 
 
