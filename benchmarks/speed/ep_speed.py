@@ -154,24 +154,24 @@ def transformers_by_hand(folder: Path) -> Step:
 
 def under_ddp(folder: Path, experts_implementation: str, **groups: Any) -> Step:
     """Returns a step with our expert parallelism in `groups` and DDP for all other parameters."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model: Any = causal_lm(folder, experts_implementation=experts_implementation)
-    model.train()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    accelerator, model, optimizer = unprepared(folder, experts_implementation)
     made = make_expert_groups(**{"ep_size": dist.get_world_size()} | groups)
     return stepper(accelerator, *ExpertParallel(accelerator, groups=made).prepare(model, optimizer))
 
 
 def plain_ddp(folder: Path) -> Step:
     """Returns a step with DDP for all parameters, and our kernel."""
+    accelerator, model, optimizer = unprepared(folder, "toolkit")
+    return stepper(accelerator, *accelerator.prepare(model, optimizer))
+
+
+def unprepared(folder: Path, experts_implementation: str) -> tuple[Any, Any, Any]:
+    """Returns an accelerator, the saved model and its optimizer."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model: Any = causal_lm(folder, experts_implementation="toolkit")
+    model: Any = causal_lm(folder, experts_implementation=experts_implementation)
     model.train()
-    return stepper(accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4)))
+    return Accelerator(cpu=True), model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def stepper(accelerator: Any, model: Any, optimizer: Any) -> Step:

@@ -119,10 +119,8 @@ class CostModel:
     def step_seconds(self, load_E: NDArray[Any], placement: ExpertPlacement) -> float:
         """Returns the seconds of the busiest rank's experts in a step with `load_E` rows per expert, and of what
         replicas send: gradients to their owners, and weights back."""
-        seconds = float(self.expert_seconds(load_E @ shares(placement), placement.slots_per_rank))
-        if placement.has_replicas:
-            seconds += 2 * float(self.transfer_seconds(replica_rows(placement) * self.weight_bytes))
-        return seconds
+        experts = self.expert_seconds(load_E @ shares(placement), placement.slots_per_rank)
+        return float(experts + self.replica_seconds(replica_rows(placement) * self.weight_bytes))
 
     def expert_seconds(self, rows_R: NDArray[Any], slots_R: Sequence[int]) -> Floats:
         """Returns (...), the seconds until the last rank, with `slots_R` slots, has computed its `rows_R` (..., R)."""
@@ -141,14 +139,21 @@ class CostModel:
         latency = self.exchange_seconds if len(slots_R) > 1 else 0.0
         sent_S, exchanges = self._exchanges(rows_SR, sum(slots_R), latency)
         replicas = np.zeros(rows_SR.shape[:-2])
-        if weights_RR is not None and weights_RR.any():
-            replicas = replicas + 2 * (self.transfer_seconds(weights_RR) + latency)
+        if weights_RR is not None:
+            replicas = replicas + self.replica_seconds(weights_RR)
         return LayerSeconds(
             router=self.together(sent_S * self.seconds_per_row_sent + self.seconds_per_layer),
             experts=self.expert_seconds(rows_SR.sum(-2), slots_R),
             exchanges=exchanges,
             replicas=replicas,
         )
+
+    def replica_seconds(self, weights_RR: NDArray[Any]) -> Floats:
+        """Returns the seconds in which `weights_RR` (R, R) bytes of weights come from owners, and as many of gradients
+        go back."""
+        if not weights_RR.any():
+            return np.zeros(())
+        return 2 * (self.transfer_seconds(weights_RR) + self.exchange_seconds)
 
     def can_be_hierarchical(self, ranks: int) -> bool:
         """Returns whether so many ranks are on several equal nodes."""

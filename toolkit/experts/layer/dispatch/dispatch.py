@@ -165,20 +165,14 @@ class TokenDispatcher:
         Where outputs are `invariant`, products have rows in blocks (`in_blocks`), and between ranks each assignment
         travels as a token of its own: outputs are added up where the token is, in the order of its choices.
         """
-        if not self.invariant:
+        if not self.invariant or self.placement.ranks == 1:
             return self._mix(x_TD, expert_ids_TK, weights_TK, experts, kept_TK, meanwhile)
-
-        def experts_in_blocks() -> ComputeRows:
-            return partial(in_blocks, experts())
-
-        if self.placement.ranks == 1:
-            return self._mix(x_TD, expert_ids_TK, weights_TK, experts_in_blocks, kept_TK, meanwhile)
         order = in_order_of_tokens(expert_ids_TK)
         rows_ND, plans = self._mix(
             Copy.apply(x_TD, order),
             expert_ids_TK.reshape(-1, 1),
             weights_TK.new_ones(expert_ids_TK.numel(), 1),
-            experts_in_blocks,
+            experts,
             None if kept_TK is None else kept_TK.reshape(-1, 1),
             meanwhile,
         )
@@ -206,7 +200,7 @@ class TokenDispatcher:
             meanwhile()
         returned = []
         for travelling, plan in zip(departed, plans, strict=True):
-            compute = experts()
+            compute = partial(in_blocks, experts()) if self.invariant else experts()
             rows, arrived = self.arrive(travelling, plan)
             rows = compute(rows, arrived.rows_per_slot)
             returned.append((self.return_rows(rows, arrived, overlaps=chunks > 1), arrived))
@@ -452,10 +446,9 @@ def in_blocks(compute: ComputeRows, rows_ND: Float[Tensor, "N D"], rows_per_slot
     total += -total % BLOCK
     filled_S = (rows_per_slot + BLOCK - 1) // BLOCK * BLOCK
     filled_S[0] += total - filled_S.sum()
-    slots = torch.arange(len(filled_S), device=filled_S.device)
-    slot_N = slots.repeat_interleave(rows_per_slot, output_size=len(rows_ND))
     shift_S = (filled_S.cumsum(0) - filled_S) - (rows_per_slot.cumsum(0) - rows_per_slot)
-    place_N = torch.arange(len(rows_ND), device=slot_N.device) + shift_S[slot_N]
+    place_N = shift_S.repeat_interleave(rows_per_slot, output_size=len(rows_ND))
+    place_N = place_N + torch.arange(len(rows_ND), device=place_N.device)
     filled = rows_ND.new_zeros(total, rows_ND.shape[1]).index_copy(0, place_N, rows_ND)
     return compute(filled, filled_S).index_select(0, place_N)
 
