@@ -218,7 +218,7 @@ class ExpertStack:
             if self.node_of_peer is not None:
                 self.node_of_peer = self.node_of_peer.to(load_E.device)
                 crossed = crossings(visits_TP, self.node_of_peer, self.groups.ep_rank)
-        with_row = weights_TK.shape[1] * (weights_TK.element_size() + SLOT_TYPE.itemsize // 2)
+        with_row = plans[0].slots_TK.shape[1] * (weights_TK.element_size() + SLOT_TYPE.itemsize // 2)
         row_bytes = RowBytes(_row_bytes(inputs) + with_row, _row_bytes(outputs))
         self.log.add(RoutedForward(self.placement, load_E, dropped_E, visits_P, crossed, row_bytes, choices))
 

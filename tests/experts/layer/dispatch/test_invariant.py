@@ -14,6 +14,7 @@ from toolkit.experts.hosts.transformers import causal_lm
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.routing.routing_log import sample_forwards
 
 EXPERTS, DIM, TOKENS, WORLD = 8, 32, 21, 4
 ELSEWHERE = {
@@ -84,3 +85,19 @@ def of_all_degrees() -> list[float]:
 def test_so_have_the_losses_of_transformers_mixtures():
     for losses in run_distributed(of_all_degrees, WORLD):
         assert losses[0] == losses[1] == losses[2], losses
+
+
+def counted(invariant: bool) -> tuple[int, int]:
+    """Bytes of a row there and back, as the log counts them; choices of what the guard takes for one token."""
+    groups = make_expert_groups(2, ep_invariant=invariant)
+    layer = make_moe(DIM, 24, EXPERTS, 2, groups=groups)
+    layer(torch.randn(TOKENS, DIM)).sum().backward()
+    (sample,) = sample_forwards([layer.expert_stack.log], 5)
+    assert sample is not None
+    return sample.row_bytes, sample.choices_STK.shape[-1]
+
+
+@pytest.mark.parametrize(("invariant", "choices"), [(False, 2), (True, 1)])
+def test_a_row_is_counted_with_the_choices_that_travel_with_it(invariant: bool, choices: int):
+    for found in run_distributed(counted, 2, invariant):
+        assert found == (2 * 4 * DIM + choices * (4 + 2), choices)  # weights, and half of the slots
