@@ -23,13 +23,16 @@ from tests.experts.hosts.transformers.mixtures import EXPERTS, VOCAB, build, com
 from tests.support.equality import in_float64, relative_difference
 from tests.support.helpers import ROOT, run_distributed
 from toolkit.errors import UserError
-from toolkit.experts.hosts.transformers import place_experts, save_pretrained, watch_routers
+from toolkit.experts.hosts.spreading.spread import spread_experts
+from toolkit.experts.hosts.transformers import experts_in_files, place_experts, save_pretrained, watch_routers
+from toolkit.experts.layer.stack import rows_of
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.placement.placement import ExpertPlacement
 
 TABLE = ROOT / "docs" / "experts" / "transformers_families.md"
 PLACED, MOVED = ExpertPlacement(((3, 0), (2, 1))), ExpertPlacement(((1, 3), (0, 2)))
-COLUMNS = ("train", "move", "save", "adapt", "export")
+COLUMNS = ("train", "move", "save", "load", "adapt", "export")
 TOLERANCE = 1e-4
 """Relative, of each tensor. What is computed in float32 on purpose rounds; a wrong row differs by a tenth or more."""
 
@@ -103,7 +106,28 @@ def compare(family: str, folder: Path, *, find_unused: bool) -> dict[str, float]
         saved, known = load_file(folder / family / "model.safetensors"), load_file(folder / "alone/model.safetensors")
         assert saved.keys() == known.keys()
         of_files = max(relative_difference(saved[name], known[name]) for name in known)
-    return {"train": largest[0], "move": largest[1], "save": of_files}
+    dist.barrier()
+    of_load = compare_loading(type(alone), folder / "alone", experts.groups)
+    return {"train": largest[0], "move": largest[1], "save": of_files, "load": of_load}
+
+
+def compare_loading(kind: Any, folder: Path, groups: ExpertGroups) -> float:
+    """How far a model whose ranks read their own experts is from one that was read whole, with an empty slot."""
+    whole = kind.from_pretrained(folder)
+    with experts_in_files():
+        part = kind.from_pretrained(folder, experts_implementation="eager")
+    assert sum(p.untyped_storage().nbytes() for p in part.parameters()) < sum(p.nbytes for p in whole.parameters())
+    spread_experts(part, groups, placement=lambda *_: MOVED, spare_slots=1)
+    expected, largest = dict(whole.named_parameters()) | dict(whole.named_buffers()), 0.0
+    for name, value in (*part.named_parameters(), *part.named_buffers()):
+        other = expected.pop(name)
+        if (ownership := ownership_of(value)) is not None:
+            other = rows_of(other.view(EXPERTS, *value.shape[1:]), ownership.row_ids)
+        assert value.dtype == other.dtype
+        assert value.requires_grad == other.requires_grad
+        largest = max(largest, (value - other).abs().max().item() if value.numel() else 0.0)
+    assert not expected
+    return largest
 
 
 def with_adapters(family: str) -> Any:
@@ -266,7 +290,7 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _cell(step: str, difference: float | None) -> str:
-    limit = 0.0 if step == "export" else TOLERANCE
+    limit = 0.0 if step in ("load", "export") else TOLERANCE
     return "no" if difference is None else "yes" if difference <= limit else "WRONG"
 
 
@@ -282,6 +306,7 @@ under `ExpertParallel` and {refused} are refused in one line.
 - **train**: with experts spread over two processes, gradients and weights after a step are those of one process.
 - **move**: so they are after experts have moved to other ranks and slots, with the optimizer's rows.
 - **save**: `save_pretrained` of `toolkit.experts.hosts.transformers` writes the files that one process writes.
+- **load**: with `experts_in_files()` each rank reads the rows of its experts alone, the same as of a whole model.
 - **adapt**: PEFT's adapters of all stacked matrices of experts learn in a step what stock PEFT has them learn.
 - **export**: stock PEFT loads the adapters that `save_pretrained` writes, without a difference.
 - `find_unused_parameters=True`: some parameters have no gradient. Make the accelerator with
@@ -291,8 +316,8 @@ under `ExpertParallel` and {refused} are refused in one line.
 - no adapters: of experts; `prepare` refuses them in one line. Adapters of attention are PEFT's as always.
 - refused: call `accelerator.prepare` instead, which trains the family under DDP or FSDP without expert parallelism.
 
-| family | train | move | save | adapt | export | note |
-|---|---|---|---|---|---|---|
+| family | train | move | save | load | adapt | export | note |
+|---|---|---|---|---|---|---|---|
 {rows}
 """
 

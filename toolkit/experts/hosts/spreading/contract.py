@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError, one_line
 from toolkit.experts.hosts.spreading.foreign import compute_rows
+from toolkit.experts.hosts.spreading.waiting_rows import a_few_rows
 from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
 from toolkit.experts.placement.placement import contiguous
 
@@ -35,13 +36,14 @@ def check_experts(name: str, module: nn.Module) -> None:
     if first.is_meta or isinstance(first, DTensor) or first.dtype not in MOST_ROUNDING:
         return  # nothing to compute with yet, or quantised
     draws = torch.Generator().manual_seed(0)
-    experts = int(module.num_experts)  # type: ignore[arg-type]
-    slots = max(min(experts, 2), min(experts // 2, MOST_SLOTS))
-    kind, width = f"the experts at {name!r} ({type(module).__name__})", None
-    for start in range(0, experts, slots):
-        chosen = torch.arange(start + 1, min(start + slots, experts) + 1, device=first.device) % experts
-        with _random_rows(module, experts, chosen, draws):
-            width = _check_some(kind, module, chosen, width, draws)
+    with a_few_rows(module, 2 * MOST_SLOTS):
+        experts = int(module.num_experts)  # type: ignore[arg-type]
+        slots = max(min(experts, 2), min(experts // 2, MOST_SLOTS))
+        kind, width = f"the experts at {name!r} ({type(module).__name__})", None
+        for start in range(0, experts, slots):
+            chosen = torch.arange(start + 1, min(start + slots, experts) + 1, device=first.device) % experts
+            with _random_rows(module, experts, chosen, draws):
+                width = _check_some(kind, module, chosen, width, draws)
 
 
 def _check_some(kind: str, module: nn.Module, chosen: Tensor, width: int | None, draws: torch.Generator) -> int:

@@ -24,6 +24,7 @@ from toolkit.experts.hosts.spreading.adapted_experts import (
 from toolkit.experts.hosts.spreading.contract import check_experts
 from toolkit.experts.hosts.spreading.foreign import layers_with_experts, num_experts, run_experts
 from toolkit.experts.hosts.spreading.libraries import libraries
+from toolkit.experts.hosts.spreading.waiting_rows import rows_from_files
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state, rows_of
 from toolkit.experts.parallel.collectives import is_main
@@ -84,9 +85,11 @@ def spread_experts(
         if not isinstance(module, MoE):
             # A rank without a slot could not call the module, and would be missing in the backward of the exchange.
             place = ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in place.slots))
-        parameters, in_files = _stacked_parameters(module)
-        for parameter in parameters.values():
-            parameter.data = rows_of(parameter.data, place.slots[groups.ep_rank])
+        parameters, in_files = stacked_parameters(module)
+        here = place.slots[groups.ep_rank]
+        read = rows_from_files(module, here)
+        for key, parameter in parameters.items():
+            parameter.data = read[key] if key in read else rows_of(parameter.data, here)
         module.expert_stack = ExpertStack(parameters, place, groups, in_files=in_files)  # type: ignore[assignment]
         if not isinstance(module, MoE):
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
@@ -136,7 +139,7 @@ def _can_be_spread(module: nn.Module) -> bool:
     return len(required) <= 3 <= len(taken)
 
 
-def _stacked_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, RowsInFiles]]:
+def stacked_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, RowsInFiles]]:
     """Returns the parameters of a layer's experts by name, and how files have those that are not stacked there."""
     holder = module.experts if isinstance(module, MoE) else module
     parameters = dict(holder.named_parameters(recurse=False))
@@ -157,7 +160,7 @@ def _refuse_what_is_spread(layers: Mapping[str, nn.Module]) -> None:
             is_spread = "expert_stack" in vars(module)
         if is_spread:
             raise UserError(f"the experts at {name!r} are spread over ranks already: prepare a model that is not.")
-        for parameter in _stacked_parameters(module)[0].values():
+        for parameter in stacked_parameters(module)[0].values():
             first = layer_of.setdefault(id(parameter), name)
             if first != name:
                 raise UserError(

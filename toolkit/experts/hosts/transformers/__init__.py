@@ -3,6 +3,7 @@ not to be imported."""
 
 from toolkit.experts.hosts.loop.pretrained_files import save_pretrained
 from toolkit.experts.hosts.spreading.foreign import experts_modules, routers
+from toolkit.experts.hosts.transformers.experts_in_files import experts_in_files
 from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
 from toolkit.experts.hosts.transformers.language_models import causal_lm
 from toolkit.experts.hosts.transformers.router_watch import RouterWatch, watch_routers
@@ -13,6 +14,7 @@ from toolkit.experts.moving.migrate import place_experts
 __all__ = [
     "RouterWatch",
     "causal_lm",
+    "experts_in_files",
     "experts_modules",
     "place_experts",
     "replan_callback",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.errors import UserError, one_line
+from toolkit.experts.hosts.transformers.experts_in_files import experts_in_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,6 +21,7 @@ def causal_lm(
     dtype: torch.dtype = torch.float32,
     vocab_size: int | None = None,
     experts_implementation: str | None = None,
+    leave_experts: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Return a causal language model of transformers.
@@ -30,6 +33,7 @@ def causal_lm(
         dtype: The type of its parameters.
         vocab_size: How many ids the text has, which must not be more than the model knows; None compares nothing.
         experts_implementation: eager, batched_mm or grouped_mm; None leaves the choice to transformers.
+        leave_experts: Leaves the experts of a saved model in its files until they are spread: see `experts_in_files`.
         **options: What transformers takes besides.
 
     Raises:
@@ -45,7 +49,10 @@ def causal_lm(
     try:
         if given:
             return AutoModelForCausalLM.from_config(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(os.fspath(source), local_files_only=True, **options)
+        with experts_in_files() if leave_experts else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(os.fspath(source), local_files_only=True, **options)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"model {name} cannot be built ({one_line(error)}): use a causal language model that transformers knows, "

@@ -1,0 +1,164 @@
+"""A model whose ranks read their own experts trains, moves and is saved as one that was read whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+
+from tests.experts.hosts.transformers.families import EXPERTS, awaken, config, tokens
+from tests.support.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.experts.hosts.loop.engine import ExpertParallel
+from toolkit.experts.hosts.spreading.spread import require_experts, spread_experts
+from toolkit.experts.hosts.transformers import causal_lm, experts_in_files, place_experts
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.placement.placement import ExpertPlacement
+
+PLACED = ExpertPlacement(((6, 0, 3, 1), (5, 2, 7, 4)))
+MOVED = ExpertPlacement(((2, 5, 0, 7), (1, 6, 4, 3)))
+
+
+def saved(folder: Path, family: str = "qwen3_moe", **options: Any) -> Path:
+    """A folder with a small model, as transformers saves it."""
+    torch.manual_seed(0)
+    awaken(causal_lm(config(family))).save_pretrained(folder, **options)
+    return folder
+
+
+def losses(folder: Path, result: Path, *, leave_experts: bool, adapters: bool) -> list[float]:
+    """Losses of three clipped steps, between which experts move; saves the model as `result`."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = causal_lm(folder, leave_experts=leave_experts)
+    if adapters:
+        tables = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=tables))
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    accelerator = Accelerator(cpu=True)
+    with ExpertParallel(accelerator, ep_size=2, placement=lambda *_: PLACED) as experts:
+        wrapped, optimizer = experts.prepare(model, optimizer)
+        found, rank = [], dist.get_rank()
+        for step in range(3):
+            ids = tokens(step, 4)[2 * rank : 2 * rank + 2]
+            loss = wrapped(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            place_experts(model, (MOVED, PLACED)[step % 2], optimizer)
+        model.save_pretrained(result)
+    return found
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_ranks_that_read_their_own_experts_train_and_save_as_with_a_model_read_whole(tmp_path: Path, adapters: bool):
+    folder = saved(tmp_path / "model", max_shard_size="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    found = [run_distributed(_losses, 2, folder, tmp_path / str(leave), leave, adapters) for leave in (False, True)]
+    assert found[0] == found[1]
+    files = sorted(path.name for path in (tmp_path / "False").glob("*.safetensors"))
+    assert files == sorted(path.name for path in (tmp_path / "True").glob("*.safetensors"))
+    for name in files:
+        assert (tmp_path / "False" / name).read_bytes() == (tmp_path / "True" / name).read_bytes()
+
+
+def _losses(folder: Path, result: Path, leave_experts: bool, adapters: bool) -> list[float]:
+    return losses(folder, result, leave_experts=leave_experts, adapters=adapters)
+
+
+def resident(model: nn.Module) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+def test_experts_in_files_take_no_memory_and_follow_casts_until_they_are_read(tmp_path: Path):
+    folder = saved(tmp_path)
+    whole, model = causal_lm(folder), causal_lm(folder, leave_experts=True)
+    experts = sum(p.nbytes for module in require_experts(whole).values() for p in module.parameters())
+    assert resident(model) < resident(whole) - experts + 64
+    before = resident(model)
+    assert resident(model.to(torch.bfloat16)) == before / 2
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    expected = whole.to(torch.bfloat16).state_dict()
+    for each in (copy.deepcopy(model), model):
+        spread_experts(each, ExpertGroups())
+        assert all(torch.equal(value, expected[name]) for name, value in each.state_dict().items())
+
+
+def test_experts_that_are_in_files_can_be_neither_called_nor_saved(tmp_path: Path):
+    model = causal_lm(saved(tmp_path / "model"), leave_experts=True)
+    with pytest.raises(UserError, match=r"still in their files: spread them first"):
+        model(tokens(0, 2))
+    names = [name for name, value in model.state_dict().items() if value.is_meta]
+    assert len(names) == 2 * len(require_experts(model))
+    with pytest.raises(Exception, match=r"meta"):
+        model.save_pretrained(tmp_path / "again")
+    spread_experts(model, ExpertGroups())
+    assert not any(value.is_meta for value in model.state_dict().values())
+
+
+def _truncate(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _forget_an_expert(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    del state["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def _count_more_experts(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | dict.fromkeys(("num_experts", "num_local_experts"), 2 * EXPERTS)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncate, r"model file .*model\.safetensors cannot be read \(.*\): download or copy it again\."),
+        (_forget_an_expert, r"model files have 7 rows or tensors like 'model\.layers\.1\..*up_proj.*' for 8 experts"),
+        (_count_more_experts, r"model files have 8 rows or tensors like .* for 16 experts"),
+    ],
+)
+def test_damaged_files_are_refused_before_anything_is_read(tmp_path: Path, damage: Any, message: str):
+    folder = saved(tmp_path)
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        causal_lm(folder, leave_experts=True)
+
+
+def test_models_without_experts_and_quantised_files_are_refused(tmp_path: Path):
+    from transformers import LlamaConfig
+
+    small = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    causal_lm(LlamaConfig(**small, num_attention_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"has no experts that are stacked tensors"):
+        causal_lm(tmp_path, leave_experts=True)
+    mixture = causal_lm(config("mixtral"))
+    with experts_in_files(), pytest.raises(UserError, match=r"reads safetensors files"):
+        type(mixture).from_pretrained(None, config=mixture.config, state_dict=mixture.state_dict())
+
+
+def test_files_keep_the_names_that_they_had(tmp_path: Path):
+    model = causal_lm(saved(tmp_path / "model"), leave_experts=True)
+    spread_experts(model, ExpertGroups())
+    model.save_pretrained(tmp_path / "again")
+    with (
+        safe_open(tmp_path / "model/model.safetensors", "pt") as one,
+        safe_open(tmp_path / "again/model.safetensors", "pt") as other,
+    ):
+        assert set(one.keys()) == set(other.keys())
