@@ -123,7 +123,8 @@ def _forget_an_expert(folder: Path) -> None:
 
 def _count_more_experts(folder: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | dict.fromkeys(("num_experts", "num_local_experts"), 2 * EXPERTS)))
+    more = dict.fromkeys(("num_experts", "num_local_experts"), 2 * EXPERTS)
+    (folder / "config.json").write_text(json.dumps(settings | more))
 
 
 @pytest.mark.parametrize(

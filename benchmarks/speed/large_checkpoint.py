@@ -1,0 +1,245 @@
+"""A pretrained mixture that no process could hold: what loading it into spread experts takes, in memory and in time.
+
+    python benchmarks/speed/large_checkpoint.py                      20 GB on disk, ten minutes; needs 24 GiB of memory
+    python benchmarks/speed/large_checkpoint.py --gigabytes 2 --processes 1 2 4
+
+A checkpoint of the shape of Qwen3-30B-A3B (width 2,048, 128 experts of 768, top 8, bf16, a tensor per expert), with as
+many layers as `--gigabytes` asks for and random weights, is written to a temporary folder and deleted at the end. Each
+case runs in fresh processes: `ours` loads it with `experts_in_files()`, adds adapters of the experts, spreads them and
+makes two steps of training on 64 tokens; `stock` loads it with `from_pretrained` alone, as bf16. A process whose own
+memory passes its share of what the machine has ends, as it would at the hands of the system.
+
+Memory is what a process has of its own (proportional set size, anonymous pages: pages of files can be dropped), beyond
+what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is what stays (the dense
+part once, the rows of this rank) and the layer that is read, twice: as tensors of files and as rows. A plain read is
+the time to read all files once, with nothing done to them, and nothing of them in the page cache.
+Writes benchmarks/results/large_checkpoint.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.report import write_report
+from tests.support.helpers import run_distributed
+
+DIM, HIDDEN, EXPERTS, TOP_K, VOCAB = 2048, 768, 128, 8, 32_000
+EXPERT_BYTES = 3 * DIM * HIDDEN * 2
+LAYER_BYTES = EXPERTS * EXPERT_BYTES
+TOKENS, STEPS = 64, 2
+
+
+def settings(layers: int) -> Any:
+    """The configuration of Qwen3-30B-A3B with fewer layers and a smaller vocabulary."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=3 * DIM,
+        moe_intermediate_size=HIDDEN,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+    )
+
+
+def write_checkpoint(folder: Path, layers: int) -> int:
+    """Write a file per layer, and return the bytes of all. The experts of a layer share a block of random numbers."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings(layers))
+    files: dict[str, dict[str, Tensor]] = {}
+    for name, value in model.state_dict().items():
+        if ".experts." not in name and name != "lm_head.weight":
+            part = next((each for each in name.split(".") if each.isdigit()), "none")
+            random = torch.randn(value.shape) * DIM**-0.5 if value.ndim > 1 else torch.ones(value.shape)
+            files.setdefault(part, {})[name] = random.bfloat16()
+    shapes = {"gate_proj": (HIDDEN, DIM), "up_proj": (HIDDEN, DIM), "down_proj": (DIM, HIDDEN)}
+    expert = {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()}
+    weight_map, total = {}, 0
+    for part, state in files.items():
+        for number in range(EXPERTS if part != "none" else 0):
+            for name, value in expert.items():
+                state[f"model.layers.{part}.mlp.experts.{number}.{name}.weight"] = value.roll(number, 0)
+        file = f"model-{part}.safetensors"
+        save_file(state, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(state, file)
+        total += sum(value.nbytes for value in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    settings(layers).save_pretrained(folder)
+    return total
+
+
+def forget_pages(folder: Path) -> None:
+    """Have the system drop what it keeps of files in memory."""
+    os.sync()
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def plain_read(folder: Path) -> float:
+    """Seconds to read all files."""
+    forget_pages(folder)
+    start, block = time.perf_counter(), bytearray(1 << 24)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+    return time.perf_counter() - start
+
+
+class Watch:
+    """Follows the memory of this process, and ends it above `limit` bytes of its own."""
+
+    def __init__(self, limit: float):
+        self.limit, self.own, self.resident = limit, 0, 0
+        self.before = self._read()[0]
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def peaks(self) -> tuple[float, float]:
+        """The most since the last call, in GB, of this process's own pages beyond those at first, and of all."""
+        own, resident = self.own - self.before, self.resident
+        self.own = self.resident = 0
+        return own / 1e9, resident / 1e9
+
+    def _read(self) -> tuple[int, int]:
+        lines = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+        sizes = {words[0]: int(words[1]) * 1024 for words in lines}
+        return sizes["Pss_Anon:"], sizes["Rss:"]
+
+    def _follow(self) -> None:
+        while True:
+            own, resident = self._read()
+            self.own, self.resident = max(self.own, own), max(self.resident, resident)
+            if own > self.limit:
+                os._exit(137)
+            time.sleep(0.02)
+
+
+def load_and_train(folder: Path, limit: float) -> dict[str, float]:
+    """One rank of ours."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.experts.hosts.loop.engine import ExpertParallel
+    from toolkit.experts.hosts.transformers import experts_in_files, use_toolkit_kernel
+
+    kernel, watch = use_toolkit_kernel(), Watch(limit)
+    start = time.perf_counter()
+    with experts_in_files():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=kernel)
+    adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    accelerator = Accelerator(cpu=True)
+    experts = ExpertParallel(accelerator)
+    wrapped, optimizer = experts.prepare(
+        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    )
+    seconds = time.perf_counter() - start
+    own, resident = watch.peaks()
+    found = {"seconds": seconds, "own": own, "resident": resident}
+    draws = torch.Generator().manual_seed(accelerator.process_index)
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        ids = torch.randint(VOCAB, (1, TOKENS), generator=draws)
+        loss = wrapped(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["seconds of a step"] = (time.perf_counter() - start) / STEPS
+    found["own in training"] = watch.peaks()[0]
+    assert torch.isfinite(loss)
+    return found
+
+
+def load_stock(folder: Path, limit: float) -> dict[str, float]:
+    """One rank of `from_pretrained`."""
+    from transformers import AutoModelForCausalLM
+
+    watch, start = Watch(limit), time.perf_counter()
+    AutoModelForCausalLM.from_pretrained(folder)
+    own, resident = watch.peaks()
+    return {"seconds": time.perf_counter() - start, "own": own, "resident": resident}
+
+
+def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dict[str, Any]:
+    """What a case takes, of the rank that takes most."""
+    ours = name == "ours"
+    stays = total - layers * LAYER_BYTES * (1 - 1 / processes)
+    expected = (stays + 2 * LAYER_BYTES / processes) / 1e9 if ours else total / 1e9
+    described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected, 2)}
+    forget_pages(folder)
+    limit = psutil.virtual_memory().total / processes
+    try:
+        ranks = run_distributed(load_and_train if ours else load_stock, processes, folder, limit, timeout_s=1200)
+    except AssertionError as error:
+        if "died without a word" not in str(error):
+            raise
+        return described | {"GB": f"ended above {limit / 1e9:.1f}"}
+    most = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    described |= {
+        "GB": round(most["own"], 2),
+        "GB in training": round(most["own in training"], 2) if ours else None,
+        "resident GB": round(most["resident"], 2),
+        "seconds to load": round(most["seconds"], 1),
+        "seconds of a step": round(most["seconds of a step"], 2) if ours else None,
+    }
+    return described
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=20.0, help="of the checkpoint, at least")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2])
+    parser.add_argument("--folder", help="where it is written; else where temporary files are")
+    options = parser.parse_args()
+    layers = -int(-options.gigabytes * 1e9 // LAYER_BYTES)
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        total = write_checkpoint(folder, layers)
+        seconds = plain_read(folder)
+        rows = [
+            row(name, folder, processes, layers, total) for processes in options.processes for name in ("ours", "stock")
+        ]
+    finally:
+        shutil.rmtree(folder)
+    columns = dict.fromkeys(key for each in rows for key in each)
+    filled = [{key: each.get(key) for key in columns} for each in rows]
+    name = "large_checkpoint" if len(options.processes) == 1 else "large_checkpoint_worlds"
+    write_report(
+        name, filled, gigabytes=round(total / 1e9, 2), layers=layers, seconds_of_a_plain_read=round(seconds, 1)
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
