@@ -41,6 +41,13 @@ class Gatherer:
             if stack.is_part
         }
 
+    def size_of(self, value: Tensor) -> int:
+        """Return the bytes of `value` when it is whole, the same on every rank."""
+        if id(value) not in self._place_of:
+            return value.numel() * value.element_size()
+        stack, _ = self._place_of[id(value)]
+        return stack.placement.num_experts * value.shape[1:].numel() * value.element_size()
+
     @torch.no_grad()
     def __call__(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
         """Put `value`, a parameter or buffer, under `name`. A collective."""

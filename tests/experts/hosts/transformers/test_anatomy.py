@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from tests.experts.hosts.transformers.mixtures import build, outputs
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.loop.pretrained_files import write_pretrained
+from toolkit.experts.hosts.loop.pretrained_files import Tensors, write_pretrained
 from toolkit.experts.hosts.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
 from toolkit.experts.hosts.transformers.router_watch import has_sigmoid_scores
 from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balancing_share
@@ -172,6 +173,8 @@ def saved_by_the_model(folder: Path) -> list[str]:
     wrapped, _ = ExpertParallel(accelerator).prepare(model, torch.optim.AdamW(model.parameters()))
     inner = accelerator.unwrap_model(wrapped)
     inner.save_pretrained(folder / "collective")
+    for size in ("1GB", "100KB", "20KB"):  # one file, then several in its place, then others
+        inner.save_pretrained(folder / "in parts", max_shard_size=size)
     inner.save_pretrained(
         folder / "given", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(wrapped)
     )
@@ -194,12 +197,21 @@ def saved_by_the_model(folder: Path) -> list[str]:
 
 def test_a_models_own_savers_write_the_whole_model(tmp_path: Path):
     for names in run_distributed(saved_by_the_model, 2, tmp_path):
-        assert names == ["collective", "given", "pushed"]
+        assert names == ["collective", "given", "in parts", "pushed"]
     expected = model_of("qwen3_moe").state_dict()
     for folder in tmp_path.iterdir():
         found = causal_lm(folder).state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items()), folder
+    index = json.loads((tmp_path / "in parts/model.safetensors.index.json").read_text())
+    assert {path.name for path in (tmp_path / "in parts").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        *index["weight_map"].values(),
+    }
+    assert len(set(index["weight_map"].values())) > 4
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
 
 
 class Unsavable(nn.Module):
@@ -211,7 +223,7 @@ class Unsavable(nn.Module):
 
 def error_of_saving() -> str:
     try:
-        write_pretrained(Unsavable(), "nowhere", {})
+        write_pretrained(Unsavable(), "nowhere", [Tensors(0, lambda _: None)])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Callable, Iterable
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from accelerate.utils import convert_file_size_to_int
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,32 +25,61 @@ from toolkit.experts.parallel.collectives import is_main, on_main
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.state.state_dict import Gatherer
 
+MOST_IN_A_FILE = "5GB"
+"""Where no `max_shard_size` is given."""
+
+
+class Tensors(NamedTuple):
+    """Tensors that are written together, because files may be made of several of them."""
+
+    size: int
+    """Their bytes when they are whole, the same on every rank."""
+    gather: Callable[[dict[str, Tensor]], None]
+    """Puts them into a state dict of rank 0. A collective."""
+
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
     """`model.save_pretrained(folder, **options)` with the experts of all ranks. A collective.
 
-    A model of PEFT is saved as PEFT does: its adapters, without the base. Rank 0 gathers one tensor at a time and
-    writes; it alone needs main memory for all of them. Raises UserError on every rank alike where the folder cannot be
-    written.
+    A model of PEFT is saved as PEFT does: its adapters, without the base. Rank 0 gathers and writes as many layers of
+    experts at a time as fit into `max_shard_size` (5 GB), and needs main memory for no more. A model of several such
+    parts replaces what is in the folder when all of it is written. Raises UserError on every rank alike where the
+    folder cannot be written.
     """
     inner: Any = getattr(model, "module", model)
-    state, records = _gathered(inner)
-    write_pretrained(inner, folder, state, records, **options)
+    write_pretrained(inner, folder, _tensors(inner), _records(inner), **options)
 
 
-def _gathered(inner: Any) -> tuple[dict[str, Tensor], list[Callable[[Path], None]]]:
-    """Return what `save_pretrained` writes of a model that is not wrapped, on rank 0. A collective."""
+def _tensors(inner: Any) -> list[Tensors]:
+    """Return what `save_pretrained` writes of a model that is not wrapped: experts by layer, after the rest."""
     gather = Gatherer(inner)
     saves_base = not hasattr(inner, "peft_config")
-    state: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {"": {}}
+    whole = set()
     for name, value in inner.state_dict(keep_vars=True).items():
         ownership = ownership_of(value)
         is_adapter_of_experts = ownership is not None and ownership.in_files != "stacked"
         if saves_base or "modules_to_save" in name or is_adapter_of_experts or isinstance(value, DTensor):
-            gather(state, name, value)
-        else:  # PEFT leaves out the experts of the base, and takes what every rank has
-            state[name] = value.detach()
-    return state, [record for library in libraries() if (record := library.record(inner)) is not None]
+            whole.add(name)
+        layer = name.rpartition(".")[0] if saves_base and ownership is not None else ""
+        parts.setdefault(layer, {})[name] = value
+
+    def gather_all(values: Mapping[str, Tensor], state: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            if name in whole:
+                gather(state, name, value)
+            else:  # PEFT leaves out the experts of the base, and takes what every rank has
+                state[name] = value.detach()
+
+    return [
+        Tensors(sum(gather.size_of(value) for value in values.values()), partial(gather_all, values))
+        for values in parts.values()
+    ]
+
+
+def _records(inner: Any) -> list[Callable[[Path], None]]:
+    """Return what libraries write beside a model's files. A collective."""
+    return [record for library in libraries() if (record := library.record(inner)) is not None]
 
 
 def save_as_called(
@@ -75,8 +110,11 @@ def save_as_called(
 
 
 def push_as_called(model: Any, *args: Any, **options: Any) -> None:
-    """What `model.push_to_hub` is after `prepare`: rank 0 uploads, with the experts of all ranks. A collective."""
-    state, records = _gathered(model)
+    """What `model.push_to_hub` is after `prepare`: rank 0 uploads, with the experts of all ranks, which it gathers in
+    main memory. A collective."""
+    state, records = dict[str, Tensor](), _records(model)
+    for tensors in _tensors(model):
+        tensors.gather(state)
 
     def push() -> None:
         with Patches() as meanwhile:
@@ -89,15 +127,80 @@ def push_as_called(model: Any, *args: Any, **options: Any) -> None:
 def write_pretrained(
     model: Any,
     folder: str | os.PathLike[str],
-    state: dict[str, Tensor],
+    tensors: Iterable[Tensors],
     records: Iterable[Callable[[Path], None]] = (),
     **options: Any,
 ) -> None:
-    """Have rank 0 write `state` as the type of `model` does, and `records` of it beside. A collective.
+    """Have rank 0 write `tensors` as the type of `model` does, and `records` of it beside. A collective.
 
     Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
     """
-    write_on_main(folder, partial(_write, model, folder, state, records, **options))
+    # Files of a variant have other names than those that are made here.
+    limit = (
+        math.inf if "variant" in options else convert_file_size_to_int(options.get("max_shard_size", MOST_IN_A_FILE))
+    )
+    parts = _in_parts(tensors, limit)
+    if len(parts) == 1:
+        state = _gathered(parts[0])
+        write_on_main(folder, partial(_write, model, folder, state, records, **options))
+        return
+    scratch = Path(folder) / ".writing"
+    write_on_main(folder, partial(_make_empty, scratch))
+    try:
+        for number, part in enumerate(parts):
+            state = _gathered(part)
+            write_on_main(folder, partial(_write, model, scratch / f"{number:05d}", state, (), **options))
+        write_on_main(folder, partial(_join_parts, scratch, Path(folder), records))
+    finally:
+        if is_main():
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _in_parts(tensors: Iterable[Tensors], limit: float) -> list[list[Tensors]]:
+    """Return neighbours that are at most `limit` bytes together, where none is larger by itself."""
+    parts: list[list[Tensors]] = [[]]
+    for each in tensors:
+        if parts[-1] and sum(other.size for other in parts[-1]) + each.size > limit:
+            parts.append([])
+        parts[-1].append(each)
+    return parts
+
+
+def _gathered(part: Iterable[Tensors]) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for each in part:
+        each.gather(state)
+    return state
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _join_parts(scratch: Path, folder: Path, records: Iterable[Callable[[Path], None]]) -> None:
+    """Make one model, with an index, of the models that the folders below `scratch` are parts of."""
+    parts = sorted(scratch.iterdir())
+    files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", files[0].stem)
+    name_of = {file: f"{stem}-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, 1)}
+    for stale in folder.glob(f"{stem}*.safetensors"):
+        if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors", stale.name):
+            stale.unlink()
+    weight_map, size = {}, 0
+    for file, name in name_of.items():
+        with safe_open(file, "pt") as opened:
+            weight_map |= dict.fromkeys(opened.keys(), name)
+        with file.open("rb") as opened:  # its header is as long as its first eight bytes say
+            size += file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+        file.replace(folder / name)
+    for other in parts[0].iterdir():  # such as the configuration
+        if not other.name.endswith(".index.json"):
+            other.replace(folder / other.name)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for write_record in records:
+        write_record(folder)
 
 
 def _write(
