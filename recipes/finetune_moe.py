@@ -15,6 +15,7 @@ from pydantic import PositiveInt
 
 import toolkit as tk
 from language.adapters import AdapterOptions, add_adapters
+from toolkit.errors import require
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,8 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
     """Text that the model knows, evaluated before and after to see what it forgets; none: not looked at."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the model's weights; adapters are float32."""
+    quantize: Literal["4bit"] | None = None
+    """Keep the experts' frozen matrices in four bits each: 4bit; none: in --dtype."""
     context: PositiveInt = 128
     """Tokens in a block of text."""
     assistant_only_loss: bool = False
@@ -40,6 +43,12 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
     """Blocks of each held-out text to evaluate, spread evenly over it; none: all."""
     compare: bool = False
     """Also train adapters of attention alone, and all weights, for as many steps, and add a table to the summary."""
+
+    def check_together(self) -> None:
+        super().check_together()
+        remedy = "experts in four bits are frozen: leave merge=True, compare=True and lora_rank=0 out"
+        packs = self.quantize is not None and (self.merge or self.compare or self.lora_rank == 0)
+        require(not packs, "quantize", self.quantize, remedy)
 
 
 def full() -> Config:
@@ -77,7 +86,12 @@ def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     kernel = tk.transformers.use_toolkit_kernel()
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     plain = tk.transformers.causal_lm(
-        model_folder(base), dtype=dtype, vocab_size=vocab_size, experts_implementation=kernel, leave_experts=True
+        model_folder(base),
+        dtype=dtype,
+        vocab_size=vocab_size,
+        experts_implementation=kernel,
+        leave_experts=True,
+        quantize=config.quantize,
     )
     return add_adapters(plain, config, seed=config.seed)
 

@@ -53,6 +53,8 @@ def average_in_backward(parameter: nn.Parameter, is_synchronising: Callable[[], 
     assert ownership is not None
     if ownership.averaging:
         raise RuntimeError("the gradient of this parameter is averaged in the backward already")
+    if not parameter.is_floating_point():
+        return  # packed numbers, which have no gradient
     groups = ownership.groups
 
     def complete(parameter: Tensor) -> None:

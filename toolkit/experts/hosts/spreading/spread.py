@@ -85,9 +85,9 @@ def spread_experts(
         if not isinstance(module, MoE):
             # A rank without a slot could not call the module, and would be missing in the backward of the exchange.
             place = ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in place.slots))
-        parameters, in_files = stacked_parameters(module)
         here = place.slots[groups.ep_rank]
         read = rows_from_files(module, here)
+        parameters, in_files = stacked_parameters(module)
         for key, parameter in parameters.items():
             parameter.data = read[key] if key in read else rows_of(parameter.data, here)
         module.expert_stack = ExpertStack(parameters, place, groups, in_files=in_files)  # type: ignore[assignment]

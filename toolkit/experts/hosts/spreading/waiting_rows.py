@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
 
-ReadRows = Callable[[Sequence[int], torch.device], dict[str, Tensor]]
-"""(experts, device) to their rows by the name of the parameter, with zeros for an `EMPTY_ROW`."""
+ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
+"""(experts module, experts) to their rows by the name of the parameter, with zeros for an `EMPTY_ROW`: on the device
+and in the type of the parameter, or packed, with more parameters that it gives the module."""
 
 
 def wait_for_rows(module: nn.Module, read: ReadRows) -> None:
@@ -38,13 +38,12 @@ def rows_from_files(module: nn.Module, experts: Sequence[int]) -> dict[str, Tens
     did not."""
     if not is_waiting(module):
         return {}
-    first = next(module.parameters(recurse=False))
-    rows = module.read_rows(experts, first.device)  # type: ignore[operator]
+    rows = module.read_rows(module, experts)  # type: ignore[operator]
     del module.read_rows, module._apply
     for hooks, ours in ((module._forward_pre_hooks, _refuse_forward), (module._state_dict_hooks, _without_values)):
         for number in [number for number, hook in hooks.items() if hook is ours]:
             del hooks[number]
-    return {name: value.to(getattr(module, name).dtype) for name, value in rows.items()}
+    return rows
 
 
 @contextmanager

@@ -17,15 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, one_line, require_choice
 from toolkit.experts.hosts.spreading.spread import require_experts, stacked_parameters
 from toolkit.experts.hosts.spreading.waiting_rows import wait_for_rows
+from toolkit.experts.hosts.transformers.four_bits import pack_rows, require_library
+from toolkit.experts.hosts.transformers.kernel import NAME
 from toolkit.experts.parallel.ownership import RowsInFiles, as_in_files, stacked
 from toolkit.experts.placement.placement import EMPTY_ROW
 
@@ -35,15 +37,26 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def experts_in_files() -> Iterator[None]:
+def experts_in_files(*, quantize: Literal["4bit"] | None = None) -> Iterator[None]:
     """Has `from_pretrained` of transformers leave experts in their files, until they are spread.
 
     Such a model cannot be called or saved before `ExpertParallel.prepare`, `spread_experts` or a trainer of
-    `expert_trainer` has spread it, also over one process. Files must be there until then. Raises UserError in
-    `from_pretrained`, the same on every rank, for files that are no safetensors, are quantised, are damaged, or lack
-    experts, and for a model without experts that can be spread.
+    `expert_trainer` has spread it, also over one process. Files must be there until then.
+
+    Args:
+        quantize: Packs the matrices of experts when they are read, see `toolkit.experts.hosts.transformers.four_bits`:
+            they are frozen, and adapters train.
+
+    Raises:
+        UserError: In `from_pretrained`, the same on every rank, for files that are no safetensors, are quantised, are
+            damaged, or lack experts, and for a model without experts that can be spread. For `quantize` without
+            bitsandbytes, or in a model whose experts are not computed by `use_toolkit_kernel()`.
     """
     from transformers import PreTrainedModel
+
+    if quantize is not None:
+        require_choice("quantize", quantize, Literal["4bit"])
+        require_library()
 
     load = vars(PreTrainedModel)["_load_pretrained_model"]
 
@@ -60,10 +73,12 @@ def experts_in_files() -> Iterator[None]:
             raise UserError("experts_in_files() reads no quantised files: save the model dequantised.")
         if len(set((load_config.device_map or {}).values())) > 1:
             raise UserError("experts_in_files() puts a model on one device: leave device_map out.")
+        if quantize is not None and model.config._experts_implementation != NAME:
+            raise UserError('quantize="4bit" needs experts_implementation=use_toolkit_kernel() of from_pretrained.')
         layers = require_experts(model)
         with ExitStack() as opened:
             files = _Files.of(checkpoint_files, opened)
-            reader = _Reader(copy.deepcopy(model), load_config, files, layers)
+            reader = _Reader(copy.deepcopy(model), load_config, files, layers, packs=quantize is not None)
             others = {key: files.slices[key] for key in files.slices.keys() - reader.keys}
             found = load.__func__(model, others, None, load_config, *rest)
         reader.leave_in_files(model, layers)
@@ -136,8 +151,10 @@ class _Reader:
         load_config: LoadStateDictConfig,
         files: _Files,
         layers: Mapping[str, nn.Module],
+        *,
+        packs: bool,
     ):
-        self.skeleton, self.load_config, self.path_of = skeleton, load_config, files.path_of
+        self.skeleton, self.load_config, self.path_of, self.packs = skeleton, load_config, files.path_of, packs
         self.parameters: dict[str, RowsInFiles] = {}
         """How files have each parameter of experts, by name."""
         for layer, module in layers.items():
@@ -239,8 +256,11 @@ class _LayerInFiles:
     reader: _Reader
     layer: str
 
-    def __call__(self, experts: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        return self.reader.read(self.layer, experts, device)
+    def __call__(self, module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
+        like = dict(module.named_parameters(recurse=False))
+        rows = self.reader.read(self.layer, experts, next(iter(like.values())).device)
+        rows = {name: value.to(like[name].dtype) for name, value in rows.items()}
+        return pack_rows(module, rows) if self.reader.packs else rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerInFiles:
         return self

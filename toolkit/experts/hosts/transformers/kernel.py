@@ -18,6 +18,7 @@ from toolkit.compat import apply_gate, has_default_gate, register_experts_functi
 from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.foreign import LowRank, in_order_of_slots, slots_of_rows
 from toolkit.experts.hosts.spreading.libraries import Library
+from toolkit.experts.hosts.transformers.four_bits import FrozenProduct, is_packed
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 
@@ -67,7 +68,7 @@ def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: In
     dtype = rows_ND.dtype
     first, last = TransformersLibrary().projections(experts)
     low_rank: dict[str, list[LowRank]] = getattr(experts, "low_rank", {})
-    if not low_rank and _is_plain(experts):
+    if not low_rank and not is_packed(experts, first) and _is_plain(experts):
         (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
         if accepts(rows_ND, up) and accepts(rows_ND, down):
             ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
@@ -92,8 +93,13 @@ def _project(
     experts: Any, name: str, x_ND: Tensor, rows_per_slot: Int[Tensor, " S"], low_rank: list[LowRank]
 ) -> Tensor:
     """(N, out): each row times its slot's matrix and what is added to it, and its bias."""
-    x_ND, weight = _operands(experts, name, x_ND)
-    out = grouped_mm(x_ND, weight, rows_per_slot)
+    if is_packed(experts, name):
+        x_ND, like = cast_as_autocast_would(x_ND, x_ND.new_empty(0, dtype=experts.packed[name].dtype))
+        x_ND = x_ND.to(like.dtype)
+        out = FrozenProduct.apply(x_ND, rows_per_slot, experts, name)
+    else:
+        x_ND, weight = _operands(experts, name, x_ND)
+        out = grouped_mm(x_ND, weight, rows_per_slot)
     for a_SRI, b_SOR, scaling in low_rank:
         inner_NR = grouped_mm(x_ND, a_SRI.to(x_ND.dtype).transpose(1, 2), rows_per_slot) * scaling
         out = out + grouped_mm(inner_NR, b_SOR.to(x_ND.dtype).transpose(1, 2), rows_per_slot)

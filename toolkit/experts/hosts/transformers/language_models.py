@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ def causal_lm(
     vocab_size: int | None = None,
     experts_implementation: str | None = None,
     leave_experts: bool = False,
+    quantize: Literal["4bit"] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Return a causal language model of transformers.
@@ -34,6 +35,7 @@ def causal_lm(
         vocab_size: How many ids the text has, which must not be more than the model knows; None compares nothing.
         experts_implementation: eager, batched_mm or grouped_mm; None leaves the choice to transformers.
         leave_experts: Leaves the experts of a saved model in its files until they are spread: see `experts_in_files`.
+        quantize: Packs them when they are read.
         **options: What transformers takes besides.
 
     Raises:
@@ -49,7 +51,7 @@ def causal_lm(
     try:
         if given:
             return AutoModelForCausalLM.from_config(source, **options)
-        with experts_in_files() if leave_experts else nullcontext():
+        with experts_in_files(quantize=quantize) if leave_experts else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(os.fspath(source), local_files_only=True, **options)
     except UserError:
         raise

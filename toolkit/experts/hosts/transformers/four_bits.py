@@ -1,0 +1,121 @@
+"""Frozen matrices of experts in four bits (NF4 of bitsandbytes), a packed row per expert.
+
+    with experts_in_files(quantize="4bit"):
+        model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=use_toolkit_kernel())
+    model = get_peft_model(model, LoraConfig(target_parameters=[...]))
+
+Quantising and its inverse are the library's. Blocks of 64 numbers lie within a row, so a row's bytes are the same
+wherever it is and whatever is beside it: it is moved, replicated and saved as bytes, with its block's scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.grouped_mm import grouped_mm
+
+BLOCK = 64
+"""Numbers that share a scale."""
+SCALES = "_scales"
+"""After the name of a parameter: its scales."""
+
+
+class Packed(NamedTuple):
+    """How the rows of a parameter were before they were packed."""
+
+    shape: torch.Size
+    """(A, B) of a row."""
+    dtype: torch.dtype
+
+
+def require_library() -> None:
+    """Raise UserError where bitsandbytes is missing."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise UserError(
+            'quantize="4bit" needs bitsandbytes, which is missing: pip install "moe-toolkit[four-bits]", or leave it '
+            "out."
+        ) from None
+
+
+def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `rows` of `module` with matrices packed, and their scales by further names.
+
+    `module` gets parameters for the scales, and notes in `packed` what was packed. Raises UserError for a matrix that
+    is to be trained.
+    """
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, result = {}, dict(rows)
+    for name, value in rows.items():
+        if value.ndim != 3 or value[0].numel() % BLOCK:
+            continue
+        parameter = module.get_parameter(name)
+        if parameter.requires_grad:
+            raise UserError(
+                f'quantize="4bit": parameter {name!r} of experts is to be trained: add adapters before experts are '
+                "spread, which freeze it."
+            )
+        bits, state = quantize_4bit(value.reshape(-1, BLOCK), blocksize=BLOCK, quant_type="nf4")
+        packed[name] = Packed(value.shape[1:], value.dtype)
+        result[name] = bits.view(len(value), -1)
+        # As integers, because a cast of the model would round scales.
+        result[name + SCALES] = state.absmax.view(len(value), -1).view(torch.int32)
+        module.register_parameter(name + SCALES, nn.Parameter(result[name + SCALES], requires_grad=False))
+    module.packed = packed  # type: ignore[assignment]
+    return result
+
+
+def unpacked(module: Any, name: str) -> Float[Tensor, "S A B"]:
+    """Return the rows of a packed parameter, in the type that they had."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+    was: Packed = module.packed[name]
+    bits: UInt8[Tensor, "S N"] = getattr(module, name)
+    scales: Int[Tensor, "S M"] = getattr(module, name + SCALES)
+    state = QuantState(
+        absmax=scales.view(torch.float32).flatten(),
+        # As blocks: on a CPU bitsandbytes 0.50 gives other numbers where a matrix has, say, 16 columns.
+        shape=torch.Size((2 * bits.numel() // BLOCK, BLOCK)),
+        code=get_4bit_type("nf4", device=bits.device, blocksize=BLOCK),
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=was.dtype,
+    )
+    return dequantize_4bit(bits.view(-1, 1), state).view(len(bits), *was.shape)
+
+
+def is_packed(module: nn.Module, name: str) -> bool:
+    """Return whether the rows of the parameter `name` are packed."""
+    return name in getattr(module, "packed", ())
+
+
+class FrozenProduct(torch.autograd.Function):
+    """Rows times the matrices of packed experts, which are unpacked for the forward and again for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"], module: Any, name: str
+    ) -> Float[Tensor, "N F"]:
+        """(N, F): each row times its slot's matrix."""
+        ctx.save_for_backward(rows_per_slot)
+        ctx.module, ctx.name, ctx.dtype = module, name, rows_ND.dtype
+        return grouped_mm(rows_ND, _matrices(module, name, rows_ND.dtype), rows_per_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradient of the rows alone."""
+        (rows_per_slot,) = ctx.saved_tensors
+        matrices = _matrices(ctx.module, ctx.name, ctx.dtype).transpose(1, 2)
+        return grouped_mm(grads[0].contiguous(), matrices, rows_per_slot), None, None, None
+
+
+def _matrices(module: Any, name: str, dtype: torch.dtype) -> Float[Tensor, "S D F"]:
+    rows = unpacked(module, name).to(dtype)
+    return rows if module.is_transposed else rows.transpose(1, 2)
