@@ -10,9 +10,9 @@ makes two steps of training on 64 tokens; `stock` loads it with `from_pretrained
 memory passes its share of what the machine has ends, as it would at the hands of the system.
 
 Memory is what a process has of its own (proportional set size, anonymous pages: pages of files can be dropped), beyond
-what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is what stays (the dense
-part once, the rows of this rank) and the layer that is read, twice: as tensors of files and as rows. A plain read is
-the time to read all files once, with nothing done to them, and nothing of them in the page cache.
+what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is the experts of this rank
+and those of one layer more, which is being read; of `stock`, all weights. A plain read is the time to read all files
+once, with nothing done to them, and nothing of them in the page cache.
 Writes benchmarks/results/large_checkpoint.json.
 """
 
@@ -194,9 +194,8 @@ def load_stock(folder: Path, limit: float) -> dict[str, float]:
 def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dict[str, Any]:
     """What a case takes, of the rank that takes most."""
     ours = name == "ours"
-    stays = total - layers * LAYER_BYTES * (1 - 1 / processes)
-    expected = (stays + 2 * LAYER_BYTES / processes) / 1e9 if ours else total / 1e9
-    described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected, 2)}
+    expected = (layers + 1) * LAYER_BYTES / processes if ours else total
+    described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected / 1e9, 2)}
     forget_pages(folder)
     limit = psutil.virtual_memory().total / processes
     try:
@@ -225,7 +224,7 @@ def main() -> int:
     layers = -int(-options.gigabytes * 1e9 // LAYER_BYTES)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        total = write_checkpoint(folder, layers)
+        (total,) = run_distributed(write_checkpoint, 1, folder, layers, timeout_s=1200)  # whose memory ends with it
         seconds = plain_read(folder)
         rows = [
             row(name, folder, processes, layers, total) for processes in options.processes for name in ("ours", "stock")
