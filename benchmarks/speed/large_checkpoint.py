@@ -10,9 +10,9 @@ makes two steps of training on 64 tokens; `stock` loads it with `from_pretrained
 memory passes its share of what the machine has ends, as it would at the hands of the system.
 
 Memory is what a process has of its own (proportional set size, anonymous pages: pages of files can be dropped), beyond
-what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is the experts of this rank
-and those of one layer more, which is being read; of `stock`, all weights. A plain read is the time to read all files
-once, with nothing done to them, and nothing of them in the page cache.
+what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is the experts of this
+rank and those of one layer more, which is being read; of `stock`, all weights. A plain read is the time to read all
+files once, with nothing done to them, and nothing of them in the page cache.
 Writes benchmarks/results/large_checkpoint.json.
 """
 

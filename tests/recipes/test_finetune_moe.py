@@ -188,6 +188,14 @@ def test_a_base_in_bfloat16_learns_on_a_cpu_with_adapters_in_float32(texts, tmp_
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
+def test_a_base_in_four_bits_learns_and_goes_on_after_it_has_finished(texts, tmp_path):
+    asked = config(texts, "any", run_dir=tmp_path, dtype="bfloat16", quantize="4bit", max_steps=10)
+    finetune_moe.main(asked)
+    done = finetune_moe.main(asked.replace(extend=True, max_steps=20))
+    assert done["steps"] == 20
+    assert done["test_bits_per_byte"] < done["test_bits_per_byte_at_start"]
+
+
 def test_the_table_has_controls_of_as_many_steps_and_is_completed_after_a_stop(texts, tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(texts / "cache"))
     asked = config(texts, "any", run_dir=tmp_path / "run", compare=True, max_steps=3, merge=True)
@@ -234,6 +242,7 @@ def test_settings_that_leave_nothing_to_train_or_to_merge_are_refused():
     for words, message in (
         ("--merge --lora-rank 0", "--merge: there are no adapters"),
         ("--no-lora-experts --no-lora-attention", "neither experts nor attention"),
+        ("--quantize 4bit --merge", "--quantize 4bit: experts in four bits are frozen"),
     ):
         with pytest.raises(UserError, match=message):
             cli.parse(finetune_moe.PRESETS, ["debug", *words.split()])

@@ -18,6 +18,8 @@ from toolkit.experts.placement.placement import contiguous
 ROWS = 6
 MOST_SLOTS = 8
 """Experts that are tried at a time, because their rows are copied."""
+FEW = 4
+"""Experts that a module whose rows are elsewhere gets memory for."""
 MOST_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """The largest relative difference, by precision; parts may be computed in another. A broken contract differs by a tenth
 or more."""
@@ -36,7 +38,7 @@ def check_experts(name: str, module: nn.Module) -> None:
     if first.is_meta or isinstance(first, DTensor) or first.dtype not in MOST_ROUNDING:
         return  # nothing to compute with yet, or quantised
     draws = torch.Generator().manual_seed(0)
-    with a_few_rows(module, 2 * MOST_SLOTS):
+    with a_few_rows(module, FEW):
         experts = int(module.num_experts)  # type: ignore[arg-type]
         slots = max(min(experts, 2), min(experts // 2, MOST_SLOTS))
         kind, width = f"the experts at {name!r} ({type(module).__name__})", None
