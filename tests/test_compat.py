@@ -317,6 +317,17 @@ def test_wrapped_methods_of_the_accelerator_are_called(monkeypatch: pytest.Monke
         assert "dataloader_config" in inspect.signature(Accelerator.__init__).parameters
 
 
+def test_a_module_can_be_moved_by_something_else():
+    with relying_on("torch", "nn.Module._apply"):
+        moved, module = [], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        compat.move_by(module[0], lambda part, change: moved.append((part, change(torch.zeros(1)).dtype)))
+        module.double()
+        assert moved == [(module[0], torch.float64)]
+        assert [part.weight.dtype for part in module] == [torch.float32, torch.float64]
+        compat.move_as_usual(module[0])
+        assert {p.dtype for p in module.double().parameters()} == {torch.float64}
+
+
 # --- transformers ------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +387,30 @@ def test_a_registered_ep_implementation_is_found_by_its_name():
     with relying_on("transformers", "EPImplementationInterface.register"):
         compat.register_ep_implementation("canary", Canary)
         assert interface()["canary"] is Canary
+
+
+def test_weights_of_a_pretrained_model_can_be_loaded_by_something_else(tmp_path):
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    whole = LlamaModel._from_config(LlamaConfig(**sizes, num_attention_heads=2), experts_implementation="eager")
+    whole.save_pretrained(tmp_path)
+    seen: list[Any] = []
+
+    def load(theirs: Any, model: Any, state: Any, files: Any, config: Any, *rest: Any) -> Any:
+        seen.extend([model.norm.weight.is_meta, state, [Path(file).name for file in files]])
+        compat.mark_as_loaded(model.norm.weight)
+        return theirs(model, state, files, config, *rest)
+
+    with relying_on("transformers", "PreTrainedModel._load_pretrained_model"):
+        with compat.weights_loaded_by(load):
+            model = LlamaModel.from_pretrained(tmp_path)
+        assert seen == [True, None, ["model.safetensors"]]
+        LlamaModel.from_pretrained(tmp_path)
+        assert len(seen) == 3
+        assert torch.equal(model.norm.weight, whole.norm.weight)
+    with relying_on("transformers", "config._experts_implementation"):
+        assert compat.experts_implementation(whole.config) == "eager"
 
 
 # --- datasets and wandb ------------------------------------------------------------------------------------------

@@ -242,7 +242,51 @@ def wrap_method(cls: type, name: str, wrap: Callable[[Callable[..., Any]], Calla
     setattr(cls, name, functools.wraps(original)(wrap(original)))
 
 
+def move_by(module: nn.Module, move: Callable[[nn.Module, Callable[[Tensor], Tensor]], None]) -> None:
+    """Have `to`, `cuda` and casts of `module` call `move(module, change)` in place of changing its own parameters."""
+    module._apply = functools.partial(_moved_by, module, move)  # type: ignore[method-assign]
+
+
+def move_as_usual(module: nn.Module) -> None:
+    """Take `move_by` back."""
+    del module._apply
+
+
+def _moved_by(module: nn.Module, move: Callable[..., None], change: Callable[..., Any], recurse: bool = True) -> Any:
+    move(module, change)
+    own, module._parameters = module._parameters, {}
+    try:
+        return type(module)._apply(module, change, recurse)
+    finally:
+        module._parameters = own
+
+
 # --- transformers ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def weights_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
+    """Has `from_pretrained` call `load(theirs, model, state_dict, checkpoint_files, load_config, ...)` once it has made
+    a model on the meta device, where `theirs` is what it would have called with all that follows."""
+    from transformers import PreTrainedModel
+
+    theirs = vars(PreTrainedModel)["_load_pretrained_model"]
+    ours = staticmethod(functools.partial(load, theirs.__func__))
+    PreTrainedModel._load_pretrained_model = ours  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = theirs  # type: ignore[method-assign]
+
+
+def mark_as_loaded(parameter: Tensor) -> None:
+    """Have transformers leave a parameter that no file has as it is."""
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def experts_implementation(config: Any) -> str | None:
+    """Return the `experts_implementation` that a model was made with."""
+    return getattr(config, "_experts_implementation", None)
 
 
 def register_experts_function(name: str, forward: Callable[..., Tensor]) -> None:

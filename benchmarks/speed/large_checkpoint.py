@@ -57,7 +57,7 @@ def settings(layers: int) -> Any:
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
+        head_dim=128,  # type: ignore[call-arg]
         num_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
@@ -82,7 +82,8 @@ def write_checkpoint(folder: Path, layers: int) -> int:
             files.setdefault(part, {})[name] = random.bfloat16()
     shapes = {"gate_proj": (HIDDEN, DIM), "up_proj": (HIDDEN, DIM), "down_proj": (DIM, HIDDEN)}
     expert = {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()}
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for part, state in files.items():
         for number in range(EXPERTS if part != "none" else 0):
             for name, value in expert.items():

@@ -260,7 +260,7 @@ def test_what_is_not_there_is_named_before_anything_is_trained(texts, tmp_path, 
     dense = tmp_path / "dense"
     dense_sizes = {"experts": 0, "top_k": 1, "expert_hidden_size": 16}
     causal_lm(language_model_config("qwen3_moe", **SIZES, **dense_sizes)).save_pretrained(dense)
-    assert "no stacked experts" in refused(model=str(dense))
+    assert "no experts that are stacked tensors" in refused(model=str(dense))
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "pip install 'moe-toolkit[adapters]'" in refused()
 

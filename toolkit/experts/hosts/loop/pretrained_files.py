@@ -187,7 +187,8 @@ def _join_parts(scratch: Path, folder: Path, records: Iterable[Callable[[Path], 
     for stale in folder.glob(f"{stem}*.safetensors"):
         if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors", stale.name):
             stale.unlink()
-    weight_map, size = {}, 0
+    weight_map: dict[str, str] = {}
+    size = 0
     for file, name in name_of.items():
         with safe_open(file, "pt") as opened:
             weight_map |= dict.fromkeys(opened.keys(), name)

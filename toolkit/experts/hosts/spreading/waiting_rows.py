@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from toolkit.compat import move_as_usual, move_by
 from toolkit.errors import UserError
 
 ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
@@ -23,9 +23,11 @@ and in the type of the parameter, or packed, with more parameters that it gives 
 def wait_for_rows(module: nn.Module, read: ReadRows) -> None:
     """Have the experts module `module`, whose parameters expand a single number each, wait for rows of `read`."""
     module.read_rows = read  # type: ignore[assignment]
-    module._apply = partial(_apply_to_numbers, module)
-    module.register_forward_pre_hook(_refuse_forward)
-    module._register_state_dict_hook(_without_values)
+    module.hooks_while_waiting = (  # type: ignore[assignment]
+        module.register_forward_pre_hook(_refuse_forward),
+        module.register_state_dict_post_hook(_without_values),
+    )
+    move_by(module, _move_numbers)
 
 
 def is_waiting(module: nn.Module) -> bool:
@@ -39,10 +41,10 @@ def rows_from_files(module: nn.Module, experts: Sequence[int]) -> dict[str, Tens
     if not is_waiting(module):
         return {}
     rows = module.read_rows(module, experts)  # type: ignore[operator]
-    del module.read_rows, module._apply
-    for hooks, ours in ((module._forward_pre_hooks, _refuse_forward), (module._state_dict_hooks, _without_values)):
-        for number in [number for number, hook in hooks.items() if hook is ours]:
-            del hooks[number]
+    for hook in module.hooks_while_waiting:  # type: ignore[union-attr]
+        hook.remove()
+    move_as_usual(module)
+    del module.read_rows, module.hooks_while_waiting
     return rows
 
 
@@ -64,17 +66,11 @@ def a_few_rows(module: nn.Module, rows: int) -> Iterator[None]:
             parameter.data = data
 
 
-def _apply_to_numbers(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """What `to`, `half` and `cuda` do to a waiting module: what they change of a parameter is its one number."""
+def _move_numbers(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Of a waiting module, `to`, `half` and `cuda` change the one number that a parameter is."""
     for parameter in module.parameters(recurse=False):
         shape = parameter.shape
         parameter.data = change(parameter.data[(slice(1),) * parameter.ndim]).expand(shape)
-    whole = module._parameters
-    module._parameters = {}
-    try:
-        return type(module)._apply(module, change, recurse)
-    finally:
-        module._parameters = whole
 
 
 def _refuse_forward(*_: Any) -> NoReturn:

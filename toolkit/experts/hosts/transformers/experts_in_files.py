@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from toolkit.compat import experts_implementation, mark_as_loaded, weights_loaded_by
 from toolkit.errors import UserError, one_line, require_choice
 from toolkit.experts.hosts.spreading.spread import require_experts, stacked_parameters
 from toolkit.experts.hosts.spreading.waiting_rows import wait_for_rows
@@ -52,15 +53,12 @@ def experts_in_files(*, quantize: Literal["4bit"] | None = None) -> Iterator[Non
             damaged, or lack experts, and for a model without experts that can be spread. For `quantize` without
             bitsandbytes, or in a model whose experts are not computed by `use_toolkit_kernel()`.
     """
-    from transformers import PreTrainedModel
-
     if quantize is not None:
         require_choice("quantize", quantize, Literal["4bit"])
         require_library()
 
-    load = vars(PreTrainedModel)["_load_pretrained_model"]
-
     def load_all_but_experts(
+        load: Callable[..., Any],
         model: PreTrainedModel,
         state_dict: dict[str, Any] | None,
         checkpoint_files: list[str] | None,
@@ -73,23 +71,20 @@ def experts_in_files(*, quantize: Literal["4bit"] | None = None) -> Iterator[Non
             raise UserError("experts_in_files() reads no quantised files: save the model dequantised.")
         if len(set((load_config.device_map or {}).values())) > 1:
             raise UserError("experts_in_files() puts a model on one device: leave device_map out.")
-        if quantize is not None and model.config._experts_implementation != NAME:
+        if quantize is not None and experts_implementation(model.config) != NAME:
             raise UserError('quantize="4bit" needs experts_implementation=use_toolkit_kernel() of from_pretrained.')
         layers = require_experts(model)
         with ExitStack() as opened:
             files = _Files.of(checkpoint_files, opened)
             reader = _Reader(copy.deepcopy(model), load_config, files, layers, packs=quantize is not None)
             others = {key: files.slices[key] for key in files.slices.keys() - reader.keys}
-            found = load.__func__(model, others, None, load_config, *rest)
+            found = load(model, others, None, load_config, *rest)
         reader.leave_in_files(model, layers)
         found[0].missing_keys.difference_update(reader.parameters)
         return found
 
-    PreTrainedModel._load_pretrained_model = staticmethod(load_all_but_experts)  # type: ignore[method-assign]
-    try:
+    with weights_loaded_by(load_all_but_experts):
         yield
-    finally:
-        PreTrainedModel._load_pretrained_model = load  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -212,7 +207,7 @@ class _Reader:
             for name, parameter in stacked_parameters(module)[0].items():
                 number = torch.zeros((), dtype=parameter.dtype, device=device)
                 waiting = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
-                waiting._is_hf_initialized = True  # type: ignore[attr-defined]  # for transformers
+                mark_as_loaded(waiting)
                 setattr(module, name, waiting)
             wait_for_rows(module, _LayerInFiles(self, layer))
 
