@@ -1,11 +1,11 @@
 """Bits per byte of a new and of the old text: adapters of experts beside adapters of attention and full fine-tuning.
 
-    python benchmarks/learning/finetune_moe.py           3 seeds at the rates of the presets: nine runs of half a minute
+    python benchmarks/learning/finetune_moe.py           3 seeds at the rates of the presets: 15 runs of half a minute
     python benchmarks/learning/finetune_moe.py choose    which rates those should be, on validation text: twelve runs
     python benchmarks/learning/finetune_moe.py --folder F  keeps the runs in F, and continues what was interrupted
 
-Each run is `recipes/finetune_moe.py` with the preset `full`, or one of its controls; it needs tinyshakespeare in
-$TOOLKIT_DATA_DIR. `choose` never reads what is held out for the table: it trains on nine tenths of the modules that the
+Each run is `recipes/finetune_moe.py` with the preset `full`, with a base in bf16 or experts in four bits besides, or one
+of its controls; it needs tinyshakespeare in $TOOLKIT_DATA_DIR. `choose` never reads what is held out for the table: it trains on nine tenths of the modules that the
 table's runs train on, and evaluates the others. Writes a table and benchmarks/results/finetune_moe.json, or
 finetune_moe_rates.json.
 """
@@ -32,6 +32,11 @@ from toolkit.data.text import split
 from toolkit.run.folder import results_of
 
 ARMS: dict[str, dict[str, Any]] = {"experts": {}, **CONTROLS}
+SMALLER: dict[str, dict[str, Any]] = {
+    "in bf16": {"dtype": "bfloat16"},
+    "in four bits": {"dtype": "bfloat16", "quantize": "4bit"},
+}
+"""The same adapters of a base that takes less memory."""
 RATES = {
     "experts": (3e-3, 1e-2, 2e-2, 4e-2),
     "attention": (3e-3, 1e-2, 2e-2, 4e-2, 8e-2),
@@ -83,6 +88,7 @@ def row(trained: str, runs: list[dict[str, Any]], parameters: int, when: str = "
         "new of each seed": [round(each, 4) for each in new],
         "old of each seed": [round(each, 4) for each in old],
         "steps": runs[0]["steps"],
+        "seconds": None if when else round(statistics.mean(each["wall_seconds"] for each in runs), 1),
     }
 
 
@@ -90,11 +96,13 @@ def compare(folder: Path, seeds: int) -> None:
     """Write a row for the base and each arm, over seeds."""
     runs = {
         arm: [run(folder / f"{arm}-seed{seed}", **changes, seed=seed) for seed in range(seeds)]
-        for arm, changes in ARMS.items()
+        for arm, changes in (ARMS | SMALLER).items()
     }
     first = next(iter(runs.values()))
     rows = [row("nothing", first[:1], 0, "_at_start")]
-    rows += [row(each[0]["trained"], each, each[0]["trained_parameters"]) for each in runs.values()]
+    for arm, each in runs.items():
+        trained = each[0]["trained"] + (f", {arm}" if arm in SMALLER else "")
+        rows.append(row(trained, each, each[0]["trained_parameters"]))
     write_report("finetune_moe", rows, seeds=seeds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.loop.pretrained_files import Tensors, write_pretrained
+from toolkit.experts.hosts.spreading.spread import spread_experts
 from toolkit.experts.hosts.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
 from toolkit.experts.hosts.transformers.router_watch import has_sigmoid_scores
 from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balancing_share
+from toolkit.experts.parallel.groups import ExpertGroups
 
 
 def model_of(family: str) -> Any:
@@ -231,6 +234,30 @@ def error_of_saving() -> str:
 
 def test_a_model_that_rank_0_cannot_write_ends_all_ranks():
     assert run_distributed(error_of_saving, 2) == ["RuntimeError: a setting that cannot be saved on rank 0"] * 2
+
+
+def test_a_save_in_parts_that_fails_midway_leaves_the_model_that_was_there(tmp_path: Path):
+    model = model_of("mixtral")
+    spread_experts(model, ExpertGroups())
+    save_pretrained(model, tmp_path, max_shard_size="20KB")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) > 5
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    save, calls = type(model).save_pretrained, []
+
+    def save_twice(*args: Any, **options: Any) -> None:
+        calls.append(args)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(*args, **options)
+
+    with (
+        mock.patch.object(type(model), "save_pretrained", save_twice),
+        pytest.raises(UserError, match=r"cannot be written \(.*No space left"),
+    ):
+        save_pretrained(model, tmp_path, max_shard_size="20KB")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_transformers_model_has_the_scopes_of_our_own_layers():
