@@ -4,10 +4,10 @@
     python benchmarks/learning/finetune_moe.py choose    which rates those should be, on validation text: twelve runs
     python benchmarks/learning/finetune_moe.py --folder F  keeps the runs in F, and continues what was interrupted
 
-Each run is `recipes/finetune_moe.py` with the preset `full`, with a base in bf16 or experts in four bits besides, or one
-of its controls; it needs tinyshakespeare in $TOOLKIT_DATA_DIR. `choose` never reads what is held out for the table: it trains on nine tenths of the modules that the
-table's runs train on, and evaluates the others. Writes a table and benchmarks/results/finetune_moe.json, or
-finetune_moe_rates.json.
+Each run is `recipes/finetune_moe.py` with the preset `full`, with a base in bf16 or experts in four bits besides, or
+one of its controls; it needs tinyshakespeare in $TOOLKIT_DATA_DIR. `choose` never reads what is held out for the table:
+it trains on nine tenths of the modules that the table's runs train on, and evaluates the others. Writes a table and
+benchmarks/results/finetune_moe.json, or finetune_moe_rates.json.
 """
 
 from __future__ import annotations
