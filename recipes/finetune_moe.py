@@ -85,14 +85,10 @@ def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
 
     kernel = tk.transformers.use_toolkit_kernel()
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-    plain = tk.transformers.causal_lm(
-        model_folder(base),
-        dtype=dtype,
-        vocab_size=vocab_size,
-        experts_implementation=kernel,
-        leave_experts=True,
-        quantize=config.quantize,
-    )
+    with tk.transformers.experts_in_files(quantize=config.quantize):
+        plain = tk.transformers.causal_lm(
+            model_folder(base), dtype=dtype, vocab_size=vocab_size, experts_implementation=kernel
+        )
     return add_adapters(plain, config, seed=config.seed)
 
 

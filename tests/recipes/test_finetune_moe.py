@@ -185,15 +185,15 @@ def test_a_base_in_bfloat16_learns_on_a_cpu_with_adapters_in_float32(texts, tmp_
     assert types == {ADAPTER: {torch.float32}, MERGED: {torch.bfloat16}}
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
-
-
 def test_a_base_in_four_bits_learns_and_goes_on_after_it_has_finished(texts, tmp_path):
     asked = config(texts, "any", run_dir=tmp_path, dtype="bfloat16", quantize="4bit", max_steps=10)
     finetune_moe.main(asked)
     done = finetune_moe.main(asked.replace(extend=True, max_steps=20))
     assert done["steps"] == 20
     assert done["test_bits_per_byte"] < done["test_bits_per_byte_at_start"]
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_has_controls_of_as_many_steps_and_is_completed_after_a_stop(texts, tmp_path, monkeypatch):

@@ -344,7 +344,11 @@ def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:
     """Returns the rows of `experts`, zeros for an empty slot."""
     index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
-    rows = stacked.index_select(0, index)
+    return clear_empty(stacked.index_select(0, index), experts)
+
+
+def clear_empty(rows: Tensor, experts: Sequence[int]) -> Tensor:
+    """Returns `rows`, whose empty slots are made zeros in place."""
     for slot, expert in enumerate(experts):
         if expert == EMPTY_ROW:
             rows[slot].zero_()

@@ -33,12 +33,18 @@ def saved(folder: Path, family: str = "qwen3_moe", **options: Any) -> Path:
     return folder
 
 
+def unread(folder: Path) -> Any:
+    """The model of `folder`, with its experts in their files."""
+    with experts_in_files():
+        return causal_lm(folder)
+
+
 def losses(folder: Path, result: Path, *, leave_experts: bool, adapters: bool) -> list[float]:
     """Losses of three clipped steps, between which experts move; saves the model as `result`."""
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
 
-    model: Any = causal_lm(folder, leave_experts=leave_experts)
+    model: Any = unread(folder) if leave_experts else causal_lm(folder)
     if adapters:
         tables = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         torch.manual_seed(1)
@@ -83,7 +89,7 @@ def resident(model: nn.Module) -> int:
 
 def test_experts_in_files_take_no_memory_and_follow_casts_until_they_are_read(tmp_path: Path):
     folder = saved(tmp_path)
-    whole, model = causal_lm(folder), causal_lm(folder, leave_experts=True)
+    whole, model = causal_lm(folder), unread(folder)
     experts = sum(p.nbytes for module in require_experts(whole).values() for p in module.parameters())
     assert resident(model) < resident(whole) - experts + 64
     before = resident(model)
@@ -96,7 +102,7 @@ def test_experts_in_files_take_no_memory_and_follow_casts_until_they_are_read(tm
 
 
 def test_experts_that_are_in_files_can_be_neither_called_nor_saved(tmp_path: Path):
-    model = causal_lm(saved(tmp_path / "model"), leave_experts=True)
+    model = unread(saved(tmp_path / "model"))
     with pytest.raises(UserError, match=r"still in their files: spread them first"):
         model(tokens(0, 2))
     names = [name for name, value in model.state_dict().items() if value.is_meta]
@@ -139,7 +145,7 @@ def test_damaged_files_are_refused_before_anything_is_read(tmp_path: Path, damag
     folder = saved(tmp_path)
     damage(folder)
     with pytest.raises(UserError, match=message):
-        causal_lm(folder, leave_experts=True)
+        unread(folder)
 
 
 def test_models_without_experts_and_quantised_files_are_refused(tmp_path: Path):
@@ -148,14 +154,14 @@ def test_models_without_experts_and_quantised_files_are_refused(tmp_path: Path):
     small = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
     causal_lm(LlamaConfig(**small, num_attention_heads=2)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"has no experts that are stacked tensors"):
-        causal_lm(tmp_path, leave_experts=True)
+        unread(tmp_path)
     mixture = causal_lm(config("mixtral"))
     with experts_in_files(), pytest.raises(UserError, match=r"reads safetensors files"):
         type(mixture).from_pretrained(None, config=mixture.config, state_dict=mixture.state_dict())
 
 
 def test_files_keep_the_names_that_they_had(tmp_path: Path):
-    model = causal_lm(saved(tmp_path / "model"), leave_experts=True)
+    model = unread(saved(tmp_path / "model"))
     spread_experts(model, ExpertGroups())
     model.save_pretrained(tmp_path / "again")
     with (

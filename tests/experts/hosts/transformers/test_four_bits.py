@@ -16,7 +16,7 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.spreading.spread import require_experts, spread_experts
-from toolkit.experts.hosts.transformers import causal_lm, place_experts, use_toolkit_kernel
+from toolkit.experts.hosts.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
 from toolkit.experts.hosts.transformers.four_bits import BLOCK, SCALES, unpacked
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import ownership_of
@@ -35,9 +35,8 @@ def adapted(model: nn.Module) -> Any:
 
 
 def packed(folder: Path, **options: Any) -> Any:
-    return causal_lm(
-        folder, leave_experts=True, quantize="4bit", experts_implementation=use_toolkit_kernel(), **options
-    )
+    with experts_in_files(quantize="4bit"):
+        return causal_lm(folder, **{"experts_implementation": use_toolkit_kernel()} | options)
 
 
 def quantised(value: Tensor) -> Tensor:
@@ -143,4 +142,4 @@ def test_four_bits_are_refused_where_they_would_be_trained_or_another_kernel_com
     with pytest.raises(UserError, match=r"'gate_up_proj' of experts is to be trained: add adapters"):
         spread_experts(model, ExpertGroups())
     with pytest.raises(UserError, match=r"needs experts_implementation=use_toolkit_kernel"):
-        causal_lm(folder, leave_experts=True, quantize="4bit")
+        packed(folder, experts_implementation="grouped_mm")

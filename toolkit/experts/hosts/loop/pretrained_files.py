@@ -54,27 +54,28 @@ def _tensors(inner: Any) -> list[Tensors]:
     """Return what `save_pretrained` writes of a model that is not wrapped: experts by layer, after the rest."""
     gather = Gatherer(inner)
     saves_base = not hasattr(inner, "peft_config")
-    parts: dict[str, dict[str, Tensor]] = {"": {}}
-    whole = set()
-    for name, value in inner.state_dict(keep_vars=True).items():
-        ownership = ownership_of(value)
-        is_adapter_of_experts = ownership is not None and ownership.in_files != "stacked"
-        if saves_base or "modules_to_save" in name or is_adapter_of_experts or isinstance(value, DTensor):
-            whole.add(name)
-        layer = name.rpartition(".")[0] if saves_base and ownership is not None else ""
-        parts.setdefault(layer, {})[name] = value
 
     def gather_all(values: Mapping[str, Tensor], state: dict[str, Tensor]) -> None:
         for name, value in values.items():
-            if name in whole:
+            ownership = ownership_of(value)
+            is_adapter_of_experts = ownership is not None and ownership.in_files != "stacked"
+            if saves_base or "modules_to_save" in name or is_adapter_of_experts or isinstance(value, DTensor):
                 gather(state, name, value)
             else:  # PEFT leaves out the experts of the base, and takes what every rank has
                 state[name] = value.detach()
 
-    return [
-        Tensors(sum(gather.size_of(value) for value in values.values()), partial(gather_all, values))
-        for values in parts.values()
-    ]
+    values = inner.state_dict(keep_vars=True)
+    return by_layer(values, gather, gather_all) if saves_base else [Tensors(0, partial(gather_all, values))]
+
+
+def by_layer(
+    values: Mapping[str, Tensor], gatherer: Gatherer, gather: Callable[[Mapping[str, Tensor], dict[str, Tensor]], None]
+) -> list[Tensors]:
+    """Return `values`, by name, as the experts of each layer after all others; `gather` puts some into a state dict."""
+    layers: dict[str, dict[str, Tensor]] = {"": {}}
+    for name, value in values.items():
+        layers.setdefault("" if ownership_of(value) is None else name.rpartition(".")[0], {})[name] = value
+    return [Tensors(sum(map(gatherer.size_of, each.values())), partial(gather, each)) for each in layers.values()]
 
 
 def _records(inner: Any) -> list[Callable[[Path], None]]:
@@ -112,9 +113,7 @@ def save_as_called(
 def push_as_called(model: Any, *args: Any, **options: Any) -> None:
     """What `model.push_to_hub` is after `prepare`: rank 0 uploads, with the experts of all ranks, which it gathers in
     main memory. A collective."""
-    state, records = dict[str, Tensor](), _records(model)
-    for tensors in _tensors(model):
-        tensors.gather(state)
+    state, records = _gathered(_tensors(model)), _records(model)
 
     def push() -> None:
         with Patches() as meanwhile:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.experts.hosts.loop.pretrained_files import Tensors, write_pretrained
-from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.hosts.loop.pretrained_files import by_layer, write_pretrained
 from toolkit.experts.state.state_dict import Gatherer
 
 
@@ -28,35 +27,16 @@ def save_merged(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     base = inner.get_base_model()
     gather = Gatherer(inner)
     layers = _adapted_layers(base)
-    adapted = {
-        f"{name}.{key}" for name, (layer, _) in layers.items() for key, _ in layer.named_parameters(recurse=False)
-    }
-    parts: dict[str, dict[str, Tensor]] = {"": {}}
-    for name, value in base.state_dict(keep_vars=True).items():
-        plain = _plain_name(base, name)
-        if plain is not None and plain not in adapted:
-            part = "" if ownership_of(value) is None else plain.rpartition(".")[0]
-            parts.setdefault(part, {})[plain] = value
-    merged: dict[str, list[str]] = {"": []}
-    for name, (layer, _) in layers.items():
-        owns = any(ownership_of(p) is not None for p in layer.parameters(recurse=False))
-        merged.setdefault(name if owns else "", []).append(name)
 
-    def gather_part(part: str, state: dict[str, Tensor]) -> None:
-        for name, value in parts.get(part, {}).items():
-            gather(state, name, value)
-        for name in merged.get(part, ()):
-            with _merged(*layers[name]):
-                for key, parameter in layers[name][0].named_parameters(recurse=False):
-                    gather(state, f"{name}.{key}", parameter)
+    def gather_merged(values: Mapping[str, Tensor], state: dict[str, Tensor]) -> None:
+        for layer, names in groupby(values, key=lambda name: name.rpartition(".")[0]):
+            with _merged(*layers[layer]) if layer in layers else nullcontext():
+                for name in names:
+                    gather(state, name, values[name])
 
-    def size_of(part: str) -> int:
-        values = [*parts.get(part, {}).values()]
-        values += [p for name in merged.get(part, ()) for p in layers[name][0].parameters(recurse=False)]
-        return sum(gather.size_of(value) for value in values)
-
-    names = dict.fromkeys((*parts, *merged))
-    write_pretrained(base, folder, [Tensors(size_of(part), partial(gather_part, part)) for part in names])
+    named = base.state_dict(keep_vars=True).items()
+    values = {plain: value for name, value in named if (plain := _plain_name(base, name)) is not None}
+    write_pretrained(base, folder, by_layer(values, gather, gather_merged))
 
 
 def _adapted_layers(base: nn.Module) -> Mapping[str, tuple[nn.Module, list[Any]]]:

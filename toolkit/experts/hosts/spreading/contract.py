@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError, one_line
 from toolkit.experts.hosts.spreading.foreign import compute_rows
-from toolkit.experts.hosts.spreading.waiting_rows import a_few_rows
+from toolkit.experts.hosts.spreading.waiting_rows import is_waiting
 from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
 from toolkit.experts.placement.placement import contiguous
 
@@ -38,7 +38,9 @@ def check_experts(name: str, module: nn.Module) -> None:
     if first.is_meta or isinstance(first, DTensor) or first.dtype not in MOST_ROUNDING:
         return  # nothing to compute with yet, or quantised
     draws = torch.Generator().manual_seed(0)
-    with a_few_rows(module, FEW):
+    few = min(int(module.num_experts), FEW)  # type: ignore[arg-type]
+    memory = _having(module, few, lambda data: data.new_zeros(few, *data.shape[1:]))
+    with memory if is_waiting(module) else nullcontext():
         experts = int(module.num_experts)  # type: ignore[arg-type]
         slots = max(min(experts, 2), min(experts // 2, MOST_SLOTS))
         kind, width = f"the experts at {name!r} ({type(module).__name__})", None
@@ -64,7 +66,7 @@ def _check_some(kind: str, module: nn.Module, chosen: Tensor, width: int | None,
         whole_TD = module.forward(x_TD, chosen[slots_TK], weights)
         if not isinstance(whole_TD, Tensor) or whole_TD.shape != x_TD.shape:
             raise UserError(f"{kind} return {_described(whole_TD)}: return one tensor of the shape of the input.")
-        with _only(module, chosen):
+        with _having(module, len(chosen), lambda data: data[chosen]):
             spread_TD = _one_by_one(module.forward, x_TD, slots_TK, weights, slots)
         difference = ((whole_TD - spread_TD).norm() / whole_TD.norm()).item()  # NaN where no expert was found
         if not difference <= MOST_ROUNDING[first.dtype]:
@@ -135,18 +137,15 @@ def _random_rows(module: nn.Module, experts: int, chosen: Tensor, draws: torch.G
 
 
 @contextmanager
-def _only(module: nn.Module, chosen: Tensor) -> Iterator[None]:
-    """Leave `module` the rows of `chosen` experts, as spreading does."""
-    before, experts = (
-        [(parameter, parameter.data) for parameter in module.parameters(recurse=False)],
-        module.num_experts,
-    )
+def _having(module: nn.Module, experts: int, rows: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Leave `module` as many `experts`, and what `rows` makes of each of its parameters."""
+    before, whole = module.num_experts, [(parameter, parameter.data) for parameter in module.parameters(recurse=False)]
     try:
-        for parameter, data in before:
-            parameter.data = data[chosen]
-        module.num_experts = len(chosen)  # type: ignore[assignment]
+        for parameter, data in whole:
+            parameter.data = rows(data)
+        module.num_experts = experts  # type: ignore[assignment]
         yield
     finally:
-        for parameter, data in before:
+        for parameter, data in whole:
             parameter.data = data
-        module.num_experts = experts
+        module.num_experts = before

@@ -6,8 +6,7 @@ made, and the model moved and cast. They cannot be called, and have no values to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -46,24 +45,6 @@ def rows_from_files(module: nn.Module, experts: Sequence[int]) -> dict[str, Tens
     move_as_usual(module)
     del module.read_rows, module.hooks_while_waiting
     return rows
-
-
-@contextmanager
-def a_few_rows(module: nn.Module, rows: int) -> Iterator[None]:
-    """Give a module that waits memory for `rows` experts, to try how it is called; changes no other."""
-    if not is_waiting(module):
-        yield
-        return
-    experts, whole = module.num_experts, [(p, p.data) for p in module.parameters(recurse=False)]
-    module.num_experts = min(int(experts), rows)  # type: ignore[arg-type,assignment]
-    try:
-        for parameter, data in whole:
-            parameter.data = data.new_zeros(module.num_experts, *data.shape[1:])  # type: ignore[call-overload]
-        yield
-    finally:
-        module.num_experts = experts
-        for parameter, data in whole:
-            parameter.data = data
 
 
 def _move_numbers(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -29,8 +29,8 @@ from toolkit.experts.hosts.spreading.spread import require_experts, stacked_para
 from toolkit.experts.hosts.spreading.waiting_rows import wait_for_rows
 from toolkit.experts.hosts.transformers.four_bits import pack_rows, require_library
 from toolkit.experts.hosts.transformers.kernel import NAME
+from toolkit.experts.layer.stack import clear_empty
 from toolkit.experts.parallel.ownership import RowsInFiles, as_in_files, stacked
-from toolkit.experts.placement.placement import EMPTY_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -236,7 +236,7 @@ class _Reader:
                         "load the model without experts_in_files()."
                     )
             return {
-                name: stacked(value.detach(), forms[name], len(experts))
+                name: clear_empty(stacked(value.detach(), forms[name], len(experts)), experts)
                 for name, value in module.named_parameters(recurse=False)
             }
         finally:
@@ -270,9 +270,8 @@ def _rows_in(sources: Sequence[_Source], experts: Sequence[int], num_experts: in
             state[key] = _Rows(files.slices[key], experts, num_experts)
             continue
         for slot, expert in enumerate(experts):
-            known = max(expert, 0)
-            value = files.slices[source.keys[known]]
-            state[source.renumbered(known, slot)] = value if expert != EMPTY_ROW else _Zeros(value)
+            known = max(expert, 0)  # an empty slot is cleared afterwards
+            state[source.renumbered(known, slot)] = files.slices[source.keys[known]]
     return state
 
 
@@ -286,23 +285,7 @@ class _Rows:
 
     def __getitem__(self, _: Any) -> Tensor:
         count = self.whole.get_shape()[0] // self.num_experts  # of an expert, where they are one after another
-        parts = [self.whole[max(expert, 0) * count : (max(expert, 0) + 1) * count] for expert in self.experts]
-        return torch.cat(
-            [
-                rows if expert != EMPTY_ROW else torch.zeros_like(rows)
-                for rows, expert in zip(parts, self.experts, strict=True)
-            ]
-        )
-
-
-@dataclass(frozen=True)
-class _Zeros:
-    """A tensor in a file, as zeros."""
-
-    value: Any
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return torch.zeros_like(self.value[...])  # not in place: it may be a view of the file's pages
+        return torch.cat([self.whole[max(expert, 0) * count : (max(expert, 0) + 1) * count] for expert in self.experts])
 
 
 @contextmanager

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.errors import UserError, one_line
-from toolkit.experts.hosts.transformers.experts_in_files import experts_in_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,8 +19,6 @@ def causal_lm(
     dtype: torch.dtype = torch.float32,
     vocab_size: int | None = None,
     experts_implementation: str | None = None,
-    leave_experts: bool = False,
-    quantize: Literal["4bit"] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Return a causal language model of transformers.
@@ -34,8 +30,6 @@ def causal_lm(
         dtype: The type of its parameters.
         vocab_size: How many ids the text has, which must not be more than the model knows; None compares nothing.
         experts_implementation: eager, batched_mm or grouped_mm; None leaves the choice to transformers.
-        leave_experts: Leaves the experts of a saved model in its files until they are spread: see `experts_in_files`.
-        quantize: Packs them when they are read.
         **options: What transformers takes besides.
 
     Raises:
@@ -51,8 +45,7 @@ def causal_lm(
     try:
         if given:
             return AutoModelForCausalLM.from_config(source, **options)
-        with experts_in_files(quantize=quantize) if leave_experts else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(os.fspath(source), local_files_only=True, **options)
+        model = AutoModelForCausalLM.from_pretrained(os.fspath(source), local_files_only=True, **options)
     except UserError:
         raise
     except (OSError, ValueError, KeyError) as error:
