@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt
 
 import toolkit as tk
-from language.adapters import AdapterOptions, add_adapters
 from toolkit.errors import require
+from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,10 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
     """Keep the experts' frozen matrices in four bits each: 4bit; none: in --dtype."""
     context: PositiveInt = 128
     """Tokens in a block of text."""
+    gradient_checkpointing: bool = False
+    """Compute blocks again in the backward, in place of keeping what they computed: less memory, more time."""
+    force: bool = False
+    """Try also where a process is expected to take more memory than is free."""
     assistant_only_loss: bool = False
     """Of conversations, learn and evaluate what the assistant says alone."""
     eval_blocks: PositiveInt | None = None
@@ -83,12 +87,13 @@ def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
 
     from toolkit.data.hub import model_folder
 
-    kernel = tk.transformers.use_toolkit_kernel()
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    kernel, dtype = tk.transformers.use_toolkit_kernel(), getattr(torch, config.dtype)
     with tk.transformers.experts_in_files(quantize=config.quantize):
         plain = tk.transformers.causal_lm(
             model_folder(base), dtype=dtype, vocab_size=vocab_size, experts_implementation=kernel
         )
+    if config.gradient_checkpointing:
+        tk.transformers.recompute_blocks(plain)
     return add_adapters(plain, config, seed=config.seed)
 
 
@@ -116,6 +121,7 @@ def main(config: Config) -> dict[str, Any]:
         old = load(config.old_dataset, None) if config.old_dataset else None
         run.describe(dataset=data.name, dataset_notice=data.notice, trained=config.trained)
         base = config.model or fine_tuning.make_base(run, config, old, Path(__file__).with_name("lm_moe.py"))
+        fine_tuning.foresee_memory(run, config, base, partial(build_optimizer, config))
         model = build_model(config, base, data.tokenizer.vocab_size)
         run.describe(trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
         placement = config.initial_placement or "contiguous"
@@ -134,7 +140,7 @@ def main(config: Config) -> dict[str, Any]:
             test=data.some_test(config.eval_blocks),
             eval_at_start=True,
             more_evaluations=fine_tuning.evaluate_known_text(run, old, config.eval_blocks),
-            eval_batch_size=4 * config.batch_size,
+            eval_batch_size=fine_tuning.EVALUATED * config.batch_size,
         )
         results = trainer.fit()
         fine_tuning.save_trained(model, run.folder, config, data.tokenizer)

@@ -2,6 +2,7 @@
 
     python benchmarks/speed/large_checkpoint.py                      20 GB on disk, ten minutes; needs 24 GiB of memory
     python benchmarks/speed/large_checkpoint.py --gigabytes 2 --processes 1 2 4
+    python benchmarks/speed/large_checkpoint.py --offload --leave 12       experts of 20 GB in 12 GB of memory
 
 A checkpoint of the shape of Qwen3-30B-A3B (width 2,048, 128 experts of 768, top 8, bf16, a tensor per expert), with as
 many layers as `--gigabytes` asks for and random weights, is written to a temporary folder and deleted at the end. Each
@@ -12,7 +13,8 @@ memory passes its share of what the machine has ends, as it would at the hands o
 Memory is what a process has of its own (proportional set size, anonymous pages: pages of files can be dropped), beyond
 what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is the experts of this
 rank and those of one layer more, which is being read; of `stock`, all weights. A plain read is the time to read all
-files once, with nothing done to them, and nothing of them in the page cache.
+files once, with nothing done to them, and nothing of them in the page cache. With `--offload` ours keeps its experts
+in a file, and with `--leave` another process holds all but so many GB of the memory that is free.
 Writes benchmarks/results/large_checkpoint.json.
 """
 
@@ -22,10 +24,13 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +48,7 @@ DIM, HIDDEN, EXPERTS, TOP_K, VOCAB = 2048, 768, 128, 8, 32_000
 EXPERT_BYTES = 3 * DIM * HIDDEN * 2
 LAYER_BYTES = EXPERTS * EXPERT_BYTES
 TOKENS, STEPS = 64, 2
+OFFLOADED = "ours, experts in a file"
 
 
 def settings(layers: int) -> Any:
@@ -117,6 +123,24 @@ def plain_read(folder: Path) -> float:
     return time.perf_counter() - start
 
 
+@contextmanager
+def all_but(gigabytes: float | None) -> Iterator[None]:
+    """Have a process hold all but `gigabytes` of the memory that is free; None holds nothing."""
+    if gigabytes is None:
+        yield
+        return
+    held = psutil.virtual_memory().available - int(gigabytes * 1e9)
+    code = f"import sys; held = bytearray(b'1') * {held}; print('held', flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        yield
+    finally:
+        holder.kill()
+        holder.wait()
+
+
 class Watch:
     """Follows the memory of this process, and ends it above `limit` bytes of its own."""
 
@@ -145,7 +169,7 @@ class Watch:
             time.sleep(0.02)
 
 
-def load_and_train(folder: Path, limit: float) -> dict[str, float]:
+def load_and_train(folder: Path, limit: float, offload: bool) -> dict[str, float]:
     """One rank of ours."""
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
@@ -156,7 +180,7 @@ def load_and_train(folder: Path, limit: float) -> dict[str, float]:
 
     kernel, watch = use_toolkit_kernel(), Watch(limit)
     start = time.perf_counter()
-    with experts_in_files():
+    with experts_in_files(offload_folder=folder if offload else None):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=kernel)
     adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
@@ -182,7 +206,7 @@ def load_and_train(folder: Path, limit: float) -> dict[str, float]:
     return found
 
 
-def load_stock(folder: Path, limit: float) -> dict[str, float]:
+def load_stock(folder: Path, limit: float, _: bool) -> dict[str, float]:
     """One rank of `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
@@ -194,13 +218,14 @@ def load_stock(folder: Path, limit: float) -> dict[str, float]:
 
 def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dict[str, Any]:
     """What a case takes, of the rank that takes most."""
-    ours = name == "ours"
-    expected = (layers + 1) * LAYER_BYTES / processes if ours else total
+    ours, offload = name != "stock", name == OFFLOADED
+    expected = (1 if offload else layers + 1) * LAYER_BYTES / processes if ours else total
     described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected / 1e9, 2)}
     forget_pages(folder)
     limit = psutil.virtual_memory().total / processes
     try:
-        ranks = run_distributed(load_and_train if ours else load_stock, processes, folder, limit, timeout_s=1200)
+        rank = load_and_train if ours else load_stock
+        ranks = run_distributed(rank, processes, folder, limit, offload, timeout_s=2400)
     except AssertionError as error:
         if "died without a word" not in str(error):
             raise
@@ -220,6 +245,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=20.0, help="of the checkpoint, at least")
     parser.add_argument("--processes", type=int, nargs="+", default=[2])
+    parser.add_argument("--offload", action="store_true", help="keep experts in a file; in place of stock")
+    parser.add_argument("--leave", type=float, metavar="GB", help="have another process hold the rest of the memory")
     parser.add_argument("--folder", help="where it is written; else where temporary files are")
     options = parser.parse_args()
     layers = -int(-options.gigabytes * 1e9 // LAYER_BYTES)
@@ -227,14 +254,17 @@ def main() -> int:
     try:
         (total,) = run_distributed(write_checkpoint, 1, folder, layers, timeout_s=1200)  # whose memory ends with it
         seconds = plain_read(folder)
-        rows = [
-            row(name, folder, processes, layers, total) for processes in options.processes for name in ("ours", "stock")
-        ]
+        contenders = (OFFLOADED,) if options.offload else ("ours", "stock")
+        with all_but(options.leave):
+            rows = [
+                row(name, folder, processes, layers, total) for processes in options.processes for name in contenders
+            ]
     finally:
         shutil.rmtree(folder)
     columns = dict.fromkeys(key for each in rows for key in each)
     filled = [{key: each.get(key) for key in columns} for each in rows]
     name = "large_checkpoint" if len(options.processes) == 1 else "large_checkpoint_worlds"
+    name = "large_checkpoint_offloaded" if options.offload else name
     write_report(
         name, filled, gigabytes=round(total / 1e9, 2), layers=layers, seconds_of_a_plain_read=round(seconds, 1)
     )

@@ -6,20 +6,28 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from language.adapters import AdapterOptions
 from language.cached_run import cached_run
+from toolkit.data.hub import model_folder
 from toolkit.data.identity import identity
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require
 from toolkit.experts.hosts.loop.pretrained_files import save_pretrained, write_on_main
+from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
 from toolkit.experts.hosts.peft.merged_weights import save_merged
+from toolkit.experts.hosts.transformers.language_models import read_config
+from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import results_of
+from toolkit.run.hardware import free_bytes
 from toolkit.run.run import Run
+from toolkit.train.batch_size import accumulation_steps
 from toolkit.train.build import eval_batches
 from toolkit.train.callbacks.evaluation import Evaluation
+from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
 if TYPE_CHECKING:
@@ -27,6 +35,9 @@ if TYPE_CHECKING:
 
     from toolkit.data.text import TextData
     from toolkit.data.tokenizer import Tokenizer
+
+EVALUATED = 4
+"""Times as many sequences as a step has are evaluated at a time."""
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -49,6 +60,44 @@ def make_base(run: Run, config: ExpertRunConfig, old: TextData | None, recipe: P
     return str(run.on_main_and_share(lambda: cached_run(recipe, [preset, *flags], needs="model", key=key)) / "model")
 
 
+def foresee_memory(
+    run: Run, config: ExpertRunConfig, base: str, build_optimizer: Callable[[nn.Module], Optimizer]
+) -> None:
+    """Print what each process is expected to take, before the model in `base` is loaded. A collective.
+
+    Raises UserError where that is more than there is, unless `config.force`. Says nothing where the dense part is
+    sharded.
+    """
+    if config.dense_parallel != "ddp":
+        return
+    settings: Any = config
+    layout = Layout(
+        ep_size=run.expert_groups.ep_size,
+        spare_slots=config.spare_slots,
+        sequences=config.batch_size // run.world_size // accumulation_steps(run),
+        evaluated_sequences=EVALUATED * config.batch_size // run.world_size,
+        context=settings.context,
+        dtype=getattr(torch, settings.dtype),
+        quantize=settings.quantize,
+        gradient_checkpointing=settings.gradient_checkpointing,
+    )
+    adapt = partial(add_adapters, options=settings)
+
+    def decide() -> str:
+        expected = fine_tuning_memory(read_config(model_folder(base)), layout, adapt, build_optimizer)
+        here, there = expected.total / 2**30, free_bytes(run.device, ranks_per_node(run.world_size)) / 2**30
+        require(
+            here <= there or settings.force,
+            "force",
+            settings.force,
+            f"each process is expected to take {here:.1f} GiB and has {there:.1f}: use more processes, "
+            "quantize='4bit', gradient_checkpointing=True or smaller batches, or try with force=True",
+        )
+        return f"memory      {here:.2f} GiB expected in each process, of {there:.1f} that are free"
+
+    run.print(run.on_main_and_share(decide))
+
+
 def evaluate_known_text(run: Run, text: TextData | None, blocks: int | None) -> list[Evaluation]:
     """Bits per byte of the held-out part of a text that the model knows, or of some of its blocks, at start and at each
     epoch's end: `old_bits_per_byte_at_start`, `old_bits_per_byte`. Empty without `text`."""
@@ -56,7 +105,7 @@ def evaluate_known_text(run: Run, text: TextData | None, blocks: int | None) -> 
         return []
     run.describe(old_dataset=text.name)
     task = LanguageModeling(bytes_per_token=text.bytes_per_token)
-    batches = eval_batches(run, text.some_test(blocks), 4 * run.config.batch_size)
+    batches = eval_batches(run, text.some_test(blocks), EVALUATED * run.config.batch_size)
     return [Evaluation(batches, name="old", task=task, at_start=True)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -191,6 +192,30 @@ def test_a_base_in_four_bits_learns_and_goes_on_after_it_has_finished(texts, tmp
     done = finetune_moe.main(asked.replace(extend=True, max_steps=20))
     assert done["steps"] == 20
     assert done["test_bits_per_byte"] < done["test_bits_per_byte_at_start"]
+
+
+def test_blocks_that_are_computed_again_learn_the_same_on_two_processes(texts, tmp_path):
+    plain, again = ({"run_dir": tmp_path / name, "max_steps": 4} for name in ("plain", "again"))
+    run_distributed(_main, 2, config(texts, "any", **plain))
+    run_distributed(_main, 2, config(texts, "any", **again, gradient_checkpointing=True))
+    losses = [[line.get("train/loss") for line in metrics(tmp_path / name)] for name in ("plain", "again")]
+    assert losses[0] == losses[1]
+
+
+def _main(asked: finetune_moe.Config) -> None:
+    finetune_moe.main(asked)
+
+
+def test_what_a_process_will_take_is_said_and_more_than_is_free_is_refused(texts, tmp_path, monkeypatch, capsys):
+    finetune_moe.main(config(texts, "any", run_dir=tmp_path / "run", max_steps=1))
+    assert re.search(
+        r"^memory +0\.0\d GiB expected in each process, of [\d.]+ that are free$", capsys.readouterr().out, re.M
+    )
+    monkeypatch.setattr("language.fine_tuning.free_bytes", lambda *_: 1000)
+    with pytest.raises(UserError, match=r"force=False: each process is expected to take 0\.0 GiB and has 0\.0"):
+        finetune_moe.main(config(texts, "any", run_dir=tmp_path / "refused", max_steps=1))
+    assert not (tmp_path / "refused" / "checkpoints").exists()
+    finetune_moe.main(config(texts, "any", run_dir=tmp_path / "forced", max_steps=1, force=True))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

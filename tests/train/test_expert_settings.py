@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from language.adapters import AdapterOptions
 from tests.support.helpers import run_distributed
 from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
+from toolkit.experts.hosts.peft.adapters import AdapterOptions
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.replan import Replan

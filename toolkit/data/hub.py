@@ -105,12 +105,13 @@ def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Se
         ) from error
 
 
-def model_folder(source: str | os.PathLike[str]) -> str:
-    """Return the folder of a model's files, downloaded where they are neither here nor in the cache.
+def model_folder(source: str | os.PathLike[str], *, weights: bool = True) -> str:
+    """Return the folder of a model's files, downloaded where they are neither here nor in the cache; without `weights`
+    its settings alone.
 
     Raises UserError, within seconds, downloads aside, where there is none.
     """
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    wanted = ["*.json", *(["*.safetensors", "*.model", "*.txt"] if weights else ())]
     folder = pretrained_folder("model", os.fspath(source), wanted=wanted, needed=["config.json"])
     if not (Path(folder) / "config.json").is_file():
         raise UserError(

@@ -44,6 +44,16 @@ def memory_limit_bytes() -> int | None:
     return min(found, default=None)
 
 
+def free_bytes(device: torch.device, processes: int) -> int:
+    """Bytes that a process can still take: of a GPU, or a share of the machine's memory for each of `processes`."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    available = psutil.virtual_memory().available
+    return min(available, memory_limit_bytes() or available) // processes
+
+
 def reset_peak(device: torch.device) -> None:
     """Have `peak_bytes` begin again. Does nothing for a CPU on systems without such a counter."""
     if device.type == "cuda":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,18 @@ def saved(folder: Path, family: str = "qwen3_moe", **options: Any) -> Path:
     return folder
 
 
-def unread(folder: Path) -> Any:
+def unread(folder: Path, **options: Any) -> Any:
     """The model of `folder`, with its experts in their files."""
-    with experts_in_files():
+    with experts_in_files(**options):
         return causal_lm(folder)
 
 
-def losses(folder: Path, result: Path, *, leave_experts: bool, adapters: bool) -> list[float]:
+def losses(folder: Path, result: Path, *, adapters: bool, options: dict[str, Any] | None) -> list[float]:
     """Losses of three clipped steps, between which experts move; saves the model as `result`."""
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
 
-    model: Any = unread(folder) if leave_experts else causal_lm(folder)
+    model: Any = causal_lm(folder) if options is None else unread(folder, **options)
     if adapters:
         tables = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         torch.manual_seed(1)
@@ -71,16 +73,55 @@ def losses(folder: Path, result: Path, *, leave_experts: bool, adapters: bool) -
 def test_ranks_that_read_their_own_experts_train_and_save_as_with_a_model_read_whole(tmp_path: Path, adapters: bool):
     folder = saved(tmp_path / "model", max_shard_size="30KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    found = [run_distributed(_losses, 2, folder, tmp_path / str(leave), leave, adapters) for leave in (False, True)]
-    assert found[0] == found[1]
-    files = sorted(path.name for path in (tmp_path / "False").glob("*.safetensors"))
-    assert files == sorted(path.name for path in (tmp_path / "True").glob("*.safetensors"))
-    for name in files:
-        assert (tmp_path / "False" / name).read_bytes() == (tmp_path / "True" / name).read_bytes()
+    ways: dict[str, Any] = {"whole": None, "in files": {}}
+    if adapters:
+        ways["offloaded"] = {"offload_folder": tmp_path}
+    found = {name: run_distributed(_losses, 2, folder, tmp_path / name, adapters, way) for name, way in ways.items()}
+    files = sorted(path.name for path in (tmp_path / "whole").glob("*.safetensors"))
+    for way in ways:
+        assert found[way] == found["whole"]
+        assert files == sorted(path.name for path in (tmp_path / way).glob("*.safetensors"))
+        for name in files:
+            assert (tmp_path / way / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def _losses(folder: Path, result: Path, leave_experts: bool, adapters: bool) -> list[float]:
-    return losses(folder, result, leave_experts=leave_experts, adapters=adapters)
+def _losses(folder: Path, result: Path, adapters: bool, options: dict[str, Any] | None) -> list[float]:
+    return losses(folder, result, adapters=adapters, options=options)
+
+
+def _mapped_bytes(folder: Path) -> int:
+    """Of files below `folder` that are mapped into this process, whether they have a name or not."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if str(folder) in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+
+def test_frozen_experts_are_kept_in_files_that_have_no_names(tmp_path: Path):
+    folder, where = saved(tmp_path / "model"), tmp_path / "offloaded"
+    where.mkdir()
+    model = unread(folder, offload_folder=where).requires_grad_(False)
+    for module in require_experts(model).values():
+        module.down_proj.requires_grad_(True)  # to be trained, and so in memory
+    spread_experts(model, ExpertGroups())
+    frozen = sum(module.gate_up_proj.nbytes for module in require_experts(model).values())
+    assert 0 < frozen <= _mapped_bytes(where) < frozen + 2 * 4096 * EXPERTS
+    assert not any(where.iterdir())
+    whole = causal_lm(folder).state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+
+
+def test_folders_that_cannot_hold_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = saved(tmp_path / "model")
+    with pytest.raises(UserError, match=r"offload_folder=.*nowhere cannot be written \(.*\): give another"):
+        unread(folder, offload_folder=tmp_path / "nowhere")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = unread(folder, offload_folder=tmp_path).requires_grad_(False)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"has no room for experts \(No space left on device\)"):
+        spread_experts(model, ExpertGroups())
 
 
 def resident(model: nn.Module) -> int:

@@ -5,7 +5,7 @@ from toolkit.experts.hosts.loop.pretrained_files import save_pretrained
 from toolkit.experts.hosts.spreading.foreign import experts_modules, routers
 from toolkit.experts.hosts.transformers.experts_in_files import experts_in_files
 from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
-from toolkit.experts.hosts.transformers.language_models import causal_lm
+from toolkit.experts.hosts.transformers.language_models import causal_lm, recompute_blocks
 from toolkit.experts.hosts.transformers.router_watch import RouterWatch, watch_routers
 from toolkit.experts.hosts.transformers.toolkit_ep import replan_callback, use_toolkit_ep
 from toolkit.experts.hosts.transformers.upcycle import upcycle
@@ -17,6 +17,7 @@ __all__ = [
     "experts_in_files",
     "experts_modules",
     "place_experts",
+    "recompute_blocks",
     "replan_callback",
     "routers",
     "save_pretrained",

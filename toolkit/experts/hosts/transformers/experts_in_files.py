@@ -12,6 +12,8 @@ transformers' own conversion: it is handed the tensors of a few experts in place
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def experts_in_files(*, quantize: Literal["4bit"] | None = None) -> Iterator[None]:
+def experts_in_files(
+    *, quantize: Literal["4bit"] | None = None, offload_folder: str | os.PathLike[str] | None = None
+) -> Iterator[None]:
     """Has `from_pretrained` of transformers leave experts in their files, until they are spread.
 
     Such a model cannot be called or saved before `ExpertParallel.prepare`, `spread_experts` or a trainer of
@@ -47,15 +51,21 @@ def experts_in_files(*, quantize: Literal["4bit"] | None = None) -> Iterator[Non
     Args:
         quantize: Packs the matrices of experts when they are read, see `toolkit.experts.hosts.transformers.four_bits`:
             they are frozen, and adapters train.
+        offload_folder: Where frozen experts are kept in files of their own, as they are computed with, so that they
+            may be more than memory holds: the system keeps in memory those that are used most. On a CPU alone. The
+            files have no names, and go with the process. None keeps experts in memory.
 
     Raises:
         UserError: In `from_pretrained`, the same on every rank, for files that are no safetensors, are quantised, are
             damaged, or lack experts, and for a model without experts that can be spread. For `quantize` without
-            bitsandbytes, or in a model whose experts are not computed by `use_toolkit_kernel()`.
+            bitsandbytes, or in a model whose experts are not computed by `use_toolkit_kernel()`. For an
+            `offload_folder` that cannot be written, and, when experts are spread, on a GPU.
     """
     if quantize is not None:
         require_choice("quantize", quantize, Literal["4bit"])
         require_library()
+    if offload_folder is not None:
+        _require_folder(offload_folder)
 
     def load_all_but_experts(
         load: Callable[..., Any],
@@ -76,7 +86,14 @@ def experts_in_files(*, quantize: Literal["4bit"] | None = None) -> Iterator[Non
         layers = require_experts(model)
         with ExitStack() as opened:
             files = _Files.of(checkpoint_files, opened)
-            reader = _Reader(copy.deepcopy(model), load_config, files, layers, packs=quantize is not None)
+            reader = _Reader(
+                copy.deepcopy(model),
+                load_config,
+                files,
+                layers,
+                packs=quantize is not None,
+                offload_folder=offload_folder,
+            )
             others = {key: files.slices[key] for key in files.slices.keys() - reader.keys}
             found = load(model, others, None, load_config, *rest)
         reader.leave_in_files(model, layers)
@@ -148,8 +165,10 @@ class _Reader:
         layers: Mapping[str, nn.Module],
         *,
         packs: bool,
+        offload_folder: str | os.PathLike[str] | None,
     ):
-        self.skeleton, self.load_config, self.path_of, self.packs = skeleton, load_config, files.path_of, packs
+        self.skeleton, self.load_config, self.path_of = skeleton, load_config, files.path_of
+        self.packs, self.offload_folder = packs, offload_folder
         self.parameters: dict[str, RowsInFiles] = {}
         """How files have each parameter of experts, by name."""
         for layer, module in layers.items():
@@ -253,9 +272,18 @@ class _LayerInFiles:
 
     def __call__(self, module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
         like = dict(module.named_parameters(recurse=False))
-        rows = self.reader.read(self.layer, experts, next(iter(like.values())).device)
+        device, folder = next(iter(like.values())).device, self.reader.offload_folder
+        if folder is not None and device.type != "cpu":
+            raise UserError(f"offload_folder={folder}: experts on {device.type} stay in its memory: leave it out.")
+        rows = self.reader.read(self.layer, experts, device)
         rows = {name: value.to(like[name].dtype) for name, value in rows.items()}
-        return pack_rows(module, rows) if self.reader.packs else rows
+        rows = pack_rows(module, rows) if self.reader.packs else rows
+        if folder is None:
+            return rows
+        return {
+            name: value if module.get_parameter(name).requires_grad else _in_a_file(value, folder)
+            for name, value in rows.items()
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerInFiles:
         return self
@@ -286,6 +314,28 @@ class _Rows:
     def __getitem__(self, _: Any) -> Tensor:
         count = self.whole.get_shape()[0] // self.num_experts  # of an expert, where they are one after another
         return torch.cat([self.whole[max(expert, 0) * count : (max(expert, 0) + 1) * count] for expert in self.experts])
+
+
+def _require_folder(folder: str | os.PathLike[str]) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"offload_folder={folder} cannot be written ({one_line(error)}): give another.") from error
+
+
+def _in_a_file(rows: Tensor, folder: str | os.PathLike[str]) -> Tensor:
+    """Return `rows` in a file of `folder`, which is mapped into memory and has no name any more."""
+    if not rows.numel():
+        return rows
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, rows.nbytes)  # else a full disk would end the process at a write
+        except OSError as error:
+            raise UserError(
+                f"offload_folder={folder} has no room for experts ({error.strerror}): give another."
+            ) from error
+        mapped = torch.from_file(file.name, shared=True, size=rows.numel(), dtype=rows.dtype).view(rows.shape)
+    return mapped.copy_(rows)
 
 
 @contextmanager

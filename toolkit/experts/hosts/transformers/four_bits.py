@@ -54,7 +54,7 @@ def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
 
     packed, result = {}, dict(rows)
     for name, value in rows.items():
-        if value.ndim != 3 or value[0].numel() % BLOCK:
+        if not _can_be_packed(value):
             continue
         parameter = module.get_parameter(name)
         if parameter.requires_grad:
@@ -70,6 +70,24 @@ def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         module.register_parameter(name + SCALES, nn.Parameter(result[name + SCALES], requires_grad=False))
     module.packed = packed  # type: ignore[assignment]
     return result
+
+
+def give_packed_shapes(module: nn.Module) -> None:
+    """Give `module`, whose parameters are on torch's device `meta`, the parameters that `pack_rows` would."""
+    packed = {}
+    for name, value in list(module.named_parameters(recurse=False)):
+        if _can_be_packed(value):
+            packed[name] = Packed(value.shape[1:], value.dtype)
+            numbers = value[0].numel()
+            bits = value.new_empty(len(value), numbers // 2, dtype=torch.uint8)
+            scales = value.new_empty(len(value), numbers // BLOCK, dtype=torch.int32)
+            for key, rows in ((name, bits), (name + SCALES, scales)):
+                setattr(module, key, nn.Parameter(rows, requires_grad=False))
+    module.packed = packed  # type: ignore[assignment]
+
+
+def _can_be_packed(rows: Tensor) -> bool:
+    return rows.ndim == 3 and rows.shape[1:].numel() % BLOCK == 0
 
 
 def unpacked(module: Any, name: str) -> Float[Tensor, "S A B"]:

@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.errors import UserError, one_line
+from toolkit.experts.layer.recompute import replay_contexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def read_config(folder: str) -> PreTrainedConfig:
+    """Return the configuration of the model in `folder`. Raises UserError where transformers does not know it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_built(folder, error) from error
 
 
 def causal_lm(
@@ -49,13 +60,24 @@ def causal_lm(
     except UserError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model {name} cannot be built ({one_line(error)}): use a causal language model that transformers knows, "
-            "in a folder or in the Hub's cache."
-        ) from error
+        raise _not_built(name, error) from error
     if vocab_size is not None and model.config.vocab_size < vocab_size:
         raise UserError(
             f"model {source} knows {model.config.vocab_size} ids and the tokenizer has {vocab_size}: "
             "use the tokenizer that it was trained with."
         )
     return model
+
+
+def recompute_blocks(model: PreTrainedModel) -> None:
+    """Have each block of `model` compute again in the backward, in place of keeping what it computed."""
+    # The latter is the name before transformers 5.24.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "context_fn": replay_contexts})
+
+
+def _not_built(name: str, error: Exception) -> UserError:
+    return UserError(
+        f"model {name} cannot be built ({one_line(error)}): use a causal language model that transformers knows, "
+        "in a folder or in the Hub's cache."
+    )

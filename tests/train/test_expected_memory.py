@@ -1,0 +1,104 @@
+"""The memory that is expected equals what the same step takes when it is made with values."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.experts.hosts.transformers.families import config
+from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
+from toolkit.experts.hosts.spreading.libraries import libraries
+from toolkit.experts.hosts.spreading.spread import require_experts
+from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_kernel
+from toolkit.experts.hosts.transformers.language_models import recompute_blocks
+from toolkit.train.expected_memory import ExpectedMemory, _Allocated, expected_memory
+from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
+from toolkit.train.tasks.language_modeling import LanguageModeling
+
+ADAPT = partial(add_adapters, options=AdapterOptions(lora_rank=2))
+
+
+def layout(**changes: Any) -> Layout:
+    return Layout(**{"ep_size": 1, "sequences": 2, "context": 16, "dtype": torch.float32} | changes)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+
+def taken(asked: Layout, family: str) -> ExpectedMemory:
+    """What the whole model takes with values, by the same count of storages."""
+    model: Any = causal_lm(config(family), dtype=asked.dtype, experts_implementation=use_toolkit_kernel())
+    if asked.gradient_checkpointing:
+        recompute_blocks(model)
+    layers = require_experts(model).values()
+    model = ADAPT(model).train()
+    for library in libraries():
+        library.stack_adapters(model, layers)
+    optimizer = adamw(model)
+    tokens = torch.randint(3, 60, (asked.sequences, asked.context + 1))
+    with _Allocated() as allocated:
+        for each in (*model.parameters(), *model.buffers()):
+            each.view(-1)  # is seen by the count
+        weights = allocated.now
+        LanguageModeling().loss(model, {"tokens": tokens.clone()}).total.backward()
+        step = allocated.most - weights
+        optimizer.step()
+    state = sum(value.nbytes for each in optimizer.state.values() for value in each.values())
+    return ExpectedMemory(weights, state, step)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_a_step_takes_what_is_expected(family: str, gradient_checkpointing: bool):
+    asked = layout(gradient_checkpointing=gradient_checkpointing)
+    expected, found = fine_tuning_memory(config(family), asked, ADAPT, adamw), taken(asked, family)
+    assert (expected.weights, expected.optimizer) == (found.weights, found.optimizer)
+    assert expected.step == pytest.approx(found.step, rel=0.02)
+
+
+def test_ranks_packed_experts_and_recomputed_blocks_take_less():
+    expect = partial(fine_tuning_memory, config("qwen3_moe"), adapt=ADAPT)
+    whole, half = expect(layout=layout()), expect(layout=layout(ep_size=2))
+    layers = require_experts(causal_lm(config("qwen3_moe"))).values()
+    experts = sum(parameter.nbytes for module in layers for parameter in module.parameters())
+    frozen = whole.weights - half.weights
+    assert frozen > experts / 2  # and the adapters of half of them
+    assert half.loading == whole.loading / 2 == experts / len(layers) / 2
+    packed = expect(layout=layout(quantize="4bit", dtype=torch.bfloat16))
+    plain = expect(layout=layout(dtype=torch.bfloat16))
+    assert plain.weights - packed.weights == experts / 2 - (1 / 2 + 4 / 64) * experts / 4
+    assert packed.loading == plain.loading
+    assert expect(layout=layout(evaluated_sequences=64)).step > 4 * whole.step
+    assert expect(layout=layout(spare_slots=1)).weights > whole.weights
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])  # with a dense layer first; with two kinds in turn
+def test_deeper_models_take_as_much_more_as_their_layers(family: str, monkeypatch: pytest.MonkeyPatch):
+    deep = config(family)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 6} if family == "gpt_oss" else {}
+    deep.update({"num_hidden_layers": 12} | kinds)
+    few = fine_tuning_memory(deep, layout(), ADAPT, adamw)
+    monkeypatch.setattr("toolkit.train.fine_tuning_memory.FEW_LAYERS", (4, 12))
+    whole = fine_tuning_memory(deep, layout(), ADAPT, adamw)
+    assert (few.weights, few.optimizer, few.loading) == (whole.weights, whole.optimizer, whole.loading)
+    assert few.step == pytest.approx(whole.step, rel=0.01)
+
+
+def test_what_is_shared_counts_once():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        model[1].weight = model[0].weight
+
+    class Sum:
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            return type("Loss", (), {"total": model(batch["x"]).sum()})
+
+    task: Any = Sum()
+    found = expected_memory(model, task, {"x": torch.empty(4, 8)}, lambda m: torch.optim.SGD(m.parameters(), lr=1.0))
+    assert (found.weights, found.optimizer) == (8 * 8 * 4, 0)
+    assert found.total == found.weights + found.step

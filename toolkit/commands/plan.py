@@ -1,0 +1,86 @@
+"""`toolkit plan`: what fine-tuning a mixture takes in the memory of each GPU, from its configuration alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from toolkit.commands.arguments import Parser, count, positive
+from toolkit.errors import EXIT_DONE
+from toolkit.run.summary import table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from toolkit.train.fine_tuning_memory import Layout
+
+GIB = 2**30
+OF_A_DEVICE = 1.5
+"""GiB that CUDA's context, NCCL and kernels take of a GPU, about."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, also where nothing fits; 2 for bad input."""
+    parser = Parser("toolkit plan", __doc__)
+    parser.add_argument("model", help="folder or Hub name of a mixture; its config.json alone is read")
+    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="GPUs, each with a process")
+    parser.add_argument("--memory", type=positive, required=True, metavar="GIB", help="of a GPU, such as 80")
+    parser.add_argument("--context", type=count, default=1024, metavar="T", help="tokens of a sequence (1024)")
+    parser.add_argument("--sequences", type=count, default=1, metavar="B", help="in a GPU's micro-batch (1)")
+    parser.add_argument("--lora-rank", type=int, default=8, metavar="R", help="of adapters; 0: train all weights (8)")
+    args = parser.parse_args(argv)
+
+    from toolkit.data.hub import model_folder
+    from toolkit.experts.hosts.transformers.language_models import read_config
+
+    config = read_config(model_folder(args.model, weights=False))
+    rows = plan(config, _layouts(args), args.lora_rank)
+    for row in rows:
+        row["fits"] = "yes" if float(row["GiB"]) <= args.memory else "no"
+    sys.stdout.write(table(rows))
+    return EXIT_DONE
+
+
+def plan(config: PreTrainedConfig, layouts: Iterable[Layout], lora_rank: int) -> list[dict[str, Any]]:
+    """Returns a row for each of `layouts`: what a process takes on a GPU, with adapters of `lora_rank`."""
+    from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
+    from toolkit.train.fine_tuning_memory import fine_tuning_memory
+
+    adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))
+    rows = []
+    for layout in layouts:
+        found = fine_tuning_memory(config, layout, adapt)
+        parts = {"weights": found.weights, "optimizer": found.optimizer, "step": found.step}
+        rows.append(
+            {
+                "experts over": layout.ep_size,
+                "experts in": layout.quantize or str(layout.dtype).removeprefix("torch."),
+                "checkpointing": "yes" if layout.gradient_checkpointing else "no",
+                **{name: f"{value / GIB:.1f}" for name, value in parts.items()},
+                "GiB": f"{found.total / GIB + OF_A_DEVICE:.1f}",
+            }
+        )
+    return rows
+
+
+def _layouts(args: Any) -> Iterator[Layout]:
+    """Every way that the command line allows, from the least spread and quantised to the most."""
+    import torch
+
+    from toolkit.train.fine_tuning_memory import Layout
+
+    for ep_size in (each for each in range(1, args.gpus + 1) if args.gpus % each == 0):
+        for quantize in (None, "4bit"):
+            for recomputes in (False, True):
+                if quantize is None or args.lora_rank > 0:
+                    yield Layout(
+                        ep_size=ep_size,
+                        sequences=args.sequences,
+                        evaluated_sequences=4 * args.sequences,
+                        context=args.context,
+                        dtype=torch.bfloat16,
+                        quantize=quantize,
+                        gradient_checkpointing=recomputes,
+                    )

@@ -1,0 +1,102 @@
+"""A mixture as one rank has it once its experts are spread, without values: what memory is foreseen from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.errors import UserError
+from toolkit.experts.hosts.spreading.foreign import experts_modules
+from toolkit.experts.hosts.spreading.libraries import libraries
+from toolkit.experts.hosts.spreading.spread import require_experts
+from toolkit.experts.hosts.transformers.four_bits import SCALES, Packed, give_packed_shapes
+from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def rank_skeleton(
+    config: PreTrainedConfig,
+    *,
+    ep_size: int = 1,
+    spare_slots: int = 0,
+    dtype: torch.dtype = torch.float32,
+    quantize: Literal["4bit"] | None = None,
+    adapt: Callable[[Any], nn.Module] | None = None,
+    layers: int | None = None,
+) -> nn.Module:
+    """Return a causal language model on torch's device `meta`, with as many experts as a rank of `ep_size` has.
+
+    Its forward sends each token to as many of them as the whole model would, so under an even load it computes as many
+    rows as a rank does.
+
+    Args:
+        config: What `AutoConfig.from_pretrained` returns.
+        ep_size: The ranks that share the experts; where they are no multiple, of a rank with one more.
+        spare_slots: Of each rank.
+        dtype: Of the parameters.
+        quantize: As in `experts_in_files`.
+        adapt: Adds adapters, and returns the model that has them.
+        layers: Keeps as many, the first ones; None keeps all.
+
+    Raises:
+        UserError: The model has no experts that can be spread, or its experts are not computed by
+            `use_toolkit_kernel()`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, experts_implementation=use_toolkit_kernel()
+        )
+        if layers is not None:
+            _keep_layers(built, layers)
+        experts = require_experts(built)
+        for name, module in experts.items():
+            if not any(library.projections(module) for library in libraries()):
+                raise UserError(
+                    f"the experts at {name!r} ({type(module).__name__}) are not computed by use_toolkit_kernel(), "
+                    "and the memory of others cannot be foreseen: measure it."
+                )
+            _keep_rows(module, -(-cast("int", module.num_experts) // ep_size) + spare_slots)
+        model = built if adapt is None else adapt(built)
+        for library in libraries():
+            library.stack_adapters(model, experts.values())
+        if quantize is not None:
+            for module in experts.values():
+                give_packed_shapes(module)
+    return model.train()
+
+
+def _keep_layers(model: PreTrainedModel, layers: int) -> None:
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
+                setattr(module, name, child[:layers])
+    model.config.num_hidden_layers = layers
+
+
+def _keep_rows(module: nn.Module, rows: int) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        kept: Tensor = parameter.new_empty(rows, *parameter.shape[1:])
+        setattr(module, name, nn.Parameter(kept, parameter.requires_grad))
+    module.num_experts = rows  # type: ignore[assignment]
+
+
+def bytes_to_read(skeleton: nn.Module) -> int:
+    """Return the bytes of a layer's experts as files have them, of the layer that has most: read at one time."""
+    return max(sum(_bytes_in_files(module)) for module in experts_modules(skeleton).values())
+
+
+def _bytes_in_files(module: nn.Module) -> Iterator[int]:
+    packed: dict[str, Packed] = getattr(module, "packed", {})
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in packed:
+            yield len(parameter) * packed[name].shape.numel() * packed[name].dtype.itemsize
+        elif not name.endswith(SCALES):
+            yield parameter.nbytes
