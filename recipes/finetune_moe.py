@@ -37,6 +37,8 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
     """Keep the experts' frozen matrices in four bits each: 4bit; none: in --dtype."""
     context: PositiveInt = 128
     """Tokens in a block of text."""
+    offload_folder: Path | None = None
+    """On a CPU: keep frozen experts in files of this folder, which may be more than memory holds; none: in memory."""
     gradient_checkpointing: bool = False
     """Compute blocks again in the backward, in place of keeping what they computed: less memory, more time."""
     force: bool = False
@@ -88,7 +90,7 @@ def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     from toolkit.data.hub import model_folder
 
     kernel, dtype = tk.transformers.use_toolkit_kernel(), getattr(torch, config.dtype)
-    with tk.transformers.experts_in_files(quantize=config.quantize):
+    with tk.transformers.experts_in_files(quantize=config.quantize, offload_folder=config.offload_folder):
         plain = tk.transformers.causal_lm(
             model_folder(base), dtype=dtype, vocab_size=vocab_size, experts_implementation=kernel
         )
@@ -140,7 +142,7 @@ def main(config: Config) -> dict[str, Any]:
             test=data.some_test(config.eval_blocks),
             eval_at_start=True,
             more_evaluations=fine_tuning.evaluate_known_text(run, old, config.eval_blocks),
-            eval_batch_size=fine_tuning.EVALUATED * config.batch_size,
+            eval_batch_size=fine_tuning.eval_batch_size(run),
         )
         results = trainer.fit()
         fine_tuning.save_trained(model, run.folder, config, data.tokenizer)

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from toolkit.data.text import TextData
     from toolkit.data.tokenizer import Tokenizer
 
-EVALUATED = 4
-"""Times as many sequences as a step has are evaluated at a time."""
-
 C = TypeVar("C", bound=RunConfig)
 
 
@@ -75,10 +72,10 @@ def foresee_memory(
         ep_size=run.expert_groups.ep_size,
         spare_slots=config.spare_slots,
         sequences=config.batch_size // run.world_size // accumulation_steps(run),
-        evaluated_sequences=EVALUATED * config.batch_size // run.world_size,
         context=settings.context,
         dtype=getattr(torch, settings.dtype),
         quantize=settings.quantize,
+        offloaded=settings.offload_folder is not None,
         gradient_checkpointing=settings.gradient_checkpointing,
     )
     adapt = partial(add_adapters, options=settings)
@@ -98,6 +95,11 @@ def foresee_memory(
     run.print(run.on_main_and_share(decide))
 
 
+def eval_batch_size(run: Run) -> int:
+    """Sequences that all processes evaluate at a time: no more than a micro-batch has, so that memory suffices."""
+    return run.config.batch_size // accumulation_steps(run)
+
+
 def evaluate_known_text(run: Run, text: TextData | None, blocks: int | None) -> list[Evaluation]:
     """Bits per byte of the held-out part of a text that the model knows, or of some of its blocks, at start and at each
     epoch's end: `old_bits_per_byte_at_start`, `old_bits_per_byte`. Empty without `text`."""
@@ -105,7 +107,7 @@ def evaluate_known_text(run: Run, text: TextData | None, blocks: int | None) -> 
         return []
     run.describe(old_dataset=text.name)
     task = LanguageModeling(bytes_per_token=text.bytes_per_token)
-    batches = eval_batches(run, text.some_test(blocks), EVALUATED * run.config.batch_size)
+    batches = eval_batches(run, text.some_test(blocks), eval_batch_size(run))
     return [Evaluation(batches, name="old", task=task, at_start=True)]
 
 

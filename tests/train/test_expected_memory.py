@@ -73,7 +73,7 @@ def test_ranks_packed_experts_and_recomputed_blocks_take_less():
     plain = expect(layout=layout(dtype=torch.bfloat16))
     assert plain.weights - packed.weights == experts / 2 - (1 / 2 + 4 / 64) * experts / 4
     assert packed.loading == plain.loading
-    assert expect(layout=layout(evaluated_sequences=64)).step > 4 * whole.step
+    assert whole.weights - expect(layout=layout(offloaded=True)).weights == experts
     assert expect(layout=layout(spare_slots=1)).weights > whole.weights
 
 

@@ -78,7 +78,6 @@ def _layouts(args: Any) -> Iterator[Layout]:
                     yield Layout(
                         ep_size=ep_size,
                         sequences=args.sequences,
-                        evaluated_sequences=4 * args.sequences,
                         context=args.context,
                         dtype=torch.bfloat16,
                         quantize=quantize,

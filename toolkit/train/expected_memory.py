@@ -35,7 +35,7 @@ class ExpectedMemory:
     optimizer: int
     """The optimizer's state."""
     step: int
-    """The most that a step or an evaluation takes besides: activations, gradients and what is between them."""
+    """The most that a step takes besides: activations, gradients and what is between them."""
     loading: int = 0
     """What loading takes besides the weights, before there is an optimizer."""
 
@@ -45,12 +45,7 @@ class ExpectedMemory:
 
 
 def expected_memory(
-    model: nn.Module,
-    task: Task,
-    batch: Batch,
-    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    *,
-    evaluated: Batch | None = None,
+    model: nn.Module, task: Task, batch: Batch, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> ExpectedMemory:
     """Returns what a step of `model` on `batch` takes, and what stays between steps.
 
@@ -59,29 +54,18 @@ def expected_memory(
         task: Its loss is computed.
         batch: Tensors of the shapes of a micro-batch; values are not looked at.
         build_optimizer: Called with the model.
-        evaluated: As `batch`, one that is evaluated; None where none is.
     """
     with FakeTensorMode(), _Allocated() as allocated:
         _give_memory(model)
         optimizer = build_optimizer(model)
         weights = allocated.now
-        task.loss(model, _without_values(batch)).total.backward()
+        batch = {name: torch.empty(column.shape, dtype=column.dtype) for name, column in batch.items()}
+        task.loss(model, batch).total.backward()
         step = allocated.most - weights
         before = allocated.now
         optimizer.step()
         state = allocated.now - before
-        step = max(step, allocated.most - weights - state)
-        if evaluated is not None:
-            optimizer.zero_grad()
-            before = allocated.most = allocated.now
-            with torch.no_grad():
-                task.evaluate(model.eval(), _without_values(evaluated))
-            step = max(step, allocated.most - before)
-        return ExpectedMemory(weights, state, step)
-
-
-def _without_values(batch: Batch) -> dict[str, Tensor]:
-    return {name: torch.empty(column.shape, dtype=column.dtype) for name, column in batch.items()}
+        return ExpectedMemory(weights, state, max(step, allocated.most - weights - state))
 
 
 def _give_memory(model: nn.Module) -> None:

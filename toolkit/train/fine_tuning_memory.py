@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.experts.hosts.transformers.language_models import recompute_blocks
-from toolkit.experts.hosts.transformers.rank_skeleton import bytes_to_read, rank_skeleton
+from toolkit.experts.hosts.transformers.rank_skeleton import bytes_to_read, frozen_bytes, rank_skeleton
 from toolkit.train.expected_memory import ExpectedMemory, expected_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
@@ -32,14 +32,14 @@ class Layout:
     """Of each process, for replicas."""
     sequences: int
     """In a micro-batch of a process."""
-    evaluated_sequences: int = 0
-    """Of a process, at a time."""
     context: int
     """Tokens of a sequence."""
     dtype: torch.dtype = torch.bfloat16
     """Of the model's weights."""
     quantize: Literal["4bit"] | None = None
     """See `experts_in_files`."""
+    offloaded: bool = False
+    """Whether frozen experts are in files, which take no memory that others need."""
     gradient_checkpointing: bool = False
     """Whether blocks are computed again in the backward."""
 
@@ -90,9 +90,6 @@ def _expect(
             recompute_blocks(model)
         return adapt(model)
 
-    def batch(sequences: int) -> dict[str, torch.Tensor]:
-        return {"tokens": torch.empty(sequences, layout.context + 1, dtype=torch.int64, device="meta")}
-
     model = rank_skeleton(
         config,
         ep_size=layout.ep_size,
@@ -102,10 +99,10 @@ def _expect(
         adapt=adapted,
         layers=layers,
     )
-    loading = bytes_to_read(model)
-    evaluated = batch(layout.evaluated_sequences) if layout.evaluated_sequences else None
-    found = expected_memory(model, LanguageModeling(), batch(layout.sequences), build_optimizer, evaluated=evaluated)
-    return replace(found, loading=loading)
+    loading, outside = bytes_to_read(model), frozen_bytes(model) if layout.offloaded else 0
+    batch = {"tokens": torch.empty(layout.sequences, layout.context + 1, dtype=torch.int64, device="meta")}
+    found = expected_memory(model, LanguageModeling(), batch, build_optimizer)
+    return replace(found, weights=found.weights - outside, loading=loading)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

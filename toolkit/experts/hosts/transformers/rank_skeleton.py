@@ -93,6 +93,12 @@ def bytes_to_read(skeleton: nn.Module) -> int:
     return max(sum(_bytes_in_files(module)) for module in experts_modules(skeleton).values())
 
 
+def frozen_bytes(skeleton: nn.Module) -> int:
+    """Return the bytes of all frozen rows of experts, as they are kept."""
+    parameters = [p for module in experts_modules(skeleton).values() for p in module.parameters(recurse=False)]
+    return sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
+
+
 def _bytes_in_files(module: nn.Module) -> Iterator[int]:
     packed: dict[str, Packed] = getattr(module, "packed", {})
     for name, parameter in module.named_parameters(recurse=False):
