@@ -3,6 +3,7 @@
     python benchmarks/speed/large_checkpoint.py                      20 GB on disk, ten minutes; needs 24 GiB of memory
     python benchmarks/speed/large_checkpoint.py --gigabytes 2 --processes 1 2 4
     python benchmarks/speed/large_checkpoint.py --offload --leave 12       experts of 20 GB in 12 GB of memory
+    python benchmarks/speed/large_checkpoint.py --save --gigabytes 5 --processes 4
 
 A checkpoint of the shape of Qwen3-30B-A3B (width 2,048, 128 experts of 768, top 8, bf16, a tensor per expert), with as
 many layers as `--gigabytes` asks for and random weights, is written to a temporary folder and deleted at the end. Each
@@ -14,7 +15,9 @@ Memory is what a process has of its own (proportional set size, anonymous pages:
 what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is the experts of this
 rank and those of one layer more, which is being read; of `stock`, all weights. A plain read is the time to read all
 files once, with nothing done to them, and nothing of them in the page cache. With `--offload` ours keeps its experts
-in a file, and with `--leave` another process holds all but so many GB of the memory that is free.
+in a file, and with `--leave` another process holds all but so many GB of the memory that is free. With `--save` ours
+is loaded, spread and saved again, in files of at most 1 GB, and each tensor is compared with the checkpoint's; expected
+is then what a process has, and on rank 0 the tensors of a file.
 Writes benchmarks/results/large_checkpoint.json.
 """
 
@@ -48,7 +51,7 @@ DIM, HIDDEN, EXPERTS, TOP_K, VOCAB = 2048, 768, 128, 8, 32_000
 EXPERT_BYTES = 3 * DIM * HIDDEN * 2
 LAYER_BYTES = EXPERTS * EXPERT_BYTES
 TOKENS, STEPS = 64, 2
-OFFLOADED = "ours, experts in a file"
+OFFLOADED, SAVED = "ours, experts in a file", "ours, saved"
 
 
 def settings(layers: int) -> Any:
@@ -206,6 +209,45 @@ def load_and_train(folder: Path, limit: float, offload: bool) -> dict[str, float
     return found
 
 
+def load_and_save(folder: Path, limit: float, _: bool) -> dict[str, float]:
+    """One rank of ours, of which rank 0 compares what it saved."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.experts.hosts.loop.engine import ExpertParallel
+    from toolkit.experts.hosts.transformers import experts_in_files, save_pretrained, use_toolkit_kernel
+
+    kernel, watch = use_toolkit_kernel(), Watch(limit)
+    with experts_in_files():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=kernel)
+    accelerator = Accelerator(cpu=True)
+    wrapped = ExpertParallel(accelerator).prepare(model.requires_grad_(False))
+    watch.peaks()
+    start = time.perf_counter()
+    save_pretrained(wrapped, folder / "saved", max_shard_size="1GB")
+    own, resident = watch.peaks()
+    if accelerator.is_main_process:
+        compare(folder, folder / "saved")
+    return {"seconds": time.perf_counter() - start, "own": own, "resident": resident, "own in training": own}
+
+
+def compare(folder: Path, saved: Path) -> None:
+    """Raise AssertionError where the models in two folders do not have the same tensors."""
+    from safetensors import safe_open
+
+    places = [
+        {
+            name: path / file
+            for name, file in json.loads((path / "model.safetensors.index.json").read_text())["weight_map"].items()
+        }
+        for path in (folder, saved)
+    ]
+    assert places[0].keys() == places[1].keys()
+    for name, path in places[0].items():
+        with safe_open(path, "pt") as one, safe_open(places[1][name], "pt") as other:
+            assert torch.equal(one.get_tensor(name), other.get_tensor(name)), name
+
+
 def load_stock(folder: Path, limit: float, _: bool) -> dict[str, float]:
     """One rank of `from_pretrained`."""
     from transformers import AutoModelForCausalLM
@@ -220,11 +262,13 @@ def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dic
     """What a case takes, of the rank that takes most."""
     ours, offload = name != "stock", name == OFFLOADED
     expected = (1 if offload else layers + 1) * LAYER_BYTES / processes if ours else total
+    if name == SAVED:
+        expected = layers * LAYER_BYTES / processes + 1e9
     described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected / 1e9, 2)}
     forget_pages(folder)
     limit = psutil.virtual_memory().total / processes
     try:
-        rank = load_and_train if ours else load_stock
+        rank = {SAVED: load_and_save, "stock": load_stock}.get(name, load_and_train)
         ranks = run_distributed(rank, processes, folder, limit, offload, timeout_s=2400)
     except AssertionError as error:
         if "died without a word" not in str(error):
@@ -233,10 +277,10 @@ def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dic
     most = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
     described |= {
         "GB": round(most["own"], 2),
-        "GB in training": round(most["own in training"], 2) if ours else None,
+        "GB in training": round(most["own in training"], 2) if name in ("ours", OFFLOADED) else None,
         "resident GB": round(most["resident"], 2),
-        "seconds to load": round(most["seconds"], 1),
-        "seconds of a step": round(most["seconds of a step"], 2) if ours else None,
+        f"seconds to {'save' if name == SAVED else 'load'}": round(most["seconds"], 1),
+        "seconds of a step": round(most["seconds of a step"], 2) if name in ("ours", OFFLOADED) else None,
     }
     return described
 
@@ -246,6 +290,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=20.0, help="of the checkpoint, at least")
     parser.add_argument("--processes", type=int, nargs="+", default=[2])
     parser.add_argument("--offload", action="store_true", help="keep experts in a file; in place of stock")
+    parser.add_argument("--save", action="store_true", help="load and save again")
     parser.add_argument("--leave", type=float, metavar="GB", help="have another process hold the rest of the memory")
     parser.add_argument("--folder", help="where it is written; else where temporary files are")
     options = parser.parse_args()
@@ -254,7 +299,7 @@ def main() -> int:
     try:
         (total,) = run_distributed(write_checkpoint, 1, folder, layers, timeout_s=1200)  # whose memory ends with it
         seconds = plain_read(folder)
-        contenders = (OFFLOADED,) if options.offload else ("ours", "stock")
+        contenders = (OFFLOADED,) if options.offload else (SAVED,) if options.save else ("ours", "stock")
         with all_but(options.leave):
             rows = [
                 row(name, folder, processes, layers, total) for processes in options.processes for name in contenders
@@ -264,7 +309,7 @@ def main() -> int:
     columns = dict.fromkeys(key for each in rows for key in each)
     filled = [{key: each.get(key) for key in columns} for each in rows]
     name = "large_checkpoint" if len(options.processes) == 1 else "large_checkpoint_worlds"
-    name = "large_checkpoint_offloaded" if options.offload else name
+    name = "large_checkpoint_offloaded" if options.offload else "large_checkpoint_saved" if options.save else name
     write_report(
         name, filled, gigabytes=round(total / 1e9, 2), layers=layers, seconds_of_a_plain_read=round(seconds, 1)
     )

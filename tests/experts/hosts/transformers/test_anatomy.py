@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -236,12 +239,13 @@ def test_a_model_that_rank_0_cannot_write_ends_all_ranks():
     assert run_distributed(error_of_saving, 2) == ["RuntimeError: a setting that cannot be saved on rank 0"] * 2
 
 
-def test_a_save_in_parts_that_fails_midway_leaves_the_model_that_was_there(tmp_path: Path):
+def in_parts(folder: Path, fails: Callable[[], None] | None = None) -> None:
+    """Save a small mixture as more than five files; with `fails` one of other values, after two parts of it."""
     model = model_of("mixtral")
     spread_experts(model, ExpertGroups())
-    save_pretrained(model, tmp_path, max_shard_size="20KB")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert len(before) > 5
+    if fails is None:
+        save_pretrained(model, folder, max_shard_size="20KB")
+        return
     with torch.no_grad():
         next(model.parameters()).zero_()
     save, calls = type(model).save_pretrained, []
@@ -249,14 +253,35 @@ def test_a_save_in_parts_that_fails_midway_leaves_the_model_that_was_there(tmp_p
     def save_twice(*args: Any, **options: Any) -> None:
         calls.append(args)
         if len(calls) > 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            fails()
         save(*args, **options)
 
-    with (
-        mock.patch.object(type(model), "save_pretrained", save_twice),
-        pytest.raises(UserError, match=r"cannot be written \(.*No space left"),
-    ):
-        save_pretrained(model, tmp_path, max_shard_size="20KB")
+    with mock.patch.object(type(model), "save_pretrained", save_twice):
+        save_pretrained(model, folder, max_shard_size="20KB")
+
+
+def _has_no_room() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_save_in_parts_that_fails_midway_leaves_the_model_that_was_there(tmp_path: Path):
+    in_parts(tmp_path)
+    before = _files(tmp_path)
+    assert len(before) > 5
+    with pytest.raises(UserError, match=r"cannot be written \(.*No space left"):
+        in_parts(tmp_path, _has_no_room)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_distributed(in_parts, 1, tmp_path, _is_killed)
+    assert _files(tmp_path) == before
+    in_parts(tmp_path)  # clears away what is left
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
