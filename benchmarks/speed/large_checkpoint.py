@@ -221,7 +221,7 @@ def load_and_save(folder: Path, limit: float, _: bool) -> dict[str, float]:
     with experts_in_files():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=kernel)
     accelerator = Accelerator(cpu=True)
-    wrapped = ExpertParallel(accelerator).prepare(model.requires_grad_(False))
+    (wrapped,) = ExpertParallel(accelerator).prepare(model.requires_grad_(False))
     watch.peaks()
     start = time.perf_counter()
     save_pretrained(wrapped, folder / "saved", max_shard_size="1GB")
