@@ -73,10 +73,10 @@ def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None
     for path in sorted(folder.glob("*/results.json")):
         remedy = f"delete {path.parent}, and run the same command again to have that run anew"
         config = read_json(path.parent / "config.json", remedy)
-        if changed := changed_files(path.parent):
-            raise UserError(f"{path.parent / changed[0]} was changed after the run was finished: {remedy}.")
         settings = {name: value for name, value in leaves(config) if decides_what_is_learned(name)}
         found.append((path.parent.name, settings, read_json(path, remedy)))
+        if changed := changed_files(path.parent):
+            raise UserError(f"{path.parent / changed[0]} was changed after the run was finished: {remedy}.")
     return tabulate(found, axes, metrics)
 
 

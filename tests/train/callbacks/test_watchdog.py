@@ -20,6 +20,7 @@ RECIPE = '''
 import json, os, signal, sys, time
 from pathlib import Path
 import toolkit as tk
+from tests.support.helpers import planted
 from tests.support.small_run import SmallConfig, Stop, small_trainer
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.run.launch.restarts import past_restarts
@@ -33,6 +34,12 @@ class Sleeps(tk.Callback):
 
 class Hangs(tk.Callback):
     """Something that does not end, where $WITH says."""
+    def on_fit_start(self, trainer):
+        if os.environ["WITH"] == "on_fit_end":
+            (trainer.run.folder / "hang").mkdir()
+            for name in ("rank-00000.partial", ".rank-00000.txt.partial", "rank-00000.txt"):
+                planted(trainer.run.folder / "hang" / name)
+
     def on_evaluate_end(self, trainer, name, metrics):
         if os.environ["WITH"] == "on_evaluate_end":
             time.sleep(600)
@@ -109,14 +116,13 @@ def test_a_rank_that_holds_up_the_others_is_named_and_all_stacks_are_written(tmp
     assert "<lambda>" not in waits
 
 
-@pytest.mark.parametrize(
-    ("happens", "processes"), [("on_evaluate_end", 1), ("on_fit_end", 1), ("draw", 1), ("draw", 2)]
-)
-def test_what_hangs_in_one_process_ends(tmp_path: Path, happens: str, processes: int):
+@pytest.mark.parametrize(("happens", "processes"), [("on_evaluate_end", 1), ("on_fit_end", 1), ("draw", 2)])
+def test_what_hangs_in_one_process_of_a_run_ends(tmp_path: Path, happens: str, processes: int):
     done = run(tmp_path / "run", happens, "--num-processes", str(processes), "--process-timeout", "0.05")
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert f"rank 0 of {processes} in {happens} (" in line
+    assert {path.read_text() for path in tmp_path.glob("run/hang/*.precious")} <= {"precious"}
     assert "longer than 3 s (--process-timeout)" in line
 
 
