@@ -35,7 +35,7 @@ class Sleeps(tk.Callback):
 class Hangs(tk.Callback):
     """Something that does not end, where $WITH says."""
     def on_fit_start(self, trainer):
-        if os.environ["WITH"] == "on_fit_end":
+        if os.environ["WITH"] == "on_evaluate_end":
             (trainer.run.folder / "hang").mkdir()
             for name in ("rank-00000.partial", ".rank-00000.txt.partial", "rank-00000.txt"):
                 planted(trainer.run.folder / "hang" / name)
@@ -60,6 +60,7 @@ def main(config):
         results = trainer.fit()
         if os.environ["WITH"] == "draw":
             trainer.save()
+            trainer.evaluate(trainer.callbacks[2].batches)
             time.sleep(6)  # what the recipe does after training may take longer than the limit
             trainer.run.draw_at_finish(draw)
         trainer.run.finish(results)
