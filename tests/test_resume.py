@@ -103,12 +103,22 @@ def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-@pytest.mark.parametrize("refused", [{"max_steps": 10}, {"max_steps": 20, "resume_from": 5}])
-def test_a_refused_extension_leaves_a_finished_run_as_it_was(tmp_path, monkeypatch, refused):
+@pytest.mark.parametrize(
+    ("refused", "damaged"),
+    [
+        ({"max_steps": 10}, None),
+        ({"max_steps": 20, "resume_from": 5}, None),
+        ({"max_steps": 10}, "config.json"),
+        ({"max_steps": 20}, "checkpoints/*/*.safetensors"),
+    ],
+)
+def test_a_refused_extension_leaves_a_finished_run_as_it_was(tmp_path, monkeypatch, refused, damaged):
     folder = tmp_path / "run"
     often = {"checkpoint": CheckpointOptions(every_steps=5, keep=9)}
     with small_trainer(small_config(folder, max_steps=10, **often)) as trainer:
         trainer.run.finish(trainer.fit())
+    for path in folder.glob(damaged) if damaged else ():
+        path.write_text("damaged")
     before = files(folder)
 
     def does_not_fit(*_, **__):
@@ -116,7 +126,7 @@ def test_a_refused_extension_leaves_a_finished_run_as_it_was(tmp_path, monkeypat
 
     if "resume_from" in refused:
         monkeypatch.setattr("toolkit.checkpoint.checkpoint.load_checkpoint", does_not_fit)
-    with pytest.raises(tk.UserError, match=r"has 10 steps already|the model is another one"):
+    with pytest.raises(tk.UserError, match=r"has 10 steps already|the model is another one|extend=True: no checkp"):
         train(small_config(folder, extend=True, **often, **refused))
     assert files(folder) == before
 

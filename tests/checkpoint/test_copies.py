@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.helpers import run_distributed
+from tests.support.helpers import planted, run_distributed
 from tests.support.small_run import SmallConfig, Stop, small_config, small_trainer, train
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.state import manifest
@@ -112,6 +112,15 @@ def test_a_storage_that_does_not_answer_ends_a_start_and_not_a_run(bucket: str, 
     monkeypatch.setattr(Storage, "names", fail)
     with pytest.raises(UserError, match=r"storage=memory://.*: cannot be read \(no route\): choose another"):
         train(small(tmp_path / "other", bucket))
+
+
+def test_what_comes_from_a_storage_is_not_written_to_where_a_link_leads(bucket: str, tmp_path: Path):
+    (tmp_path / "own").write_text("own")
+    Storage(bucket).put(tmp_path / "own", "summary.txt")
+    precious = [planted(tmp_path / name) for name in ("summary.txt", ".summary.txt.partial")]
+    Storage(bucket).get("summary.txt", tmp_path / "summary.txt")
+    assert (tmp_path / "summary.txt").read_text() == "own"
+    assert [path.read_text() for path in precious] == ["precious"] * 2
 
 
 def test_what_a_storage_holds_is_neither_begun_anew_nor_gone_back_in(bucket: str, tmp_path: Path):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import toolkit.data.files
-from toolkit.data.files import all_parts, content_key, read_columns
+from toolkit.data.files import all_parts, content_key, parquet_splits, read_columns
+from toolkit.data.rows import load_splits
 from toolkit.errors import UserError
 
 SMALL = {"everything is read": 2**27, "a part is read": 100}
@@ -78,5 +79,12 @@ def test_a_set_that_lacks_a_part_is_refused(tmp_path, missing):
     paths = [tmp_path / f"train-{part:05d}-of-00003.parquet" for part in range(3)]
     assert all_parts(reversed(paths)) == paths
     gone = paths.pop(missing)
-    with pytest.raises(UserError, match=f"is one of 3 parts, and {gone.name} is missing: copy all of them"):
+    refused = f"is one of 3 parts, and {gone.name} is missing: copy all of them"
+    with pytest.raises(UserError, match=refused):
         all_parts(paths)
+    for path in paths:
+        path.touch()
+    with pytest.raises(UserError, match=refused):
+        parquet_splits(tmp_path)
+    with pytest.raises(UserError, match=refused):
+        load_splits(str(tmp_path))

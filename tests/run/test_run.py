@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
 import shutil
+import sys
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,6 +280,8 @@ def test_a_damaged_config_is_written_anew_and_said(damaged, tmp_path, capsys):
     (tmp_path / "config.json").write_text(damaged)
     with start_run("toy", config(run_dir=tmp_path)) as run:
         assert run.continues
+        assert (tmp_path / "config.json").read_text() == damaged
+        run.begin()
     assert f"warning: {tmp_path / 'config.json'} is damaged and is written anew" in capsys.readouterr().out
     assert json.loads((tmp_path / "config.json").read_text())["recipe"] == "toy"
 
@@ -382,10 +388,10 @@ def test_ranks_share_one_folder_refuse_alike_and_hear_of_the_main_process_failin
     assert len(list(read_metrics(Path(first[3]) / "metrics.jsonl"))) == 1
 
 
-def _started(changes: dict[str, Any], versions: dict[str, str]) -> str:
-    if dist.get_rank() == 1:
-        real = provenance.versions()
-        provenance.versions = lambda: real | versions
+def _started(changes: dict[str, Any], found: dict[str, tuple[dict[str, str], dict[str, str]]]) -> str:
+    """Rank 1 is started with `changes`; `found` has what functions of `provenance` return besides on both ranks."""
+    for name, of_ranks in found.items():
+        setattr(provenance, name, partial(dict, getattr(provenance, name)() | of_ranks[dist.get_rank()]))
     try:
         start_run("toy", config(**(changes if dist.get_rank() == 1 else {}))).close()
     except UserError as error:
@@ -394,18 +400,29 @@ def _started(changes: dict[str, Any], versions: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("changes", "versions", "says"),
+    ("changes", "found", "says"),
     [
         ({"lr": 0.5}, {}, "lr=0.5: so was rank 1 started, and rank 0 with 0.001: start all processes alike."),
         ({"batch_size": 63}, {}, "batch_size=63: so was rank 1 started, and rank 0 with 64"),
         ({"optimizer": OptimizerOptions(weight_decay=0.5)}, {}, "optimizer.weight_decay=0.5: so was rank 1 started"),
-        ({}, {"torch": "1.0"}, "torch='1.0': so was rank 1 started, and rank 0 with"),
-        ({"data_dir": Path("elsewhere")}, {"python": "3.0"}, ""),
+        ({}, {"versions": ({}, {"torch": "1.0"})}, "torch='1.0': so was rank 1 started, and rank 0 with"),
+        (
+            {},
+            {"_imported_versions": ({"numpy": "2.0"}, {"numpy": "1.0"})},
+            "numpy='1.0': so was rank 1 started, and rank 0 with 2.0: start all processes alike.",
+        ),
+        (
+            {},
+            {"_digests_of_code": ({"code of recipe.py": "1"}, {"code of recipe.py": "2"})},
+            "code of recipe.py='2': so was rank 1 started, and rank 0 with 1: start all processes alike.",
+        ),
+        ({"data_dir": Path("elsewhere")}, {"versions": ({}, {"python": "3.0"})}, ""),
+        ({}, {"_imported_versions": ({}, {"of_one": "1"}), "_digests_of_code": ({"code of one.py": "1"}, {})}, ""),
     ],
 )
-def test_ranks_that_were_started_with_something_else_are_refused_on_all(tmp_path, monkeypatch, changes, versions, says):
+def test_ranks_that_were_started_with_something_else_are_refused_on_all(tmp_path, monkeypatch, changes, found, says):
     monkeypatch.chdir(tmp_path)
-    first, second = run_distributed(_started, 2, changes, versions)
+    first, second = run_distributed(_started, 2, changes, found)
     assert first == second
     assert first.startswith(says)
     assert bool(first) == bool(says)
@@ -419,6 +436,31 @@ def test_code_that_differs_is_told_by_its_digest(tmp_path, monkeypatch):
     assert provenance._digests_of_code() == before
     script.write_text("a = 2")
     assert provenance._digests_of_code() != before
+
+
+def test_imported_code_outside_the_scripts_folder_is_compared_wherever_its_machine_has_it(tmp_path, monkeypatch):
+    digests = []
+    for root, content in (("one/src", "a = 1"), ("two", "a = 1"), ("two", "a = 2")):
+        for file in ("parts/__init__.py", "parts/layers.py", "site-packages/parts/layers.py"):
+            (tmp_path / root / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / root / file).write_text(content if file == "parts/layers.py" else "")
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path / root))
+            importlib.import_module("parts.layers")
+            found = provenance._digests_of_code()
+            assert {"code of parts/__init__.py", "code of parts/layers.py", "code of the toolkit"} <= found.keys()
+            assert not [name for name in found if "torch" in name or "json" in name or "toolkit/" in name]
+            digests.append(found["code of parts/layers.py"])
+        for name in ("parts.layers", "parts"):
+            del sys.modules[name]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_versions_of_imported_libraries_are_found():
+    found = provenance._imported_versions()
+    # The last of these has no `__version__`.
+    assert found.items() >= {(name, version(name)) for name in ("numpy", "safetensors", "typing_extensions")}
+    assert not found.keys() & {"json", "tests", "toolkit"}
 
 
 def test_one_process_reads_no_code_to_compare(monkeypatch):

@@ -119,6 +119,14 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
     return peak
 
 
+def planted(link: Path) -> Path:
+    """A file of which nothing may change, to which `link` leads."""
+    precious = link.with_name(f"{link.name}.precious")
+    precious.write_text("precious")
+    link.symlink_to(precious)
+    return precious
+
+
 def program_environment(**more: str) -> dict[str, str]:
     """This process's, without what would steer a run: offline, on one thread per process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOOLKIT_", "ACCELERATE_", "WANDB_"))}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import toolkit as tk
-from tests.support.helpers import run_distributed
+from tests.support.helpers import planted, run_distributed
 from tests.support.small_run import small_config, small_trainer
 from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
@@ -63,7 +63,10 @@ def poisoned(folder: Path, what: str, at_once: bool = True, rank: int = 0) -> tu
 
 @pytest.mark.parametrize("what", ["loss", "gradient", "weight"])
 def test_training_stops_at_the_first_tensor_that_is_not_finite(tmp_path: Path, what: str):
+    (tmp_path / "checkpoints").mkdir()  # else it is no folder of a run
+    precious = planted(tmp_path / "nonfinite.json")
     message, checkpoints = poisoned(tmp_path, what)
+    assert precious.read_text() == "precious"
     assert message.startswith(WHERE[what])
     assert "\n" not in message
     first = {"loss": "stem is the first", "gradient": "all modules are finite", "weight": "stem is the first"}[what]

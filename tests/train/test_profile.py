@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from tests.support.helpers import run_distributed
+from tests.support.helpers import planted, run_distributed
 from tests.support.trainers import standard_trainer
 from toolkit import compat
 from toolkit.data.table import TensorTable
@@ -52,8 +52,12 @@ def learned(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_profile_is_written_and_nothing_else_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "with" / "checkpoints").mkdir(parents=True)  # else it is no folder of a run
+    (tmp_path / "with" / "profile").mkdir()
+    precious = planted(tmp_path / "with" / "profile" / "trace-rank-00000.json.gz")
     for name, profile in (("with", True), ("without", False)):
         train(config(tmp_path / name, profile=profile))
+    assert precious.read_text() == "precious"
     assert learned(tmp_path / "with") == learned(tmp_path / "without")
     assert "profile in " in capsys.readouterr().out
     with gzip.open(tmp_path / "with" / "profile" / "trace-rank-00000.json.gz", "rt") as file:

@@ -179,10 +179,15 @@ def write_text(path: Path, text: str, *, partial: str | None = None, durable: bo
     A link in the place of `path` or of the unfinished file is replaced, not followed. Bytes of a file's name that are
     no UTF-8 are written with escapes, which JSON reads as they were.
     """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), partial=partial, durable=durable)
+
+
+def write_bytes(path: Path, content: bytes, *, partial: str | None = None, durable: bool = True) -> None:
+    """Replace `path` by `content`, as `write_text` does."""
     unfinished = path.with_name(partial or f".{path.name}.partial")
     unfinished.unlink(missing_ok=True)
-    with unfinished.open("x", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
+    with unfinished.open("xb") as file:
+        file.write(content)
         if durable:
             file.flush()
             os.fsync(file.fileno())

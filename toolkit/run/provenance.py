@@ -11,7 +11,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from toolkit.version import __version__
 
 LONGEST_DIFF = 1_000_000
 """Characters of `git diff` that are kept."""
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 OF_A_MACHINE = {"run_dir", "data_dir", "num_processes", "python"}
 """What ranks may have of their own: folders of their machine, and a release of Python."""
 
@@ -64,34 +67,62 @@ def versions() -> dict[str, Any]:
 
 
 def check_same_start(name: str, config: RunConfig) -> None:
-    """Raise UserError, the same on every rank, unless all run one recipe with one config, code and versions.
+    """Raise UserError, the same on every rank, unless all run one recipe with one config, code and libraries.
 
     Ranks with other settings would train on together, or wait for each other for ever. A collective.
     """
     if world_size() == 1:
         return
     settings = {**dict(leaves(recorded_config(name, config))), **versions()}
-    mine = {what: value for what, value in settings.items() if what not in OF_A_MACHINE}, _digests_of_code()
-    (first, code), *others = gather_objects(mine)
-    for rank, (theirs, their_code) in enumerate(others, start=1):
+    mine = {what: value for what, value in settings.items() if what not in OF_A_MACHINE}
+    (first, imported), *others = gather_objects((mine, _imported_versions() | _digests_of_code()))
+    for rank, (theirs, their_imported) in enumerate(others, start=1):
         pairs = [(what, first.get(what), theirs.get(what)) for what in first | theirs]
-        # Modules that one rank alone has imported so far tell nothing.
-        pairs += [(f"code of {file}", code[file], their_code[file]) for file in code.keys() & their_code.keys()]
+        # What one rank alone has imported so far tells nothing.
+        pairs += [(what, is_here, their_imported[what]) for what, is_here in imported.items() if what in their_imported]
         for what, ours, others_value in pairs:
             if ours != others_value:
                 remedy = f"so was rank {rank} started, and rank 0 with {ours}: start all processes alike"
                 raise UserError(field=what, value=others_value, remedy=remedy)
 
 
+def _imported_versions() -> dict[str, str]:
+    """The version of each library that is imported so far, by its name in `import`.
+
+    Looking up all installed ones takes a third of a second; that of a module without a `__version__`, a millisecond.
+    """
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        if "." in name or name.startswith("_") or name in sys.stdlib_module_names:
+            continue
+        # Not `getattr`, for which some modules import others, or warn.
+        if isinstance(its_own := getattr(module, "__dict__", {}).get("__version__"), str):
+            found[name] = its_own
+            continue
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def _digests_of_code() -> dict[str, str]:
-    """The digests of the running script, of each module beside it that is imported so far, and of the toolkit."""
-    script = Path(sys.argv[0] or ".").resolve()
-    below = f"{script.parent}{os.sep}"
-    files = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
-    # An environment below the script's folder holds what `versions` names, and would take seconds to read.
-    beside = {Path(file) for file in files if file.startswith(below) and "site-packages" not in file}
-    digests = {str(file.relative_to(script.parent)): _digest([file]) for file in {*beside, script} if file.is_file()}
-    return digests | {"the toolkit": _digest_of_toolkit()}
+    """The digests of the running script, of each module that is imported so far and not installed, and of the toolkit.
+
+    A file is named by its place among the modules, which does not depend on where its machine has them.
+    """
+    own, of_python = f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}"
+    files: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        # What is compiled for a machine differs by machine, and an environment would take seconds to read.
+        if not isinstance(file, str) or not file.endswith(".py") or any(part in file for part in INSTALLED):
+            continue
+        if os.path.isabs(file) and not file.startswith((own, of_python)):
+            depth = name.count(".") + (2 if os.path.basename(file) == "__init__.py" else 1)
+            files["/".join(file.split(os.sep)[-depth:])] = file
+    script = os.path.abspath(sys.argv[0])
+    files[os.path.basename(script)] = script
+    found = {f"code of {name}": _digest([Path(file)]) for name, file in files.items() if os.path.isfile(file)}
+    return found | {"code of the toolkit": _digest_of_toolkit()}
 
 
 @cache

@@ -100,6 +100,8 @@ class Run:
         self._has_begun = False
         self._settings = ExitStack()
         self._closed = False
+        self._enter: Callable[[str], None] = lambda phase: None  # noqa: ARG005
+        self._unwatch: Callable[[], None] = lambda: None
 
     @property
     def owns_folder(self) -> bool:
@@ -270,25 +272,34 @@ class Run:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
+    def watch(self, enter: Callable[[str], None], end: Callable[[], None]) -> None:
+        """Have `enter` called with each phase of `finish`, and `end` when the run closes or is watched by another."""
+        self._unwatch()
+        self._enter, self._unwatch = enter, end
+
     def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Write results.json, summary.txt and pictures; returns the results. A collective. The run is then finished.
 
         One that is killed before its pictures are complete is not: the same command continues and completes it. Raises
         UserError where the results cannot be written, and on the main process where the pictures cannot.
         """
+        self._enter("finish")
         self.begin()
         numbers = self.on_main_and_share(lambda: self._write_results(results))
         if self.is_main:
             for tracker in self._trackers:
                 tracker.log_results(numbers, last_tables(self.metrics()))
             for draw in self._draws:
+                self._enter("finish")
                 self._draw(draw, numbers)
             with writing("pictures", self.folder):
                 (self.folder / FINISHING).unlink(missing_ok=True)
             if self.storage is not None:
+                self._enter("finish")
                 self.storage.put_finished(self.folder, self.print)
             send(f"{FINISHED}{self.folder}")
             self.print("\n" + summarise(numbers | {"dataset_notice": None}, self.folder).rstrip())
+        self._enter("end")
         return numbers
 
     def _restore_folder(self) -> None:
@@ -340,6 +351,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        self._unwatch()
         for tracker in self._trackers:
             tracker.close(failed=failed)
         if self._metrics is not None:
@@ -395,7 +407,7 @@ def _open(run: Run) -> tuple[Path, bool]:
     folder, run._lock, before = open_folder(run.name, run.config, run.print, run.storage)
     run.data = (before or {}).get(DATA) or {}
     try:
-        if not before:
+        if before is None:
             _describe_start(run, folder)
         run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     except OSError as error:

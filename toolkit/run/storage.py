@@ -62,6 +62,7 @@ class Storage:
     def get(self, path: str, file: Path) -> None:
         """Copy what is there to `file`, whole or not at all. Raises FileNotFoundError where nothing is."""
         partial = file.with_name(f".{file.name}.partial")
+        partial.unlink(missing_ok=True)  # a link would be followed
         self._try(lambda: self._files.get_file(self._at(path), str(partial)))
         partial.replace(file)
 

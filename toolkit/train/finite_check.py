@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import together
 from toolkit.experts.state.tensor_files import first_not_finite, named_states
+from toolkit.run.folder import write_text
 
 if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer
@@ -160,7 +161,7 @@ class FiniteCheck:
         if trainer.run.is_main:
             content = {"step": step, "what": what, "module": module, "samples": samples}
             with suppress(OSError):
-                path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+                write_text(path, json.dumps(content) + "\n")
         return " (" + "; ".join(words) + ")"
 
     def _found_in_data(self, samples: list[int]) -> str | None:

@@ -60,7 +60,9 @@ class Profile(Callback):
         run = trainer.run
         folder, name = run.folder / FOLDER, f"rank-{run.rank:05d}"
         folder.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"trace-{name}.json.gz"))
+        trace = folder / f"trace-{name}.json.gz"
+        trace.unlink(missing_ok=True)  # a link would be followed
+        profiler.export_chrome_trace(str(trace))
         order = "self_cuda_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=OPERATIONS)
         write_text(folder / f"operations-{name}.txt", table)

@@ -113,7 +113,8 @@ class Trainer:
         """What `fit` returns; callbacks add to it."""
         self.stop_reason: str | None = None
         self.phase, self.phase_began = "start", time.monotonic()
-        """What this rank does (data, step, callbacks, evaluation, checkpoint), and since when on its own clock."""
+        """What this rank does (data, step, callbacks, evaluation, checkpoint, finish), and since when on its own clock;
+        "end" after `fit` and after `Run.finish`, when it is the caller's turn."""
         self._recorded: dict[str, Any] = {}
         self._line_is_due = False
         check_callbacks(callbacks)
@@ -142,7 +143,9 @@ class Trainer:
                 if self.at_log_step or self._line_is_due:
                     self.emit()
             self.finite.read()
+            self.enter("callbacks")
             self.hooks("on_fit_end")
+            self.enter("end")
         except BaseException as error:
             self.hooks("on_exception", error)
             raise
@@ -215,7 +218,7 @@ class Trainer:
     def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
         """Means, or what `task.summarise` makes of them, as `name/...`. A collective; UserError if empty."""
         sums = MetricSums(self.run.device)
-        task = task or self.task
+        task, before = task or self.task, self.phase
         self.model.eval()
         for batch in batches:
             self.enter("evaluation")
@@ -223,7 +226,7 @@ class Trainer:
                 loss = as_loss(task.evaluate(self.model, batch), "evaluate")
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
-        self.enter("callbacks")
+        self.enter(before)
         summarise = getattr(task, "summarise", dict)
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.of_evaluation(name)).items()}
         self._recorded |= metrics
@@ -288,8 +291,9 @@ class Trainer:
         """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
         to be called between two steps: from `on_step_start`, or after training. Raises UserError, and writes and
         deletes nothing, where weights are not finite."""
+        before = self.phase
         folder = self.begin_save(keep)(None)
-        self.enter("callbacks")
+        self.enter(before)
         if folder is not None:
             self.hooks("on_save", folder)
         return folder

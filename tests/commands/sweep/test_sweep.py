@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 from tests.commands.sweep.toy import RECIPE
 from tests.support.helpers import ROOT
 from toolkit.commands import main
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR
-from toolkit.run.folder import write_json
+from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
+from toolkit.run.folder import write_digests, write_json
 
 
 def sweep(toy, *words: str, behave: str = "well") -> list[str]:
@@ -159,6 +159,19 @@ def test_fields_that_were_added_between_runs_are_no_axis(tmp_path):
         write_json(folder / "results.json", {"test_accuracy": 0.5})
     assert gather(tmp_path).axes == []
     assert gather(tmp_path, ["labels"]).means()[0]["runs"] == 2
+
+
+def test_results_that_were_changed_after_a_run_was_finished_are_in_no_table(tmp_path):
+    from toolkit.run.runs_table import gather
+
+    (tmp_path / "one").mkdir()
+    for name in ("config.json", "results.json"):
+        write_json(tmp_path / "one" / name, {"test_accuracy": 0.5})
+    write_digests(tmp_path / "one")
+    assert gather(tmp_path).runs[0]["test_accuracy"] == 0.5
+    write_json(tmp_path / "one" / "results.json", {"test_accuracy": 1.0})
+    with pytest.raises(UserError, match=r"one/results.json was changed after the run was finished: delete .*one, and"):
+        gather(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "content"), [("results.json", "{"), ("config.json", "[1]")])

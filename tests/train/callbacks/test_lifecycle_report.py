@@ -11,10 +11,11 @@ import pytest
 
 import toolkit as tk
 from tests.experts.dynamic.dynamic_run import dynamic_config, dynamic_trainer
-from tests.support.helpers import run_distributed
+from tests.support.helpers import planted, run_distributed
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.run.tracking.lifecycle_records import read_lifecycle
+from toolkit.train.callbacks.pictures import draw_run
 
 STEPS = 66
 """The second task starts after 50."""
@@ -44,7 +45,10 @@ def record(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
+    (folder / "checkpoints").mkdir()  # else it is no folder of a run
+    precious = planted(folder / "knowledge_graph.json")
     train(folder)
+    assert precious.read_text() == "precious"
     return folder
 
 
@@ -65,6 +69,15 @@ def test_the_record_has_events_loads_and_classes(whole):
     assert set(graph.nodes) == set(state.nodes)
     (last,) = (line for line in read_metrics(whole / "metrics.jsonl") if line["step"] == STEPS)
     assert 0 < last["moe/specialisation/moe"] < 1
+
+
+def test_the_pictures_are_not_written_to_where_a_link_leads(whole):
+    (whole / "summary.txt").write_text("")  # which `Run.finish` leaves
+    precious = [planted(whole / name) for name in ("performance_summary.txt", ".loss.png.partial")]
+    draw_run(whole, {})
+    assert (whole / "loss.png").exists()
+    assert "Devices" in (whole / "performance_summary.txt").read_text()
+    assert {path.read_text() for path in precious} == {"precious"}
 
 
 def test_a_resumed_run_has_the_same_record(whole, tmp_path):

@@ -13,13 +13,14 @@ import pytest
 from tests.support.forked_python import run_forked
 from tests.support.helpers import program_environment
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, _frames, what_ranks_do
+from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, _frames, _stacks, what_ranks_do
 
 RECIPE = '''
 """A small run that something happens to."""
 import json, os, signal, sys, time
 from pathlib import Path
 import toolkit as tk
+from tests.support.helpers import planted
 from tests.support.small_run import SmallConfig, Stop, small_trainer
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.run.launch.restarts import past_restarts
@@ -32,17 +33,37 @@ class Sleeps(tk.Callback):
             trainer.task.loss = lambda *_: time.sleep(600)
 
 class Hangs(tk.Callback):
-    """An evaluation that does not end."""
+    """Something that does not end, where $WITH says."""
+    def on_fit_start(self, trainer):
+        if os.environ["WITH"] == "on_evaluate_end":
+            (trainer.run.folder / "hang").mkdir()
+            for name in ("rank-00000.partial", ".rank-00000.txt.partial", "rank-00000.txt"):
+                planted(trainer.run.folder / "hang" / name)
+
     def on_evaluate_end(self, trainer, name, metrics):
-        time.sleep(600)
+        if os.environ["WITH"] == "on_evaluate_end":
+            time.sleep(600)
+
+    def on_fit_end(self, trainer):
+        if os.environ["WITH"] == "on_fit_end":
+            time.sleep(600)
+
+def draw(folder, results):
+    time.sleep(600)
 
 def main(config):
     first = not past_restarts()
     stop = Stop(7, "SIGSTOP", rank=1) if first and os.environ.get("WITH") == "SIGSTOP" else None
-    more = {"sleep": [Sleeps()], "evaluation": [Hangs()]}.get(os.environ.get("WITH"), []) if first else []
+    more = {"sleep": [Sleeps()]}.get(os.environ["WITH"], [Hangs()]) if first else []
     watchdog = Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout)
     with small_trainer(config, stop, ep_size=config.num_processes, callbacks=[watchdog, *more]) as trainer:
-        trainer.run.finish(trainer.fit())
+        results = trainer.fit()
+        if os.environ["WITH"] == "draw":
+            trainer.save()
+            trainer.evaluate(trainer.callbacks[2].batches)
+            time.sleep(6)  # what the recipe does after training may take longer than the limit
+            trainer.run.draw_at_finish(draw)
+        trainer.run.finish(results)
 
 if __name__ == "__main__":
     sys.modules["__main__"].SmallConfig = SmallConfig
@@ -96,11 +117,13 @@ def test_a_rank_that_holds_up_the_others_is_named_and_all_stacks_are_written(tmp
     assert "<lambda>" not in waits
 
 
-def test_an_evaluation_that_hangs_in_one_process_ends(tmp_path: Path):
-    done = run(tmp_path / "run", "evaluation", "--num-processes", "1", "--process-timeout", "0.05")
+@pytest.mark.parametrize(("happens", "processes"), [("on_evaluate_end", 1), ("on_fit_end", 1), ("draw", 2)])
+def test_what_hangs_in_one_process_of_a_run_ends(tmp_path: Path, happens: str, processes: int):
+    done = run(tmp_path / "run", happens, "--num-processes", str(processes), "--process-timeout", "0.05")
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "rank 0 of 1 in on_evaluate_end (" in line
+    assert f"rank 0 of {processes} in {happens} (" in line
+    assert {path.read_text() for path in tmp_path.glob("run/hang/*.precious")} <= {"precious"}
     assert "longer than 3 s (--process-timeout)" in line
 
 
@@ -116,10 +139,10 @@ def report(rank: int, **changes: object) -> Report:
         (
             [report(0), report(1), report(2, step=6)],
             [],
-            "end: rank 2 of 3 in loss (a.py:1), in the phase 'step' of step 7",
+            "on: rank 2 of 3 in loss (a.py:1), in the phase 'step' after step 6",
         ),
-        ([report(0), report(1, late=False, frame="read (b.py:2)"), report(2)], [], "end: rank 1 of 3 in read (b.py:2)"),
-        ([report(0), report(1)], [], "a step does not end: ranks 0, 1 of 2 in loss (a.py:1)"),
+        ([report(0), report(1, late=False, frame="read (b.py:2)"), report(2)], [], "on: rank 1 of 3 in read (b.py:2)"),
+        ([report(0), report(1)], [], "the run does not go on: ranks 0, 1 of 2 in loss (a.py:1)"),
     ],
 )
 def test_the_rank_that_is_waited_for_is_named(reports: list[Report], silent: list[int], says: str):
@@ -136,14 +159,14 @@ def test_the_frames_of_a_thread_are_read_while_others_run():
     thread = threading.Thread(target=waiting_place)
     thread.start()
     begun.wait()
-    frames = _frames(thread.ident or 0)
+    frames = _frames(_stacks(), thread.ident or 0)
     may_end.set()
     thread.join()
     (name, line, _), *_ = [frame for frame in frames if frame[2] == "waiting_place"]
     assert name == __file__
     assert line == waiting_place.__code__.co_firstlineno + 2
     assert frames[0][2] == "wait"
-    assert _frames(thread.ident or 0) == []
+    assert _frames(_stacks(), thread.ident or 0) == []
 
 
 def test_the_limit_follows_the_runs_own_steps():

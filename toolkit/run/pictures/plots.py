@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import statistics
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.run.folder import write_bytes
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.run.tracking.lifecycle_records import read_lifecycle
 
@@ -55,10 +57,10 @@ def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
     with rc_context(STYLE):
         figure = Figure(figsize=(10, 4))
         draw(figure)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        FigureCanvasAgg(figure).print_png(partial)
-    partial.replace(path)
+        drawn = io.BytesIO()
+        FigureCanvasAgg(figure).print_png(drawn)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, drawn.getvalue(), durable=False)
     return path
 
 

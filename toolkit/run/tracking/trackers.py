@@ -23,6 +23,7 @@ from toolkit.compat import is_wandb_service, wandb_privacy
 from toolkit.errors import UserError, one_line
 from toolkit.run.config.run import RunConfig
 from toolkit.run.config.settings import leaves
+from toolkit.run.folder import write_text
 from toolkit.run.tracking.guard import Backend, GuardedTracker, Table
 from toolkit.run.tracking.secrets import mask_text
 
@@ -124,7 +125,7 @@ class WandB:
         path = self._id_file
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            path.write_text(secrets.token_hex(4))
+            write_text(path, secrets.token_hex(4))
         return path.read_text().strip()
 
     def _run_folder(self) -> Path:
@@ -195,7 +196,7 @@ class Trackio:
         )
         self._tracker.start()
         mark.parent.mkdir(exist_ok=True)
-        mark.write_text(name, encoding="utf-8")
+        write_text(mark, name)
         return f"Trackio: trackio show --project {shlex.quote(self.labels.project)}"
 
     def log(self, values: Mapping[str, float], step: int) -> None:

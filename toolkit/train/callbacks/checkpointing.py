@@ -75,10 +75,11 @@ class Checkpointing(Callback):
             self._have_best(trainer)
             run.truncate_metrics(trainer.state.step, saved.get("metrics"))
             run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
-        elif run.resume == "yes":
-            raise UserError(
-                f"resume='yes': no checkpoint in {run.checkpoints} verifies: leave it out to start from step 0."
-            )
+        elif run.resume == "yes" or run.config.extend:
+            asked, remedy = ("resume='yes'", "leave it out")
+            if run.config.extend:  # a run that begins anew would write over what the one in its folder found
+                asked, remedy = "extend=True", "give another run_dir"
+            raise UserError(f"{asked}: no checkpoint in {run.checkpoints} verifies: {remedy} to start from step 0.")
         self._started_at = trainer.state.step
 
     def _have_best(self, trainer: Trainer) -> None:

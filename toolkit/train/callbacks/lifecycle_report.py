@@ -12,6 +12,7 @@ from torch import nn
 from toolkit.experts.dynamic.graph import KnowledgeGraph
 from toolkit.experts.dynamic.routing_statistics import Ids, RoutingStatistics
 from toolkit.experts.layer.moe_layer import moe_layers
+from toolkit.run.folder import write_text
 from toolkit.run.tracking.jsonl import MetricsFile
 from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE, graph_file
 from toolkit.train.callbacks.base import Callback
@@ -117,7 +118,7 @@ class LifecycleReport(Callback):
                 "logical_on_ranks": [placement.experts_on(rank) for rank in range(placement.ranks)],
             }
             text = json.dumps(graph.state_dict(), indent=1)
-            (folder / graph_file(name, list(self.graphs))).write_text(text, encoding="utf-8")
+            write_text(folder / graph_file(name, list(self.graphs)), text, durable=False)
         self._file.append(
             step,
             {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.run.folder import write_text
 from toolkit.run.pictures.lifecycle_plots import draw_lifecycle, for_trackers
 from toolkit.run.pictures.performance import performance_summary
 from toolkit.run.pictures.plots import draw_plots
@@ -29,5 +30,5 @@ def draw_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
     """Draw the finished run in `folder`; returns the pictures that trackers get, by name."""
     pictures = draw_plots(folder, results.get("expert_placement")) | draw_lifecycle(folder)
     if (summary := performance_summary(folder)) is not None:
-        (folder / "performance_summary.txt").write_text(summary, encoding="utf-8")
+        write_text(folder / "performance_summary.txt", summary)
     return for_trackers(pictures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import EXIT_BUG
+from toolkit.run.folder import write_text
 from toolkit.run.launch.world import end_from_a_thread
 from toolkit.train.callbacks.base import Callback
 
@@ -54,7 +56,7 @@ class Watchdog(Callback):
     limit a thread of the rank writes its Python stacks to `hang/` in the run's folder, where those of other ranks see
     it and write theirs. The lowest rank that is late says which ranks do not answer, or where each is. Costs the
     training thread two readings of the clock a step. A process that was suspended as a whole, or is in a debugger, is
-    not hung.
+    not hung. `Run.finish` is watched too; between `fit` and that it is the caller's turn, without a limit.
     """
 
     def __init__(self, *, limit_s: float | None = None, longest_s: float = 600.0):
@@ -66,6 +68,8 @@ class Watchdog(Callback):
 
     def limit_of(self, phase: str) -> float:
         """Seconds that `phase` of a trainer may take now."""
+        if phase == "end":
+            return math.inf
         if phase not in OF_A_STEP:
             return self.longest_s
         if self.limit_s is not None:
@@ -81,15 +85,13 @@ class Watchdog(Callback):
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, args=(trainer,), name="watchdog", daemon=True)
         self._thread.start()
+        trainer.run.watch(trainer.enter, self._end)
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
         self._ended = time.monotonic()
 
     def on_step_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self._seconds.append(time.monotonic() - self._ended)
-
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        self._end()
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
         self._end()
@@ -122,7 +124,8 @@ class Watchdog(Callback):
 
     def _report(self, trainer: Trainer, *, late: bool) -> Report | None:
         """Write what this rank does, with its stacks; None in a debugger."""
-        frames = _frames(self._main)
+        stacks = _stacks()
+        frames = _frames(stacks, self._main)
         if any(os.path.basename(name) in ("bdb.py", "pdb.py") for name, _, _ in frames):
             return None
         run = trainer.run
@@ -136,12 +139,7 @@ class Watchdog(Callback):
         path = _file_of(run.folder, run.rank)
         with suppress(OSError):  # a full disk is no hang
             path.parent.mkdir(exist_ok=True)
-            unfinished = path.with_suffix(".partial")
-            with unfinished.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(report)) + "\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-            unfinished.replace(path)
+            write_text(path, f"{json.dumps(asdict(report))}\n{stacks}", durable=False)
         return report
 
     def _end_run(self, trainer: Trainer, began: float, every: float, limit: float) -> None:
@@ -161,7 +159,8 @@ class Watchdog(Callback):
         if run.rank != min(report.rank for report in reports if report.late):
             time.sleep(1.0)  # so that the line is out before a launcher ends all
             os._exit(EXIT_BUG)
-        silent = [rank for rank, report in found.items() if report is None]
+        # In `finish` the main process may go on alone, while the others have ended as they should.
+        silent = [rank for rank, report in found.items() if report is None and mine.phase != "finish"]
         flag = "--step-timeout" if mine.phase in OF_A_STEP else "--process-timeout"
         end_from_a_thread(
             f"error: {what_ranks_do(reports, silent, run.world_size)} It took longer than {limit:g} s ({flag}); stacks "
@@ -180,23 +179,28 @@ def what_ranks_do(reports: Sequence[Report], silent: Sequence[int], count: int) 
     ordered = sorted(places.items(), key=lambda item: (len(item[1]), item[0]))
     words = [
         f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} of {count} in {frame}, in the phase "
-        f"{phase!r} of step {step + 1:,}"
+        f"{phase!r} after step {step:,}"
         for (step, phase, frame), ranks in ordered
     ]
-    return f"a step does not end: {'; '.join(words)}."
+    return f"the run does not go on: {'; '.join(words)}."
 
 
-def _frames(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of `thread`, from the innermost outwards, as `faulthandler` prints them.
+def _stacks() -> str:
+    """The Python stacks of all threads, as `faulthandler` prints them.
 
     It holds the interpreter meanwhile. Frame objects of a thread that runs on, read one by one, may be freed under the
     reader: that ended processes with a segmentation fault.
     """
-    printed = ""
     with suppress(OSError), tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        _, _, printed = file.read().partition(f"0x{thread:016x}")
+        return file.read()
+    return ""
+
+
+def _frames(stacks: str, thread: int) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of `thread` in `stacks`, from the innermost outwards."""
+    printed = stacks.partition(f"0x{thread:016x}")[2]
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', printed.partition("\n\n")[0])
     return [(name, int(line), function) for name, line, function in frames]
 
