@@ -100,12 +100,12 @@ def test_clipping_by_torch_is_noticed_where_ranks_scale_unequally():
     assert ours == harmless == ""
 
 
-def changed_after_step_9(change: Callable[[nn.Module], object], *, frozen: bool) -> str:
+def changed_after_step_9(change: Callable[[nn.Module], object], *, frozen: bool, **options: Any) -> str:
     """What is said in twelve steps, the last of which is checked, of a `change` after the ninth."""
     accelerator, model = Accelerator(cpu=True), Model()
     model.head.weight.requires_grad_(not frozen)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+    prepared, optimizer = ExpertParallel(accelerator, **options).prepare(model, optimizer)
 
     def train() -> None:
         for step in range(1, 13):
@@ -120,7 +120,11 @@ def changed_after_step_9(change: Callable[[nn.Module], object], *, frozen: bool)
 
 
 def change_on_one_rank(model: Any) -> None:
-    model.head.weight.data[0, 0] += 0.01 * dist.get_rank()
+    model.head.weight.data[0, 0] += 0.01 * (dist.get_rank() == 1)
+
+
+def change_an_expert_on_one_rank(model: Any) -> None:
+    model.blocks[1].experts.down.data[0] += 0.01 * (dist.get_rank() == 3)
 
 
 def unfreeze(model: Any) -> None:
@@ -135,9 +139,20 @@ def test_weights_that_drifted_apart_are_noticed_at_the_next_check():
     first, second = run_distributed(changes_after_step_9, 2)
     assert first == second
     drifted, unfrozen = first
-    assert drifted.startswith("step 12: the weights of 1 replicated parameter(s), first 'head.weight', differ between")
+    several = "of 1 parameter(s) that several ranks have, first 'head.weight', differ between them"
+    assert drifted.startswith(f"step 12: the weights {several}")
     assert "call the model that prepare returned" in drifted
-    assert unfrozen.startswith("step 10: the gradients of 1 replicated parameter(s), first 'head.weight', differ")
+    assert unfrozen.startswith(f"step 10: the gradients {several}")
+
+
+def expert_changed_after_step_9() -> str:
+    return changed_after_step_9(change_an_expert_on_one_rank, frozen=False, ep_size=2)
+
+
+def test_experts_that_drifted_apart_between_ep_groups_are_noticed_at_the_next_check():
+    for said in run_distributed(expert_changed_after_step_9, 4):
+        assert said.startswith("step 12: the weights of 1 parameter(s) that several ranks have")
+        assert "first 'blocks.1.experts.down' of the experts of EP rank 1, differ between them" in said
 
 
 def placed_amid_a_step() -> list[str]:
