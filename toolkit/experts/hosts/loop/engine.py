@@ -21,6 +21,7 @@ from weakref import ref
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,7 +43,7 @@ from toolkit.experts.hosts.spreading.spread import (
 )
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack, only_names_are_read
-from toolkit.experts.moving.replan import Migration, Replanner
+from toolkit.experts.moving.replan import Migration, Replanner, ReplannerState
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import refuse_meta
 from toolkit.experts.parallel.gradients import (
@@ -316,10 +317,19 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             The `extra` that was saved.
 
         Raises:
-            UserError: Where the checkpoint is missing, damaged or does not fit.
+            UserError: Before anything is changed, where the checkpoint is missing, damaged, does not fit, or was saved
+                by another.
         """
         self._require_prepared("load")
-        state = checkpoint_files.load(folder, self._model, self._optimizers)
+
+        def oddity(saved: dict[str, Any]) -> str | None:
+            try:
+                checkpoint_files.check_types(_Saved, saved, "training")
+            except ValueError as error:
+                return f"it was not saved by ExpertParallel ({error})"
+            return self.replanner.oddity(saved["replanner"]) if self.replanner and saved["replanner"] else None
+
+        state = checkpoint_files.load(folder, self._model, self._optimizers, oddity)
         self.steps = state["steps"]
         if self._meter is not None:
             self._meter.begin(self.steps)
@@ -439,6 +449,14 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             self._meter.fold_when_many()
         if self.replanner is not None:
             self.replanner.after_step(self.steps, self._optimizers[0])
+
+
+class _Saved(BaseModel, strict=True):
+    """The types of what `ExpertParallel.save` gives."""
+
+    steps: NonNegativeInt
+    replanner: ReplannerState | None
+    extra: dict[str, Any]
 
 
 def describe_balance(model: nn.Module) -> str:
