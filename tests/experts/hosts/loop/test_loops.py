@@ -157,10 +157,12 @@ def test_experts_that_drifted_apart_between_ep_groups_are_noticed_at_the_next_ch
 
 def placed_amid_a_step() -> list[str]:
     """What is said of experts that are placed with gradients that no step has taken: after a backward, once they are
-    dropped, and after a step whose gradients are still there; then without the optimizer, which has states by now."""
+    dropped, and after a step whose gradients are still there; then without the optimizer, which has states by now, and
+    with the one of the head."""
     accelerator, model = Accelerator(cpu=True), Model()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+    optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p is not model.head.weight], lr=0.1)
+    other: Any = torch.optim.SGD([model.head.weight], lr=0.1)
+    prepared, optimizer, other = ExpertParallel(accelerator).prepare(model, optimizer, other)
     experts = sum(len(row) for row in model.blocks[0].experts.expert_stack.placement.slots)
     moved = ExpertPlacement.from_slot_of_expert([*range(1, experts), 0], 2)
 
@@ -175,17 +177,18 @@ def placed_amid_a_step() -> list[str]:
     accelerator.backward(prepared(batch()).square().mean())
     optimizer.step()
     said.append(refused(place))
-    said.append(refused(lambda: place_experts(model, moved, None)))
+    said += [refused(lambda each=each: place_experts(model, moved, each)) for each in (None, other)]
     return said
 
 
 def test_experts_are_not_placed_between_a_backward_and_its_step():
     first, second = run_distributed(placed_amid_a_step, 2)
     assert first == second
-    amid, dropped, after, alone = first
+    amid, dropped, after, alone, with_another = first
     assert amid.startswith("experts cannot be placed between a backward and optimizer.step(), which would lose their")
     assert dropped == after == ""
     assert alone == "optimizer=None: pass the optimizer, whose moments move with the experts."
+    assert with_another.startswith("optimizer=SGD: the experts were prepared with another optimizer: pass that one")
 
 
 def steps_with_an_unused_parameter() -> list[str]:

@@ -3,7 +3,9 @@ memory."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import shutil
 import weakref
 from collections.abc import Callable
@@ -229,3 +231,21 @@ def test_a_model_is_evaluated_without_an_optimizer(tmp_path: Path):
 def test_prepare_says_which_layers_were_spread(capfd: pytest.CaptureFixture[str]):
     ExpertParallel(Accelerator(cpu=True)).prepare(Model())
     assert "experts whole on each rank: blocks.0.experts, blocks.1.experts." in capfd.readouterr().out
+
+
+def said_of_batch_norm() -> list[bool]:
+    """Whether a line says that processes have their own, of a model with batch norm and of one without."""
+    found = []
+    for normed in (True, False):
+        model = Model()
+        if normed:
+            model.head = nn.Sequential(nn.BatchNorm1d(model.head.in_features), model.head)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            ExpertParallel(Accelerator(cpu=True)).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found.append("batch norm is over each process's part of the batch, unlike in one process" in said.getvalue())
+    return found
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, [[False, False]]), (2, [[True, False], [False, False]])])
+def test_prepare_says_that_processes_have_their_own_batch_norm(world: int, expected: list[list[bool]]):
+    assert run_distributed(said_of_batch_norm, world) == expected

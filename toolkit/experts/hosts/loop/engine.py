@@ -45,7 +45,7 @@ from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack, only_names_are_read
 from toolkit.experts.moving.replan import Migration, Replanner, ReplannerState
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.parallel.dense import refuse_meta
+from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
 from toolkit.experts.parallel.gradients import (
     average_accumulated,
     clip_grad_norm_,
@@ -150,8 +150,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 trained.
 
         Returns:
-            What Accelerate made of them, in that order. Rank 0 prints which layers were spread, and which balance
-            penalty is active.
+            What Accelerate made of them, in that order. Rank 0 prints which layers were spread, which balance penalty
+            is active, and of batch norm that each process has its own.
 
         Raises:
             UserError: A model is missing or was prepared before, an optimizer was prepared before or has parameters
@@ -188,6 +188,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         ranks = f"spread over {self.groups.ep_size} ranks" if self.groups.ep_size > 1 else "whole on each rank"
         self.accelerator.print(f"experts {ranks}: {', '.join(self.stacks)}.")
         self.accelerator.print(balance)
+        if optimizer is not None and self.accelerator.num_processes > 1 and has_batch_norm(model):
+            over_all = "nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare has it over all, on GPUs."
+            self.accelerator.print(f"{OF_EACH_PROCESS}{over_all}")
         return tuple(known[id(each)] if id(each) in known else self.accelerator.prepare(each) for each in objects)
 
     def _prepare_to_train(
