@@ -482,6 +482,17 @@ FORGED_STATES: dict[str, Callable[[Any], object]] = {
     "samples in half": lambda content: content["training"].update(samples=1.5),
     "sums in a dict": lambda content: content["training"].update(metric_sums={}),
     "a callback in a list": lambda content: content["training"]["callbacks"].update(Some=[1]),
+    "sums of two": lambda content: content["training"].update(metric_sums=[{"loss": [1.0, "float32"]}]),
+    "a seal in words": lambda content: content["training"].update(metrics={"bytes": "x", "sha256": 3}),
+    "a best in words": lambda content: content["training"]["callbacks"].update(Checkpointing={"best": "x"}),
+    "a best without its metric": lambda content: content["training"]["callbacks"].update(
+        Checkpointing={"best": {"metric": "test/loss", "step": 3, "evaluated": {}}}
+    ),
+    "a rate in words": lambda content: content["optimizer"]["groups"][0].update(lr="fast"),
+    "a rate below 0": lambda content: content["optimizer"]["groups"][0].update(lr=-1.0),
+    "an infinite rate": lambda content: content["optimizer"]["groups"][0].update(lr=float("inf")),
+    "a setting in a dict": lambda content: content["optimizer"]["groups"][0].update(betas={"a": 1}),
+    "random states of nothing": lambda content: content.update(random=[{}]),
 }
 
 
@@ -489,6 +500,11 @@ FORGED_STATES: dict[str, Callable[[Any], object]] = {
 def test_a_state_of_another_shape_is_passed_over(forgery, folder):
     forge_state(folder / "step-00000007", FORGED_STATES[forgery])
     assert passed_over(folder).startswith("state.json ")
+
+
+def test_a_best_checkpoint_in_words_is_not_gone_by(folder):
+    forge_state(folder / "step-00000007", FORGED_STATES["a best in words"])
+    assert best_or_newest(folder) == folder / "step-00000007"
 
 
 def forge_tensors(folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -506,6 +522,7 @@ UP_2 = "moe.experts.up/2/exp_avg"
     ("file", "key", "made", "said"),
     [
         ("optimizer", "stem.weight.exp_avg", lambda t: t.T.contiguous(), "its 'exp_avg' of 'stem.weight' has shape"),
+        ("optimizer", "stem.weight.exp_avg", lambda t: t[:1].clone(), "has shape (1, 8) where the weight has (16, 8)"),
         ("optimizer", "head.bias.exp_avg_sq", lambda t: t * torch.inf, "its 'exp_avg_sq' of 'head.bias' is not finite"),
         (
             "experts-00000",

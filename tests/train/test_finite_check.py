@@ -202,28 +202,40 @@ def test_nan_is_the_worst_of_all_evaluations(values: list[float], best: float):
 
 
 class Drift(tk.Callback):
-    """Changes a weight on one rank after step 4."""
+    """Changes a weight on the last rank after step 4."""
+
+    def __init__(self, name: str):
+        self.name = name
 
     def on_step_end(self, trainer: tk.Trainer) -> None:
-        if trainer.state.step == 4 and trainer.run.rank == 1:
-            trainer.raw_model.head.weight.data[0, 0] += 1e-3
+        if trainer.state.step == 4 and trainer.run.rank == trainer.run.world_size - 1:
+            trainer.raw_model.get_parameter(self.name).data[0, 0] += 1e-3
 
 
-def drifted(folder: Path, settings: dict[str, Any]) -> str:
+def drifted(folder: Path, name: str, settings: dict[str, Any]) -> str:
     with (
         pytest.raises(UserError) as error,
-        small_trainer(small_config(folder, **settings), ep_size=2, callbacks=[Drift()]) as trainer,
+        small_trainer(small_config(folder, **settings), ep_size=2, callbacks=[Drift(name)]) as trainer,
     ):
         trainer.fit()
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"log_every": 6}, {"log_every": 50, "checkpoint": CheckpointOptions(every_steps=6)}]
+    ("world", "name", "settings"),
+    [
+        (2, "head.weight", {"log_every": 6}),
+        (2, "head.weight", {"log_every": 50, "checkpoint": CheckpointOptions(every_steps=6)}),
+        (4, "moe.experts.up", {"log_every": 5, "batch_size": 20}),
+    ],
 )
-def test_a_weight_that_drifts_on_one_rank_ends_training_at_the_next_line_or_checkpoint(tmp_path: Path, settings):
-    for told in run_distributed(drifted, 2, tmp_path, settings):
-        assert told.startswith("step 6: the weights of 1 replicated parameter(s), first 'head.weight', differ between")
+def test_a_weight_that_drifts_on_one_rank_ends_training_at_the_next_line_or_checkpoint(
+    tmp_path: Path, world: int, name: str, settings: dict[str, Any]
+):
+    step, where = (6, "") if world == 2 else (5, " of the experts of EP rank 1")
+    expected = f"step {step}: the weights of 1 parameter(s) that several ranks have, first '{name}'{where}, differ"
+    for told in run_distributed(drifted, world, tmp_path, name, settings):
+        assert told.startswith(expected)
 
 
 @pytest.mark.parametrize("kind", ["table", "loader"])

@@ -11,12 +11,12 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch.distributed as dist
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt, Strict
 
-from toolkit.checkpoint.retention import newest_first, step_of
+from toolkit.checkpoint.retention import best_step, newest_first, step_of
 from toolkit.errors import one_line
 from toolkit.experts.parallel.collectives import on_main, together
 from toolkit.experts.state import manifest
@@ -88,15 +88,24 @@ def _complete(path: Path, storage: Storage) -> None:
     manifest.publish(writing, path, about)
 
 
+class _Seal(BaseModel, strict=True):
+    bytes: NonNegativeInt
+    sha256: str
+
+
+_Sum = Annotated[tuple[Any, str, float], Strict(False)]
+
+
 class _Training(BaseModel, strict=True):
     """The types of what `Trainer.state_dict` gives; callbacks compare those of their own states."""
 
     step: NonNegativeInt
     samples: NonNegativeInt
-    metric_sums: list[dict[str, list[Any]]]
+    metric_sums: Annotated[list[dict[str, _Sum]], Field(min_length=1)]
     recorded: dict[str, Any]
     results: dict[str, Any]
     callbacks: dict[str, dict[str, Any]]
+    metrics: _Seal | None = None
 
 
 def _strangeness(path: Path) -> str | None:
@@ -106,6 +115,7 @@ def _strangeness(path: Path) -> str | None:
     try:
         training = read_state(path)["training"]
         check_types(_Training, training, "training")
+        best_step(training)
     except (OSError, ValueError) as error:
         return one_line(error)
     if about["step"] != step_of(path):

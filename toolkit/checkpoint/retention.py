@@ -9,9 +9,37 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, NonNegativeInt, model_validator
+
 from toolkit.errors import UserError
 from toolkit.experts.state import manifest
-from toolkit.experts.state.checkpoint_files import read_state
+from toolkit.experts.state.checkpoint_files import check_types, read_state
+
+
+class _Best(BaseModel, strict=True):
+    metric: str
+    step: NonNegativeInt
+    evaluated: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _has_its_metric(self) -> _Best:
+        if not isinstance(self.evaluated.get(self.metric), int | float):
+            raise ValueError(f"evaluated has no number for {self.metric}")
+        return self
+
+
+class _Checkpointing(BaseModel, strict=True):
+    best: _Best | None = None
+
+
+class _Callbacks(BaseModel, strict=True):
+    Checkpointing: _Checkpointing | None = None
+
+
+class _Training(BaseModel, strict=True):
+    """The types of what says which checkpoint is the best."""
+
+    callbacks: _Callbacks
 
 
 def step_of(path: Path) -> int:
@@ -25,7 +53,9 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def best_step(training: Mapping[str, Any]) -> int | None:
-    """The step of the best checkpoint, as the state of a run has it; None where none is kept."""
+    """The step of the best checkpoint, as the state of a run has it; None where none is kept. Raises ValueError where
+    it has other types."""
+    check_types(_Training, training, "training")
     best = training["callbacks"].get("Checkpointing", {}).get("best")
     return best["step"] if best else None
 

@@ -28,6 +28,7 @@ from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, describe_experts, make_moe
 from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.run.config.experts import DynamicRunConfig, ExpertRunConfig, MoERunConfig
 from toolkit.run.run import Run
@@ -359,13 +360,10 @@ def _announce(run: Run, model: nn.Module, samples: str, max_steps: int, epochs: 
 def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
     """Returns `model` with the batch norm that the config asks for; on several processes, says where it differs from
     that of one. Raises UserError on a CPU."""
-    of_each = any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for module in model.modules())
-    if not of_each or run.world_size == 1:
+    if run.world_size == 1 or not has_batch_norm(model):
         return model
     if not run.config.sync_bn:
-        run.note(
-            "batch norm is over each process's part of the batch, unlike in one process: sync_bn=True has it over all"
-        )
+        run.note(f"{OF_EACH_PROCESS}sync_bn=True has it over all")
         return model
     if run.device.type == "cpu":
         raise UserError(field="sync_bn", value=True, remedy="torch has no SyncBatchNorm on a CPU: leave it out")

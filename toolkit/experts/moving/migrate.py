@@ -30,7 +30,7 @@ from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
-from toolkit.experts.parallel.ownership import local_rows
+from toolkit.experts.parallel.ownership import local_rows, ownership_of
 from toolkit.experts.placement.cost_model import LINK_BYTES_PER_SECOND
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, Transfer, schedule
@@ -123,7 +123,7 @@ def place_experts(
     Raises:
         UserError: On every rank alike, for a model or layer without experts of ours to move; for a placement with other
             slots or experts than the layer has; under `ExpertParallel` where there are gradients that no step has
-            taken, and without the optimizer that has stepped.
+            taken, without the optimizer that has stepped, and with another than the one that was prepared.
     """
     stacks = expert_stacks(model)
     if not stacks:
@@ -145,7 +145,22 @@ def place_experts(
     _refuse_new_gradients(stacks.values())
     if optimizer is None and any(stacks[name].has_stepped for name in wanted):
         raise UserError(field="optimizer", value=None, remedy="pass the optimizer, whose moments move with the experts")
+    if optimizer is not None:
+        _refuse_another(optimizer, [stacks[name] for name in wanted])
     return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
+
+
+def _refuse_another(optimizer: Optimizer, stacks: Collection[ExpertStack]) -> None:
+    """Raise UserError where experts were prepared with another optimizer, which has their moments."""
+    for parameter in (p for stack in stacks for p in stack.parameters.values()):
+        ownership = ownership_of(parameter)
+        prepared = ownership.optimizer() if ownership is not None and ownership.optimizer is not None else None
+        if prepared is not None and prepared not in (optimizer, unwrapped(optimizer)):
+            name = type(unwrapped(optimizer)).__name__
+            raise UserError(
+                f"optimizer={name}: the experts were prepared with another optimizer: pass that one, whose moments "
+                "move with them."
+            )
 
 
 def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:

@@ -43,6 +43,15 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
+OF_EACH_PROCESS = "batch norm is over each process's part of the batch, unlike in one process: "
+"""The beginning of what is said of a model that `has_batch_norm`; how it is made one over all depends on the host."""
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether `model` has batch norm that is not torch's `SyncBatchNorm`."""
+    return any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for module in model.modules())
+
+
 def constant_buffers(model: nn.Module) -> list[str]:
     """The buffers that modules list as `constant_buffers`: equal on all ranks for ever, so DDP need not copy them from
     the first before each forward."""

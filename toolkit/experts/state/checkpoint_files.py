@@ -16,11 +16,11 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, StrictStr, ValidationError
+from pydantic import BaseModel, Field, StrictStr, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,7 +29,12 @@ from toolkit.experts.parallel.collectives import gather_objects, is_main, on_mai
 from toolkit.experts.parallel.optimizer_rows import refuse_strangers, unwrapped
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.state import manifest
-from toolkit.experts.state.random_states import random_states, restore_random_states
+from toolkit.experts.state.random_states import (
+    RandomStates,
+    oddity_of_random_states,
+    random_states,
+    restore_random_states,
+)
 from toolkit.experts.state.tensor_files import (
     FileContents,
     SavedTensors,
@@ -195,7 +200,12 @@ def free_bytes(folder: Path) -> int:
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
-def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+def load(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: Optimizers,
+    oddity: Callable[[dict[str, Any]], str | None] = lambda _: None,
+) -> dict[str, Any]:
     """Verifies what `save` (or a `Trainer`) wrote, and loads it under any number of ranks. A collective.
 
     On as many ranks with as many slots experts are placed where they were saved, and on as many ranks random states are
@@ -205,12 +215,13 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
         folder: The checkpoint.
         model: Takes its weights, each rank those of its experts.
         optimizer: One or several, which take their states and settings, such as the learning rate; `()` leaves them.
+        oddity: Says why the `extra` that was saved cannot be used, as half a sentence, or returns None.
 
     Returns:
         The `extra` that was saved.
 
     Raises:
-        UserError: On every rank, where the checkpoint is missing, damaged or does not fit.
+        UserError: On every rank, before anything is changed, where the checkpoint is missing, damaged or does not fit.
     """
     path = Path(folder).absolute()
 
@@ -223,10 +234,23 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
     optimizers = _listed(model, optimizer)
 
     def differences(saved: dict[str, Any]) -> list[str]:
-        then, now = len(saved["optimizer"].get("groups") or ()), len(_groups(optimizers))
-        return [f"it has {then} parameter groups and the optimizer {now}"] if then and now not in (0, then) else []
+        then, now = saved["optimizer"].get("groups") or (), _groups(optimizers)
+        lines = [oddity(saved["training"])]
+        if then and len(now) not in (0, len(then)):
+            lines.append(f"it has {len(then)} parameter groups and the optimizer {len(now)}")
+        for number, (settings, group) in enumerate(zip(then, now, strict=False)):
+            plain = {key: _plain(value) for key, value in group.items() if key != PARAMETERS}
+            if odd := other_type(settings, plain, f"optimizer.groups.{number}"):
+                lines.append(f"it has {odd}")
+        if (random := states_here(saved)) is not None:
+            lines.append(oddity_of_random_states(random))
+        return list(filter(None, lines))
 
-    remedy = "build the model that it was made with, and its optimizer"
+    def states_here(saved: dict[str, Any]) -> dict[str, Any] | None:
+        random = saved.get("random")  # a Trainer needs none
+        return random[rank()] if random is not None and len(random) == world_size() else None
+
+    remedy = "build the model that it was made with, and its optimizer, or load another"
     saved = load_verified(path, model, optimizer, remedy=remedy, differences=differences)
     for group, settings in zip(_groups(optimizers), saved["optimizer"].get("groups") or (), strict=False):
         for name, value in settings.items():
@@ -236,9 +260,8 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
                 group[name].fill_(value)
             else:
                 group[name] = tuple(value) if isinstance(value, list) else value
-    random = saved.get("random")  # a Trainer needs none
-    if random is not None and len(random) == world_size():
-        restore_random_states(random[rank()])
+    if (random := states_here(saved)) is not None:
+        restore_random_states(random)
     training: dict[str, Any] = saved["training"]
     return training
 
@@ -296,10 +319,21 @@ def load_verified(
     return saved
 
 
+_Setting = bool | int | float | str | None
+
+
+class _Group(BaseModel, strict=True, extra="allow"):
+    """The settings of a parameter group; those of the optimizer that takes them tell more of their types."""
+
+    __pydantic_extra__: dict[str, _Setting | list[_Setting]]
+    params: list[str]
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
 class _Optimizer(BaseModel):
     name: StrictStr
     scaler: dict[str, Any] | None
-    groups: list[dict[str, Any]] | None = None
+    groups: list[_Group] | None = None
 
 
 class _Content(BaseModel):
@@ -308,7 +342,7 @@ class _Content(BaseModel):
     training: dict[str, Any]
     config: dict[str, Any]
     optimizer: _Optimizer
-    random: list[dict[str, Any]] | None = None
+    random: list[RandomStates] | None = None
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -345,7 +379,29 @@ def check_types(model: type[BaseModel], value: Any, field: str = "") -> None:
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         place = ".".join(filter(None, [field, *map(str, found["loc"])])) or "all of it"
+        if found["type"] == "missing":
+            raise ValueError(f"{STATE} has no {place}") from None
         raise ValueError(f"{STATE} has {place}={str(found['input'])[:40]}: {found['msg']}") from None
+
+
+def other_type(saved: Any, now: Any, name: str) -> str | None:
+    """The first value of `saved` that is of another type than the same one `now`, with the name of both; None says that
+    nothing is known yet, and keys that only one of them has are not compared."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        both = (other_type(saved[key], now[key], f"{name}.{key}") for key in saved.keys() & now.keys())
+        return next(filter(None, both), None)
+    if saved is None or now is None:
+        return None
+    kinds: tuple[type, ...] = (int, float) if type(now) in (int, float) else (type(now),)
+    if isinstance(now, list | tuple):
+        kinds = (list, tuple)
+    if type(saved) not in kinds:
+        return f"{name}={saved!r}, which is a {type(now).__name__}"
+    if isinstance(now, tuple):  # of fixed length, as betas
+        if len(saved) != len(now):
+            return f"{name}={saved!r}, which has {len(now)} values"
+        return next(filter(None, (other_type(*pair, name) for pair in zip(saved, now, strict=True))), None)
+    return None
 
 
 def _misfits(
@@ -360,17 +416,24 @@ def _misfits(
         lines.append(f"it was made with the optimizer {then['name']} and this run has {now['name']}")
     if (then["scaler"] is None) != (now["scaler"] is None):
         lines.append(f"it was made {'without' if then['scaler'] is None else 'with'} fp16's loss scaling")
+    elif odd := other_type(then["scaler"], now["scaler"], "optimizer.scaler"):
+        lines.append(f"it has {odd}")
     for name in (name for name, parameter in model.named_parameters() if ownership_of(parameter) is not None):
         if len({frozenset(tensors.states.get(f"{name}/{row_id}", ())) for row_id in tensors.rows_of(name)}) > 1:
             lines.append(f"its rows of {name!r} have different optimizer states")
+    # Their kernels go through a state as far as the weight goes, whatever its shape.
+    groups = [group for each in (then, now) for group in each.get("groups") or ()]
+    fused = {name for group in groups if group.get("fused") for name in group[PARAMETERS]}
     for weight, target in targets(model):
         here = describe_tensor(tuple(target.shape), target.dtype)
         if weight not in tensors.weights:
             lines.append(f"it lacks {weight!r}")
         elif (there := tensors.describe(weight)) != here:
             lines.append(f"its {weight!r} is {there} and this run's is {here}")
-        elif odd := tensors.oddity(weight, target.shape):
-            lines.append(odd)
+        else:
+            is_fused = weight in fused or weight.rpartition("/")[0] in fused
+            if odd := tensors.oddity(weight, target.shape, is_fused=is_fused):
+                lines.append(odd)
     return lines
 
 

@@ -226,12 +226,12 @@ class SavedTensors:
         """The optimizer states of `weight`, or of one row, by name; empty where no file holds any."""
         return {name: file.get_tensor(key).clone() for name, (file, key) in self.states.get(weight, {}).items()}
 
-    def oddity(self, weight: str, shape: torch.Size) -> str | None:
+    def oddity(self, weight: str, shape: torch.Size, *, is_fused: bool = False) -> str | None:
         """Why the optimizer states of `weight`, or of one row, cannot be those of a weight of that shape, as half a
-        sentence."""
+        sentence. Those of a fused optimizer are numbers, or have its shape."""
         states = self.state(weight)
         for key, value in states.items():
-            if value.shape != shape and sorted(value.shape) == sorted(shape):
+            if value.shape != shape and ((is_fused and value.ndim) or sorted(value.shape) == sorted(shape)):
                 return f"its {key!r} of {weight!r} has shape {tuple(value.shape)} where the weight has {tuple(shape)}"
         named = ((f"its {key!r} of {weight!r}", value) for key, value in states.items())
         return None if (found := first_not_finite(named)) is None else f"{found} is not finite"

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toolkit.errors import UserError
+from toolkit.experts.state.checkpoint_files import other_type
 
 if TYPE_CHECKING:
     from toolkit.data.table import Batch
@@ -137,29 +138,13 @@ def load_states(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
     `states_of` is.
     """
     for key, now in states_of(callbacks).items():
-        if odd := _other_type(states.get(key, {}), now, key):
+        if odd := other_type(states.get(key, {}), now, key):
             raise UserError(
                 f"the checkpoint's state of a callback has {odd}: use the version that wrote it, or another."
             )
     for callback in callbacks:
         if state := states.get(_key(callback)):
             callback.load_state_dict(state)
-
-
-def _other_type(saved: Any, now: Any, name: str) -> str | None:
-    """The first value of `saved` that is of another type than the same one `now`, with the name of both; None says that
-    nothing is known yet, and keys that only one of them has are not compared."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        both = (_other_type(saved[key], now[key], f"{name}.{key}") for key in saved.keys() & now.keys())
-        return next(filter(None, both), None)
-    if saved is None or now is None:
-        return None
-    kinds: tuple[type, ...] = (int, float) if type(now) in (int, float) else (type(now),)
-    if isinstance(now, list | tuple):
-        kinds = (list, tuple)
-    if type(saved) not in kinds:
-        return f"{name}={saved!r}, which is a {type(now).__name__}"
-    return None
 
 
 def _key(callback: Callback) -> str:

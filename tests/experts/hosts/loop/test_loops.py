@@ -100,12 +100,12 @@ def test_clipping_by_torch_is_noticed_where_ranks_scale_unequally():
     assert ours == harmless == ""
 
 
-def changed_after_step_9(change: Callable[[nn.Module], object], *, frozen: bool) -> str:
+def changed_after_step_9(change: Callable[[nn.Module], object], *, frozen: bool, **options: Any) -> str:
     """What is said in twelve steps, the last of which is checked, of a `change` after the ninth."""
     accelerator, model = Accelerator(cpu=True), Model()
     model.head.weight.requires_grad_(not frozen)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+    prepared, optimizer = ExpertParallel(accelerator, **options).prepare(model, optimizer)
 
     def train() -> None:
         for step in range(1, 13):
@@ -120,7 +120,11 @@ def changed_after_step_9(change: Callable[[nn.Module], object], *, frozen: bool)
 
 
 def change_on_one_rank(model: Any) -> None:
-    model.head.weight.data[0, 0] += 0.01 * dist.get_rank()
+    model.head.weight.data[0, 0] += 0.01 * (dist.get_rank() == 1)
+
+
+def change_an_expert_on_one_rank(model: Any) -> None:
+    model.blocks[1].experts.down.data[0] += 0.01 * (dist.get_rank() == 3)
 
 
 def unfreeze(model: Any) -> None:
@@ -135,17 +139,30 @@ def test_weights_that_drifted_apart_are_noticed_at_the_next_check():
     first, second = run_distributed(changes_after_step_9, 2)
     assert first == second
     drifted, unfrozen = first
-    assert drifted.startswith("step 12: the weights of 1 replicated parameter(s), first 'head.weight', differ between")
+    several = "of 1 parameter(s) that several ranks have, first 'head.weight', differ between them"
+    assert drifted.startswith(f"step 12: the weights {several}")
     assert "call the model that prepare returned" in drifted
-    assert unfrozen.startswith("step 10: the gradients of 1 replicated parameter(s), first 'head.weight', differ")
+    assert unfrozen.startswith(f"step 10: the gradients {several}")
+
+
+def expert_changed_after_step_9() -> str:
+    return changed_after_step_9(change_an_expert_on_one_rank, frozen=False, ep_size=2)
+
+
+def test_experts_that_drifted_apart_between_ep_groups_are_noticed_at_the_next_check():
+    for said in run_distributed(expert_changed_after_step_9, 4):
+        assert said.startswith("step 12: the weights of 1 parameter(s) that several ranks have")
+        assert "first 'blocks.1.experts.down' of the experts of EP rank 1, differ between them" in said
 
 
 def placed_amid_a_step() -> list[str]:
     """What is said of experts that are placed with gradients that no step has taken: after a backward, once they are
-    dropped, and after a step whose gradients are still there; then without the optimizer, which has states by now."""
+    dropped, and after a step whose gradients are still there; then without the optimizer, which has states by now, and
+    with the one of the head."""
     accelerator, model = Accelerator(cpu=True), Model()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+    optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p is not model.head.weight], lr=0.1)
+    other: Any = torch.optim.SGD([model.head.weight], lr=0.1)
+    prepared, optimizer, other = ExpertParallel(accelerator).prepare(model, optimizer, other)
     experts = sum(len(row) for row in model.blocks[0].experts.expert_stack.placement.slots)
     moved = ExpertPlacement.from_slot_of_expert([*range(1, experts), 0], 2)
 
@@ -160,17 +177,18 @@ def placed_amid_a_step() -> list[str]:
     accelerator.backward(prepared(batch()).square().mean())
     optimizer.step()
     said.append(refused(place))
-    said.append(refused(lambda: place_experts(model, moved, None)))
+    said += [refused(lambda each=each: place_experts(model, moved, each)) for each in (None, other)]
     return said
 
 
 def test_experts_are_not_placed_between_a_backward_and_its_step():
     first, second = run_distributed(placed_amid_a_step, 2)
     assert first == second
-    amid, dropped, after, alone = first
+    amid, dropped, after, alone, with_another = first
     assert amid.startswith("experts cannot be placed between a backward and optimizer.step(), which would lose their")
     assert dropped == after == ""
     assert alone == "optimizer=None: pass the optimizer, whose moments move with the experts."
+    assert with_another.startswith("optimizer=SGD: the experts were prepared with another optimizer: pass that one")
 
 
 def steps_with_an_unused_parameter() -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.spread import spread_experts
+from toolkit.experts.hosts.spreading.waiting_rows import wait_for_rows
 from toolkit.experts.parallel.groups import ExpertGroups
 
 DIM, EXPERTS = 8, 4
@@ -120,6 +121,40 @@ def test_an_expert_that_is_an_identity_or_is_skipped_is_found_at_any_id(number: 
     experts.up = nn.Parameter(torch.randn(number, DIM, 12))
     experts.down = nn.Parameter(torch.randn(number, 12, DIM))
     with pytest.raises(UserError, match="compute something else where each is on a rank of its own"):
+        spread_experts(model, ExpertGroups())
+
+
+def leave_rows_elsewhere(experts: nn.Module) -> None:
+    rows = {name: parameter.detach() for name, parameter in experts.named_parameters(recurse=False)}
+    for name, whole in rows.items():
+        setattr(experts, name, nn.Parameter(torch.zeros(()).expand(whole.shape)))
+    wait_for_rows(experts, lambda _, chosen: {name: whole[list(chosen)] for name, whole in rows.items()})
+
+
+@pytest.mark.parametrize("is_identity", [True, False])
+@pytest.mark.parametrize("other", [3, 4, 20])
+def test_an_expert_that_is_an_identity_or_is_skipped_is_found_while_rows_are_elsewhere(other: int, is_identity: bool):
+    model = model_of(OneIsOther)
+    experts: Any = model.get_submodule("experts")
+    experts.num_experts, experts.other, experts.is_identity = 21, other, is_identity
+    experts.up, experts.down = nn.Parameter(torch.randn(21, DIM, 12)), nn.Parameter(torch.randn(21, 12, DIM))
+    leave_rows_elsewhere(experts)
+    with pytest.raises(UserError, match="compute something else where each is on a rank of its own"):
+        spread_experts(model, ExpertGroups())
+    assert all(parameter.untyped_storage().nbytes() == 4 for parameter in experts.parameters())
+
+
+def test_a_buffer_with_a_row_per_expert_is_found_while_rows_are_elsewhere():
+    class Scaled(HasBuffers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts = 6
+            self.up, self.down = nn.Parameter(torch.randn(6, DIM, 12)), nn.Parameter(torch.randn(6, 12, DIM))
+            self.register_buffer("scale", torch.ones(6))
+
+    model = model_of(Scaled)
+    leave_rows_elsewhere(model.get_submodule("experts"))
+    with pytest.raises(UserError, match="buffer 'scale' is not moved with them"):
         spread_experts(model, ExpertGroups())
 
 

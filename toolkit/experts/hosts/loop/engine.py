@@ -21,6 +21,7 @@ from weakref import ref
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,9 +43,9 @@ from toolkit.experts.hosts.spreading.spread import (
 )
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack, only_names_are_read
-from toolkit.experts.moving.replan import Migration, Replanner
+from toolkit.experts.moving.replan import Migration, Replanner, ReplannerState
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.parallel.dense import refuse_meta
+from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
 from toolkit.experts.parallel.gradients import (
     average_accumulated,
     clip_grad_norm_,
@@ -149,8 +150,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 trained.
 
         Returns:
-            What Accelerate made of them, in that order. Rank 0 prints which layers were spread, and which balance
-            penalty is active.
+            What Accelerate made of them, in that order. Rank 0 prints which layers were spread, which balance penalty
+            is active, and of batch norm that each process has its own.
 
         Raises:
             UserError: A model is missing or was prepared before, an optimizer was prepared before or has parameters
@@ -187,6 +188,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         ranks = f"spread over {self.groups.ep_size} ranks" if self.groups.ep_size > 1 else "whole on each rank"
         self.accelerator.print(f"experts {ranks}: {', '.join(self.stacks)}.")
         self.accelerator.print(balance)
+        if optimizer is not None and self.accelerator.num_processes > 1 and has_batch_norm(model):
+            over_all = "nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare has it over all, on GPUs."
+            self.accelerator.print(f"{OF_EACH_PROCESS}{over_all}")
         return tuple(known[id(each)] if id(each) in known else self.accelerator.prepare(each) for each in objects)
 
     def _prepare_to_train(
@@ -316,10 +320,19 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             The `extra` that was saved.
 
         Raises:
-            UserError: Where the checkpoint is missing, damaged or does not fit.
+            UserError: Before anything is changed, where the checkpoint is missing, damaged, does not fit, or was saved
+                by another.
         """
         self._require_prepared("load")
-        state = checkpoint_files.load(folder, self._model, self._optimizers)
+
+        def oddity(saved: dict[str, Any]) -> str | None:
+            try:
+                checkpoint_files.check_types(_Saved, saved, "training")
+            except ValueError as error:
+                return f"it was not saved by ExpertParallel ({error})"
+            return self.replanner.oddity(saved["replanner"]) if self.replanner and saved["replanner"] else None
+
+        state = checkpoint_files.load(folder, self._model, self._optimizers, oddity)
         self.steps = state["steps"]
         if self._meter is not None:
             self._meter.begin(self.steps)
@@ -439,6 +452,14 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             self._meter.fold_when_many()
         if self.replanner is not None:
             self.replanner.after_step(self.steps, self._optimizers[0])
+
+
+class _Saved(BaseModel, strict=True):
+    """The types of what `ExpertParallel.save` gives."""
+
+    steps: NonNegativeInt
+    replanner: ReplannerState | None
+    extra: dict[str, Any]
 
 
 def describe_balance(model: nn.Module) -> str:

@@ -1,8 +1,8 @@
-"""Whether replicated parameters and their gradients are the same on all ranks when an optimizer steps."""
+"""Whether parameters and their gradients are the same on all ranks that have them when an optimizer steps."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.compat import norm_of_each
 from toolkit.errors import UserError
-from toolkit.experts.parallel.groups import extremes_over_ranks
-from toolkit.experts.parallel.ownership import is_owned, local_rows
+from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
 
 FIRST_STEPS, EVERY = 8, 64
 """Checked are the first steps, the first after more or fewer parameters are trained, and every so many: it costs a pass
@@ -21,8 +20,9 @@ over weights and gradients, and a host sync."""
 
 
 class ReplicaCheck:
-    """An optimizer's step hook, which compares the norms of replicated weights and gradients over all ranks that have
-    them. A collective. Of parameters that FSDP2 shards, these are the ranks with the same shard, if there are several.
+    """An optimizer's step hook, which compares the norms of weights and gradients over all ranks that have them. A
+    collective. Of experts, these are the expert data-parallel group, and of parameters that FSDP2 shards the ranks with
+    the same shard, if there are several. An expert's replicas within an EP group get its weights after each step.
 
     Where gradients differ, weights would drift apart without an error, and where weights differ they have, between two
     checks. One reason is `torch.nn.utils.clip_grad_norm_`, whose norm has the experts of one rank. Raises UserError,
@@ -50,50 +50,73 @@ class ReplicaCheck:
     @torch.no_grad()
     def check(self, step: int) -> None:
         """Compare weights, and the gradients that there are, after `step` steps. A collective."""
-        replicated: dict[str, nn.Parameter] = {}
-        group = None
+        compared: dict[str, nn.Parameter] = {}
+        mine: list[int] = []
+        labels: list[str] = []
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad or is_owned(parameter):
+            if not parameter.requires_grad or (variants := _variants(parameter)) is None:
                 continue
-            if isinstance(parameter, DTensor):
-                if len(parameter.placements) == 1 or not parameter.placements[0].is_replicate():
-                    continue
-                group = parameter.device_mesh.get_group(0)
-            replicated[name] = parameter
-        if not replicated:
+            compared[name] = parameter
+            mine.append(len(labels) + variants.here)
+            labels += [repr(name.removeprefix("module.")) + of for of in variants.labels]
+        if not compared:
             return
-        grads = {name: local_rows(p.grad) for name, p in replicated.items() if p.grad is not None}
+        grads = {name: local_rows(p.grad) for name, p in compared.items() if p.grad is not None}
         norms = dict(zip(grads, norm_of_each(list(grads.values())), strict=True)) if grads else {}
-        missing = torch.full((), -1.0, device=next(iter(replicated.values())).device)
-        weights = norm_of_each([local_rows(parameter.detach()) for parameter in replicated.values()])
-        gradients = [norms.get(name, missing) for name in replicated]
-        mine = torch.stack([norm.float() for norm in (*gradients, *weights)]).nan_to_num()
-        most, least = extremes_over_ranks(mine, group)
-        apart = (most != least).int()
-        if group is not None:
-            dist.all_reduce(apart)  # ranks with other shards must come to the same end
-        least = least.cpu()[: len(replicated)]
-        names = [name.removeprefix("module.") for name in replicated]
-        unused = [name for name, value in zip(names, least.tolist(), strict=True) if value < 0]
+        missing = torch.full((), -1.0, device=next(iter(compared.values())).device)
+        weights = norm_of_each([local_rows(parameter.detach()) for parameter in compared.values()])
+        gradients = [norms.get(name, missing) for name in compared]
+        norms_2N = torch.stack([norm.float() for norm in (*gradients, *weights)]).nan_to_num().view(2, -1)
+        # One collective of all ranks, in which each leaves open what others have: all come to the same end.
+        extremes = norms_2N.new_full((2, 2, len(labels)), -torch.inf)
+        extremes[:, :, mine] = torch.stack([norms_2N, -norms_2N])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        most, least = extremes.cpu() * torch.tensor([1, -1]).view(2, 1, 1)
+        of_all = [label for label, at in zip(compared, mine, strict=True) if least[0, at] < 0]
+        unused = [name.removeprefix("module.") for name in of_all if not is_owned(compared[name])]
         if grads and unused and step == 1 and _waits_for_all(self.model):
             raise UserError(
                 f"{len(unused)} parameter(s), first {unused[0]!r}, got no gradient in the first step, and DDP waits "
                 "for all: make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
                 "find_unused_parameters=True)] of accelerate, or freeze them."
             )
-        of_gradients, of_weights = apart.split(len(replicated))
-        for values, happens, ranks in (
-            ("gradients", "their weights would drift apart", of_gradients),
-            ("weights", "they drifted apart in an earlier step", of_weights),
+        for values, happens, apart in (
+            ("gradients", "their weights would drift apart", most[0] != least[0]),
+            ("weights", "they drifted apart in an earlier step", most[1] != least[1]),
         ):
-            different = [name for name, differ in zip(names, ranks.tolist(), strict=True) if differ]
+            different = [label for label, differ in zip(labels, apart.tolist(), strict=True) if differ]
             if different:
                 raise UserError(
-                    f"step {step:,}: the {values} of {len(different)} replicated parameter(s), first "
-                    f"{different[0]!r}, differ between ranks, so {happens}: call the model that prepare returned, clip "
+                    f"step {step:,}: the {values} of {len(different)} parameter(s) that several ranks have, first "
+                    f"{different[0]}, differ between them, so {happens}: call the model that prepare returned, clip "
                     "with accelerator.clip_grad_norm_, because torch.nn.utils.clip_grad_norm_ knows the experts of one "
                     "rank only, and change weights and gradients alike on all ranks."
                 )
+
+
+class _Variants(NamedTuple):
+    """The different values that ranks have of one parameter."""
+
+    here: int
+    """Which of them this rank has."""
+    labels: list[str]
+    """What each is of, after the parameter's name."""
+
+
+def _variants(parameter: nn.Parameter) -> _Variants | None:
+    """Return those of `parameter`; None where no two ranks have the same."""
+    ownership = ownership_of(parameter)
+    if ownership is not None and is_owned(parameter):
+        groups = ownership.groups
+        if groups.expert_dp_group is None:
+            return None
+        return _Variants(groups.ep_rank, [f" of the experts of EP rank {rank}" for rank in range(groups.ep_size)])
+    if not isinstance(parameter, DTensor):
+        return _Variants(0, [""])
+    if len(parameter.placements) == 1 or not parameter.placements[0].is_replicate():
+        return None
+    mesh = parameter.device_mesh
+    return _Variants(mesh.get_local_rank(1), [""] * mesh.size(1))
 
 
 def _waits_for_all(model: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ MOST_SLOTS = 8
 """Experts that are tried at a time, because their rows are copied."""
 FEW = 4
 """Experts that a module whose rows are elsewhere gets memory for."""
+IN_ROWS = "keep what differs between experts in parameters with a row for each expert"
 MOST_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """The largest relative difference, by precision; parts may be computed in another. A broken contract differs by a tenth
 or more."""
@@ -31,23 +32,51 @@ def check_experts(name: str, module: nn.Module) -> None:
 
     Each expert is tried, a few at a time, so that every id is in another slot than its own or its slot has another
     expert. Parameters must have a row per expert. The rows of the experts that are tried, and buffers with a row per
-    expert, have random values meanwhile. Raises UserError, the same on every rank, where outputs differ or are no
-    tensor like the input.
+    expert, have random values meanwhile. A module whose rows are elsewhere gets memory for a few experts, and then, so
+    that each id is tried, for one row that all experts have. Raises UserError, the same on every rank, where outputs
+    differ or are no tensor like the input.
     """
     first = next(module.parameters(recurse=False))
     if first.is_meta or isinstance(first, DTensor) or first.dtype not in MOST_ROUNDING:
         return  # nothing to compute with yet, or quantised
-    draws = torch.Generator().manual_seed(0)
-    few = min(int(module.num_experts), FEW)  # type: ignore[arg-type]
-    memory = _having(module, few, lambda data: data.new_zeros(few, *data.shape[1:]))
-    with memory if is_waiting(module) else nullcontext():
-        experts = int(module.num_experts)  # type: ignore[arg-type]
-        slots = max(min(experts, 2), min(experts // 2, MOST_SLOTS))
-        kind, width = f"the experts at {name!r} ({type(module).__name__})", None
-        for start in range(0, experts, slots):
-            chosen = torch.arange(start + 1, min(start + slots, experts) + 1, device=first.device) % experts
-            with _random_rows(module, experts, chosen, draws):
-                width = _check_some(kind, module, chosen, width, draws)
+    kind, draws = f"the experts at {name!r} ({type(module).__name__})", torch.Generator().manual_seed(0)
+    if not is_waiting(module):
+        _check_each(kind, module, draws)
+        return
+    experts = int(module.num_experts)  # type: ignore[arg-type]
+    few = min(experts, FEW)
+    with _having(module, few, lambda data: data.new_zeros(few, *data.shape[1:])):
+        width = _check_each(kind, module, draws)
+    with _having(module, experts, lambda data: _random(data[:1], draws).expand(data.shape)):
+        _check_alike(kind, module, width, draws)
+
+
+def _check_alike(kind: str, module: nn.Module, width: int, draws: torch.Generator) -> None:
+    """Compare what the experts of `module`, all of which have one row, make of one token: each with the first two,
+    which have been tried."""
+    first, experts = next(module.parameters(recurse=False)), int(module.num_experts)  # type: ignore[arg-type]
+    every = torch.arange(experts, device=first.device)
+    x_TD = torch.randn(1, width, generator=draws).to(first).repeat(ROWS, 1)
+    expected_D: Tensor | None = None
+    with _random_rows(module, experts, every, draws):
+        for start in range(0, experts, 2 * ROWS):
+            ids_TK = every[torch.arange(start, start + 2 * ROWS) % experts].view(ROWS, 2)
+            y_TD = module.forward(x_TD, ids_TK, torch.ones_like(ids_TK).to(first))
+            expected_D = y_TD[0] if expected_D is None else expected_D
+            _refuse_other(kind, module, (y_TD - expected_D).norm(dim=1).max() / expected_D.norm(), IN_ROWS)
+
+
+def _check_each(kind: str, module: nn.Module, draws: torch.Generator) -> int:
+    """Try each expert of `module`, a few at a time; return the width of rows."""
+    width: int | None = None
+    first, experts = next(module.parameters(recurse=False)), int(module.num_experts)  # type: ignore[arg-type]
+    slots = max(min(experts, 2), min(experts // 2, MOST_SLOTS))
+    for start in range(0, experts, slots):
+        chosen = torch.arange(start + 1, min(start + slots, experts) + 1, device=first.device) % experts
+        with _random_rows(module, experts, chosen, draws):
+            width = _check_some(kind, module, chosen, width, draws)
+    assert width is not None
+    return width
 
 
 def _check_some(kind: str, module: nn.Module, chosen: Tensor, width: int | None, draws: torch.Generator) -> int:
@@ -60,7 +89,7 @@ def _check_some(kind: str, module: nn.Module, chosen: Tensor, width: int | None,
         width = _accepted_width(kind, module, chosen[slots_TK], weights_TK, draws)
     x_TD = torch.randn(len(rows), width, generator=draws).to(first)
     for weights, remedy in (
-        (torch.ones_like(weights_TK), "keep what differs between experts in parameters with a row for each expert"),
+        (torch.ones_like(weights_TK), IN_ROWS),
         (weights_TK, "multiply the outputs of experts by their weights, not what they compute them from"),
     ):
         whole_TD = module.forward(x_TD, chosen[slots_TK], weights)
@@ -68,16 +97,20 @@ def _check_some(kind: str, module: nn.Module, chosen: Tensor, width: int | None,
             raise UserError(f"{kind} return {_described(whole_TD)}: return one tensor of the shape of the input.")
         with _having(module, len(chosen), lambda data: data[chosen]):
             spread_TD = _one_by_one(module.forward, x_TD, slots_TK, weights, slots)
-        difference = ((whole_TD - spread_TD).norm() / whole_TD.norm()).item()  # NaN where no expert was found
-        if not difference <= MOST_ROUNDING[first.dtype]:
-            experts = int(module.num_experts)  # type: ignore[arg-type]
-            buffers = [key for key, value in module.named_buffers() if _has_rows(value, experts)]
-            held = f", and buffer {buffers[0]!r} is not moved with them" if buffers else ""
-            raise UserError(
-                f"{kind} compute something else where each is on a rank of its own{held} (relative difference "
-                f"{difference:.2g}): {remedy}."
-            )
+        _refuse_other(kind, module, (whole_TD - spread_TD).norm() / whole_TD.norm(), remedy)
     return width
+
+
+def _refuse_other(kind: str, module: nn.Module, difference: Tensor, remedy: str) -> None:
+    """Raise UserError unless the relative `difference` is one of rounding. It is NaN where no expert was found."""
+    if not difference.item() <= MOST_ROUNDING[next(module.parameters(recurse=False)).dtype]:
+        experts = int(module.num_experts)  # type: ignore[arg-type]
+        buffers = [key for key, value in module.named_buffers() if _has_rows(value, experts)]
+        held = f", and buffer {buffers[0]!r} is not moved with them" if buffers else ""
+        raise UserError(
+            f"{kind} compute something else where each is on a rank of its own{held} (relative difference "
+            f"{difference.item():.2g}): {remedy}."
+        )
 
 
 def _one_by_one(
@@ -118,16 +151,22 @@ def _has_rows(value: Tensor, experts: int) -> bool:
     return value.ndim > 0 and len(value) == experts and value.is_floating_point()
 
 
+def _random(like: Tensor, draws: torch.Generator) -> Tensor:
+    """Rows of the shape of `like`, whose products stay of the size of what they multiply."""
+    spread = max(like.shape[1:], default=1) ** -0.5
+    return (torch.randn(like.shape, generator=draws) * spread).to(like)
+
+
 @contextmanager
 def _random_rows(module: nn.Module, experts: int, chosen: Tensor, draws: torch.Generator) -> Iterator[None]:
     """Give the rows of `chosen` experts random values, in evaluation mode."""
-    rows_of = [value for value in (*module.parameters(recurse=False), *module.buffers()) if _has_rows(value, experts)]
+    having = [value for value in (*module.parameters(recurse=False), *module.buffers()) if _has_rows(value, experts)]
+    rows_of = [value for value in having if value.stride(0)]  # else one row is that of all
     before = [value[chosen] for value in rows_of]
     was_training = module.training
     try:
         for value, rows in zip(rows_of, before, strict=True):
-            spread = max(rows.shape[1:], default=1) ** -0.5
-            value[chosen] = (torch.randn(rows.shape, generator=draws) * spread).to(rows)
+            value[chosen] = _random(rows, draws)
         module.eval()
         yield
     finally:
