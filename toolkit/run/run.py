@@ -284,6 +284,7 @@ class Run:
             for draw in self._draws:
                 self._draw(draw, numbers)
             with writing("pictures", self.folder):
+                write_digests(self.folder)
                 (self.folder / FINISHING).unlink(missing_ok=True)
             if self.storage is not None:
                 self.storage.put_finished(self.folder, self.print)
@@ -332,7 +333,6 @@ class Run:
             (self.folder / FINISHING).touch()
             write_json(self.folder / "results.json", numbers)
             write_text(self.folder / "summary.txt", summarise(numbers, self.folder))
-            write_digests(self.folder)
         return numbers
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
