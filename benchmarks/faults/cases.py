@@ -187,7 +187,6 @@ IN_A_FINISHED_RUN = (
     "checkpoints/step-00000030/model.safetensors",
     "checkpoints/step-00000030/optimizer.safetensors",
 )
-READ_BY_COMPARE = ("config.json", "code.txt", "metrics.jsonl", "results.json")
 Change = Callable[[bytes], bytes]
 
 
@@ -215,19 +214,17 @@ def damages(seed: int) -> Iterator[Fault]:
 
     kind = "file of a finished run damaged"
     draws = Draws(seed, kind)
-    compare = Attempt(command=f"{ROOT}/toolkit/__main__.py compare {{folder}}")
     for file in IN_A_FINISHED_RUN:
+        words, second, says = "compare {folder}", "finished", f"{file}: was changed after the run was finished"
+        if file.startswith("checkpoints/"):
+            folder, _, name = file.rpartition("/")
+            words, second, says = f"checkpoint verify {{folder}}/{folder}", "refused", f"{folder} is damaged: {name} "
+        told = Attempt(command=f"{ROOT}/toolkit/__main__.py {words}")
         for change in (flip, flip, flip, flip, cut, cut, zero):
             fraction = draws.fraction()
-            attempts = [Attempt(before=changed(file, change(fraction))), compare]
-            yield Fault(
-                kind,
-                f"{file} {change.__name__} {fraction}",
-                attempts,
-                "(refused|finished already), then (finished|refused)",
-                f"{file}: was changed after the run was finished" if file in READ_BY_COMPARE else "",
-                begins=30,
-            )
+            attempts = [Attempt(before=changed(file, change(fraction))), told]
+            expected = f"(refused|finished already), then {second}"
+            yield Fault(kind, f"{file} {change.__name__} {fraction}", attempts, expected, says, begins=30)
 
 
 def flip(fraction: float) -> Change:

@@ -104,6 +104,14 @@ def test_there_are_a_thousand_and_a_sample_has_some_of_each_kind():
     assert set(chosen) == {fault.kind for fault in listed}
 
 
+def test_no_fault_is_met_by_a_command_that_ends_well_and_says_nothing():
+    commands = [fault for fault in inject.faults(seed=0) if any(attempt.command for attempt in fault.attempts)]
+    assert len([fault for fault in commands if fault.kind == "file of a finished run damaged"]) == 70
+    assert [
+        fault.name for fault in commands if not fault.says and re.search("finished(?! already)", fault.expected)
+    ] == []
+
+
 def test_a_sample_of_faults_loses_nothing_and_changes_no_bit(capsys):
     jobs = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     assert inject.main(["--sample", "2", "--jobs", str(jobs)]) == 0, capsys.readouterr()

@@ -6,7 +6,7 @@ metrics.jsonl   one line per logged step
 checkpoints/    see toolkit.checkpoint.checkpoint
 results.json    final numbers
 summary.txt     the same in words, and *.png
-digests.json    of the files above but checkpoints and pictures, when the run was finished
+digests.json    of the files above but checkpoints, when the run was finished
 .finishing      from before results.json until the pictures are drawn, and while a finished run is extended
 hang/           what each process of a run that hung did, see toolkit.train.callbacks.watchdog
 profile/        traces of --profile
@@ -37,6 +37,8 @@ from toolkit.run.tracking.secrets import mask
 RUNS = Path("runs")
 FINISHING = ".finishing"
 DIGESTS = "digests.json"
+SEALED = ("config.json", "code.txt", "metrics.jsonl", "results.json", "summary.txt")
+"""Files of DIGESTS, beside the pictures."""
 MICRO_BATCH_SIZE = "micro_batch_size.json"
 """What a run came to after a step ran out of memory: see `toolkit.train.batch_size`."""
 DATA = "data_identity"
@@ -56,27 +58,28 @@ def results_of(folder: Path) -> dict[str, Any] | None:
 
 def write_digests(folder: Path) -> None:
     """Notes what is in the files of a run that is being finished."""
-    write_json(folder / DIGESTS, _digests(folder))
+    names = (*SEALED, *sorted(path.name for path in folder.glob("*.png")))
+    write_json(folder / DIGESTS, {name: _digest(folder / name) for name in names})
 
 
 def changed_files(folder: Path) -> list[str]:
-    """Returns the files of a finished run that are not what they were when it was finished, by name."""
+    """Returns the files of a finished run that are not what they were when it was finished, by name.
+
+    A picture that was deleted is not among them: it can be drawn again.
+    """
     if not is_finished(folder) or not (folder / DIGESTS).exists():
         return []
     try:
         noted = from_json((folder / DIGESTS).read_text(encoding="utf-8"))
-        return [name for name, digest in _digests(folder).items() if noted[name] != digest]
-    except (OSError, ValueError, LookupError, TypeError):
+        names = (*SEALED, *sorted(noted.keys() & {path.name for path in folder.glob("*.png")}))
+        return [name for name in names if noted[name] != _digest(folder / name)]
+    except (OSError, ValueError, LookupError, AttributeError):
         return [DIGESTS]
 
 
-def _digests(folder: Path) -> dict[str, str | None]:
-    """Returns the SHA-256 of each file that says what a run was and found; None where there is none."""
-    found: dict[str, str | None] = {}
-    for name in ("config.json", "code.txt", "metrics.jsonl", "results.json"):
-        path = folder / name
-        found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    return found
+def _digest(path: Path) -> str | None:
+    """Returns the SHA-256 of a file; None where there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def open_folder(

@@ -293,6 +293,7 @@ class Run:
                 self._enter("finish")
                 self._draw(draw, numbers)
             with writing("pictures", self.folder):
+                write_digests(self.folder)
                 (self.folder / FINISHING).unlink(missing_ok=True)
             if self.storage is not None:
                 self._enter("finish")
@@ -343,7 +344,6 @@ class Run:
             (self.folder / FINISHING).touch()
             write_json(self.folder / "results.json", numbers)
             write_text(self.folder / "summary.txt", summarise(numbers, self.folder))
-            write_digests(self.folder)
         return numbers
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
