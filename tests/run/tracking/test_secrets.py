@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from toolkit.run.tracking.secrets import MASK, mask, mask_text
 
+ROOT = Path(__file__).parents[3]
 # In two parts each, so that nothing that scans sources for secrets takes them for one.
 TOKENS = [
     "hf_" + "abcdEFGH12" * 4,
@@ -18,6 +20,15 @@ TOKENS = [
     "xoxb-" + "1234567890-abc",
     "wandb_v1_" + "abcdEFGH12" * 4,
     "eyJ" + "hbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc-_1",
+    "sk_live_" + "abcdEFGH12" * 3,
+    "npm_" + "abcdEFGH12" * 4,
+    "pypi-AgE" + "IcHlwaS5vcmc" + "abcdEFGH_2" * 8,
+    "SG." + "abcdEFGH12-_abcdEFGH12" + "." + "abcdEFGH12-" * 4,
+    "dapi" + "0123456789abcdef" * 2,
+    "r8_" + "abcdEFGH12" * 4,
+    "api_org_" + "abcdEFGH12" * 4,
+    "dop_v1_" + "0123456789abcdef" * 4,
+    "0123456789:" + "AAabcdEFGH12-_abcdEFGH12-_abcdEFGH1",
     "-----BEGIN RSA " + "PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----",
 ]
 
@@ -93,6 +104,7 @@ https://x.y/blob?sig=SECRET&se=1
 password: SECRET
 password: "SECRET"
   - secret: SECRET
+token: |<newline>+  SECRET
 passwd = SECRET
 pwd = "SECRET"
 db_pass = "SECRET"
@@ -109,6 +121,8 @@ machine api.wandb.ai login user password SECRET
 api.init(None, "KEY")
 API = "KEY"
 secrets = ["SECRET"]
+passwords = ["x", "SECRET", "SECRET"]
+{"auth": ("me", "SECRET"), "lr": 3}
 passphrase = b"SECRET"
 password = r"SECRET"
 token = (<newline>+    "SECRET"
@@ -116,6 +130,38 @@ token = \<newline>+    "SECRET"
 "password":<newline>+    "SECRET",
 private_key = "SECRET"
 A_TOKEN=SECRET B_SECRET=SECRET python x.py
+https://hooks.slack.com/services/T00000000/B00000000/KEY
+https://discord.com/api/webhooks/123456789012345678/KEY
+https://x.webhook.office.com/webhookb2/KEY@KEY/IncomingWebhook/KEY/KEY
+auth = ("me", "SECRET")
+requests.get(url, auth=("me", "SECRET"))
+requests.get(url, auth=(user, "SECRET"))
+HTTPBasicAuth("me", "SECRET")
+aiohttp.BasicAuth(user, "SECRET")
+AzureKeyCredential("SECRET")
+user, password = "me", "SECRET"
+user, password = name, "SECRET"
+password, user = "SECRET", "me"
+parser.add_argument("--token", default="SECRET")
+parser.add_argument("--hf-token", type=str, help="of (the) Hub", default="SECRET")
+parser.add_argument(<newline>+    "--password",<newline>+    default="SECRET",<newline>+)
+@click.option("--api-key", "key", default='SECRET')
+monkeypatch.setenv(name="HF_TOKEN", value="SECRET")
+client.set_token("SECRET")
+HfFolder.save_token("SECRET")
+user.set_password('SECRET')
+smtp.login(user, "SECRET")
+smtp.login("me", "SECRET")
+docker login -u me -p SECRET
+docker login -pSECRET -u me registry.example.com
+sshpass -p SECRET ssh x
+mysql -u root -pSECRET
+mysqldump --port 3306 -p'SECRET' db
+curl -ume:SECRET https://x.y
+--password 'a SECRET'
+Cookie: session=SECRET
+passcode = "SECRET"
+curl -H "X-Token: BASE64=" -H "Accept: x" https://x.y
 """
 """A way to write a secret on each line."""
 
@@ -147,10 +193,27 @@ def test_secrets_in_commands_and_code_are_masked(spelling: str):
         'ordered = sorted(names, key="loss", reverse=True)',
         'keys = ["loss", "accuracy"]',
         "def forward(self, tokens: int) -> str:",
+        "query, key = self.query(x), self.key(x)",
+        "token, count = tokens[0], 3",
+        'def embed(self, token: Int[Tensor, "1 1"]) -> Float[Tensor, "D"]:',
+        'parser.add_argument("--num-tokens", type=int, default="3")',
+        "docker run -p 8080:80 image",
+        "mysql -P 3306 -u root",
+        "ssh login.cluster.org -p 2222",
+        'self.set_tokens("train", "test")',
+        "pypi-attestations==0.0.28, sk-learn.readthedocs.io, npm_config_registry, r8_g8_b8",
+        "https://hooks.slack.com/services",
     ],
 )
 def test_ordinary_text_is_left_alone(text):
     assert mask_text(text) == text
+
+
+def test_code_of_this_repository_stays_readable():
+    texts = [path.read_text() for path in sorted((ROOT / "recipes").rglob("*.py"))]
+    lines = [pair for text in texts for pair in zip(text.split("\n"), mask_text(text).split("\n"), strict=True)]
+    assert len(lines) > 5000
+    assert sum(line != masked for line, masked in lines) <= len(lines) // 1000
 
 
 @pytest.mark.parametrize("name", ["label_key", "pad-token", "textKey"])

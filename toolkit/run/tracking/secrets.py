@@ -9,56 +9,67 @@ from typing import Any
 
 from toolkit.run.config.file import MASK
 
-_SURELY_SECRET = re.compile(r"passw|passphrase|pwd|secret|credential|api_?keys?$|authorization|(?:^|_)pass$")
+_SURELY_SECRET = re.compile(r"passw|passphrase|passcode|pwd|secret|credential|api_?keys?$|authorization|(?:^|_)pass$")
 """Found in names in lower case."""
-_PERHAPS_SECRET = {"key", "token", "auth", "pat", "sig"}
+_PERHAPS_SECRET = {"key", "token", "auth", "cookie", "pat", "sig"}
 """Last words of names: `hf_token` may hold a secret; `key_size`, `tokens` and `token_count` do not."""
 _SECRET_VALUE = re.compile(
     r"""
-    \bhf_[A-Za-z0-9]{30,}                         # Hugging Face
-    | \bgh[pousr]_[A-Za-z0-9]{30,}                # GitHub
-    | \bgithub_pat_[A-Za-z0-9_]{40,}
-    | \bglpat-[A-Za-z0-9_-]{20,}                  # GitLab
-    | \bsk-[A-Za-z0-9_-]{20,}                     # OpenAI, Anthropic
+    \b(?:hf_|api_org_|gh[pousr]_|npm_|r8_|dapi|do[opr]_v1_|[rs]k_(?:live|test)_)[A-Za-z0-9]{24,}
+    | \b(?:github_pat_|glpat-|sk-|AIza|wandb_v1_|pypi-AgE|SG\.(?=[\w-]+\.))[A-Za-z0-9_-]{20,}(?:\.[\w-]{20,})?
     | \b(?:AKIA|ASIA)[A-Z0-9]{16}\b               # AWS
-    | \bAIza[A-Za-z0-9_-]{30,}                    # Google
-    | \bxox[abprs]-[A-Za-z0-9-]{10,}              # Slack
-    | \bwandb_v1_[A-Za-z0-9_]{20,}                # W&B, new keys
+    | \bxox[abeprs]-[A-Za-z0-9-]{10,}             # Slack
+    | (?:(?<=hooks\.slack\.com/)|(?<=/api/webhooks/)|(?<=\.office\.com/webhookb2/))[\w/@-]{20,}   # also Discord, Teams
+    | \b\d{8,10}:[\w-]{35}\b                      # Telegram
     | \beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*   # JSON web token
     | -----BEGIN[ A-Z]*PRIVATE\ KEY-----[\s\S]*?(?:-----END[ A-Z]*PRIVATE\ KEY-----|\Z)
     | (?<=://)(?!git@)[^/\s"'<>]+(?=@)           # user:password in an address, or a token
     | (?<=\bbearer\ )[\w.~+/=-]+                 # in headers
     | (?<=\bbasic\ )[\w+/=-]{8,}
-    | (?:(?<=\s-u\ )|(?<=\s--user\ ))[^\s:"']+:[^\s"']+     # of curl
+    | (?:(?<=\s-u\ )|(?<=\s--user\ )|(?<=\bcurl\ -u))[^\s:"']+:[^\s"']+     # of curl
     | (?<=["'])(?=[^"'\n]*\d)(?=[^"'\n]*[a-z])[A-Za-z0-9+/_=-]{32,}(?=["'])  # a quoted word as long as a key
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_QUOTED = r"""(?:\b[bfru]{1,2})?(?:"[^"\n]*"|'[^'\n]*')"""
+_TEXT = r"""(?:"[^"\n]*"|'[^'\n]*')"""
+_QUOTED = rf"(?:\b[bfru]{{1,2}})?{_TEXT}"
 _BESIDE = re.compile(
     rf"""
-    (?P<name>\b[\w-]*(?:key|token|auth|authorization|pat|sig|pass|pwd|passw\w*|passphrase|secrets?|credentials?|keys)\b)
+    (?P<name>\b[\w-]{{0,80}}(?:key|token|auth|authorization|cookie|pat|sig|pass|pwd|passw\w*|passcode|passphrase|secrets?
+        |credentials?|keys)\b)
     (?P<middle>
         ["']?\s*\]?\s*                            # the end of a key, or of a subscript
-        (?::\s*[\w.\[\]|\x20]+?(?==))?           # an annotation
-        \s*(?::=|[=!]=|=>|=|:|(?<=["']),)[\x20\t]*      # an assignment, a comparison, the next argument
-        (?:[(\\]?\s*\n[+\x20-]?\s*(?={_QUOTED}))?  # and the line below
+        (?::\s*[a-z_.\[\]|\x20]+?(?==))?         # an annotation, without digits: base64 may end in =
+        (?:(?:,\x20[\w.]+){{1,9}}(?=\x20=\x20.*["']))?   # further targets of an assignment
+        \s*(?::=|[=!]=|=>|=|:                     # an assignment, a comparison
+            |(?P<next>(?<=["']),(?:(?:{_TEXT}|[^"'()]){{0,200}}?\bdefault\s*=)?))    # the next argument, or its default
+        [\x20\t]*
+        (?:[(\\]?\s*\n[+\x20-]?\s*(?={_QUOTED})|[|>]-?\n[+\x20-]?\s*)?  # and the line below, in YAML too
     )
-    (?P<value>(?:{_QUOTED}|[^,"'\n])*)            # up to a comma
-    | (?P<call>\blogin\(\s*)(?P<argument>{_QUOTED})
+    (?P<value>(?:{_QUOTED}|[^,"'\n]               # up to a comma, but with all texts of a pair or list
+        |(?(next)(?!)|(?:,\s*(?={_QUOTED}\s*(?:[,)\n]|\Z))|(?<=["']),\s*(?={_QUOTED}\s*\])))){{0,500}})
+    | (?P<call>(?:\blogin|\b(?:set|save|store|with|use)\w*(?:token|passw\w+|secret|api_?key)
+        |(?-i:\b\w*(?:Auth|Credentials?)))\(\s*(?:[\w.]+,\s*)?)(?:{_QUOTED}(?:,\s*)?)+
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""The name of a secret and what stands beside it: `KEY=0123`, `os.environ["HF_TOKEN"] = x or "y"`, `login("z")`."""
-_BARE = re.compile(rf"""(?!{_QUOTED})[^\s"',;()\[\]{{}}&]+(?=["';)\]}}\s&]|\Z)""")
-"""A value without quotes that is no call and no subscript."""
+"""The name of a secret and what stands beside it: `KEY=0123`, `os.environ["HF_TOKEN"] = x or "y"`,
+`user, password = "me", "y"`, `login("z")`."""
+_BARE = re.compile(
+    rf"""(?!{_QUOTED}|[a-z_]+={_QUOTED})[^\s"',;()\[\]{{}}&]+(?=["';)\]}}\s&]|\Z|,(?!\s*{_QUOTED}\s*(?:[,)\n]|\Z)))"""
+)
+"""A value without quotes that is no call, no subscript and no keyword of one with quotes."""
 _CODE = {"str", "int", "float", "bool", "bytes", "Tensor", "None", "True", "False", "lambda", "self"}
 """Values beside such names in programs, which are no secrets."""
 _FLAG = re.compile(
-    r"(?P<flag>(?:--?[\w-]*(?:key|token|secret|password|passwd|passphrase)|\blogin \S+\s+password)\s+)[^\s-]\S*",
-    re.IGNORECASE,
+    rf"""
+    (?P<flag>(?:--?[\w-]{{0,80}}(?:key|token|secret|password|passwd|passphrase)|\blogin\ \S+\s+password)\s+
+        |\b(?:(?:docker|podman|skopeo|registry)\ login|sshpass|mysql\w*|mariadb\w*)\b[^\n]{{0,200}}?\s(?-i:-p)\s*)
+    (?:{_TEXT}|[^\s-]\S*)
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
-"""`--api-key 0123`, and a line of .netrc."""
+"""`--api-key 0123`, a line of .netrc, and `mysql -p0123`."""
 DIGEST_ROUNDS = 100_000
 """Of PBKDF2: a twentieth of a second for each word that somebody tries."""
 
@@ -81,20 +92,25 @@ def mask_text(text: str) -> str:
     """`text` with everything that looks like a secret replaced."""
     text = _SECRET_VALUE.sub(MASK, text)
     text = _FLAG.sub(lambda m: m["flag"] + MASK, text)
-    return _BESIDE.sub(_mask_beside, text)
+    return _mask_beside(text)
 
 
-def _mask_beside(match: re.Match[str]) -> str:
-    if match["call"]:
-        return match["call"] + MASK
-    name, value = match["name"], match["value"]
-    is_code = name.lower() in ("key", "keys", "sig") and not re.search(r"\d", value)
-    if is_code or not is_secret_name(name):
-        return name + match["middle"] + _BESIDE.sub(_mask_beside, value)
-    bare = _BARE.match(value)
-    if bare and bare[0] not in _CODE:
-        return name + match["middle"] + MASK + _BESIDE.sub(_mask_beside, value[bare.end() :])
-    return name + match["middle"] + re.sub(_QUOTED, MASK, value)
+def _mask_beside(text: str) -> str:
+    masked, end = "", 0
+    while match := _BESIDE.search(text, end):
+        name, begin, after, shown = match["name"], match.end("call"), match.end(), MASK
+        if name:
+            begin, bare = match.start("value"), _BARE.match(text, match.start("value"))
+            is_code = name.lower() in ("key", "keys", "sig") and not re.search(r"\d", match["value"])
+            if is_code or not is_secret_name(name):
+                after, shown = begin, ""
+            elif bare and bare[0] not in _CODE:
+                after = bare.end()
+            else:
+                shown = re.sub(_QUOTED, MASK, match["value"])
+        masked += text[end:begin] + shown
+        end = after
+    return masked + text[end:]
 
 
 def mask(value: Any, name: str = "", *, digests: bool = False) -> Any:
