@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -341,6 +341,27 @@ def small_moe(implementation: str) -> Any:
     for number, parameter in enumerate(experts.parameters()):
         nn.init.constant_(parameter, 0.5 + number)
     return experts
+
+
+def test_operations_without_values_are_seen_with_their_results():
+    class Bytes(compat.Operations):
+        seen: ClassVar[list[int]] = []
+
+        def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+            self.multiplied = compat.multiplies_groups(operation, args)
+            return super().run(operation, args, kwargs)
+
+        def note(self, result: torch.Tensor) -> None:
+            self.seen.append(result.untyped_storage().nbytes())
+
+    with compat.without_values(), Bytes() as operations:
+        rows, matrices = torch.empty(4, 16, dtype=torch.bfloat16), torch.empty(2, 16, 8, dtype=torch.bfloat16)
+        assert operations.seen == [rows.nbytes, matrices.nbytes]
+        assert compat.storage_id(rows.untyped_storage()) == compat.storage_id(rows[1:].untyped_storage())
+        assert compat.storage_id(rows.untyped_storage()) != compat.storage_id(matrices.untyped_storage())
+        assert not operations.multiplied
+        torch.nn.functional.grouped_mm(rows, matrices, offs=torch.empty(2, dtype=torch.int32))
+        assert operations.multiplied
 
 
 def test_a_registered_experts_function_is_called_with_experts_tokens_ids_and_weights():

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -314,6 +314,50 @@ def has_default_gate(experts: Any) -> bool:
     from transformers.integrations.moe import _default_apply_gate
 
     return type(experts)._apply_gate is _default_apply_gate
+
+
+# --- tensors without values --------------------------------------------------------------------------------------
+
+
+def without_values() -> AbstractContextManager[Any]:
+    """Returns a context in which operations make tensors of shapes, types and lifetimes, and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+class Operations(TorchDispatchMode):
+    """A context in which torch calls `run` for each operation, and `note` with each tensor that comes of it."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from torch.utils._pytree import tree_leaves
+
+        result = self.run(func, args, kwargs or {})
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.note(value)
+        return result
+
+    def run(self, operation: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the operation's result."""
+        return operation(*args, **kwargs)
+
+    def note(self, result: Tensor) -> None:
+        """Called with each tensor of a result."""
+
+
+def multiplies_groups(operation: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether `operation` is torch's `grouped_mm`, of tensors without values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return operation is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one is alive, also one without values."""
+    return storage._cdata
 
 
 # --- datasets and wandb ------------------------------------------------------------------------------------------

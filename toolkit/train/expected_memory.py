@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from toolkit.compat import Operations, multiplies_groups, storage_id, without_values
 from toolkit.data.table import Batch
 from toolkit.train.task import Task
 
@@ -55,7 +53,7 @@ def expected_memory(
         batch: Tensors of the shapes of a micro-batch; values are not looked at.
         build_optimizer: Called with the model.
     """
-    with FakeTensorMode(), _Allocated() as allocated:
+    with without_values(), _Allocated() as allocated:
         _give_memory(model)
         optimizer = build_optimizer(model)
         weights = allocated.now
@@ -72,19 +70,16 @@ def _give_memory(model: nn.Module) -> None:
     """Replace parameters and buffers on `meta` by ones of the active mode; what was shared is shared again."""
     known: dict[int, Any] = {}
     for module in model.modules():
-        tensors: Sequence[dict[str, Any]] = (module._parameters, module._buffers)
-        for each in tensors:
-            for name, value in each.items():
-                if value is None:
-                    continue
-                if id(value) not in known:
-                    memory = torch.empty(value.shape, dtype=value.dtype)
-                    is_parameter = isinstance(value, nn.Parameter)
-                    known[id(value)] = nn.Parameter(memory, value.requires_grad) if is_parameter else memory
-                each[name] = known[id(value)]
+        own: Any = {"recurse": False, "remove_duplicate": False}
+        for name, value in (*module.named_parameters(**own), *module.named_buffers(**own)):
+            if id(value) not in known:
+                memory = torch.empty(value.shape, dtype=value.dtype)
+                is_parameter = isinstance(value, nn.Parameter)
+                known[id(value)] = nn.Parameter(memory, value.requires_grad) if is_parameter else memory
+            setattr(module, name, known[id(value)])
 
 
-class _Allocated(TorchDispatchMode):
+class _Allocated(Operations):
     """Counts the bytes of all storages that operations return and that are still alive."""
 
     def __init__(self) -> None:
@@ -92,19 +87,13 @@ class _Allocated(TorchDispatchMode):
         self.now = self.most = 0
         self._bytes: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run(self, operation: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Without values torch multiplies groups of rows in bf16 alone.
-        multiplies = func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor)
-        result = _product(*args[:3]) if multiplies else func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._note(value.untyped_storage())
-        return result
+        return _product(*args[:3]) if multiplies_groups(operation, args) else operation(*args, **kwargs)
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+    def note(self, result: Tensor) -> None:
+        storage = result.untyped_storage()
+        key = storage_id(storage)
         if key in self._bytes:
             return
         self._bytes[key] = storage.nbytes()
