@@ -242,6 +242,8 @@ def load(
             plain = {key: _plain(value) for key, value in group.items() if key != PARAMETERS}
             if odd := other_type(settings, plain, f"optimizer.groups.{number}"):
                 lines.append(f"it has {odd}")
+            elif settings.get("lr") is None and plain.get("lr") is not None:
+                lines.append(f"it has no optimizer.groups.{number}.lr")
         if (random := states_here(saved)) is not None:
             lines.append(oddity_of_random_states(random))
         return list(filter(None, lines))

@@ -150,6 +150,7 @@ FORGED_LOOPS: dict[str, tuple[Callable[[Any], object], str]] = {
     "few random bytes": (lambda content: content["random"][0].update(torch=[[1]]), "random states are none"),
     "a rate in words": (lambda content: content["optimizer"]["groups"][0].update(lr="fast"), "lr=fast"),
     "an infinite rate": (lambda content: content["optimizer"]["groups"][0].update(lr=float("inf")), "lr=inf"),
+    "no rate": (lambda content: content["optimizer"]["groups"][0].update(lr=None), "has no optimizer.groups.0.lr"),
     "betas in words": (lambda content: content["optimizer"]["groups"][0].update(betas=["a", "b"]), "betas='a', which"),
     "one beta": (lambda content: content["optimizer"]["groups"][0].update(betas=[0.9]), "which has 2 values"),
     "no steps": (lambda content: content["training"].pop("steps") and None, "has no training.steps"),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.experts.hosts.transformers.mixtures import build
 from toolkit.errors import UserError
-from toolkit.experts.hosts.spreading.spread import spread_experts
+from toolkit.experts.hosts.spreading.spread import require_experts, spread_experts
 from toolkit.experts.hosts.spreading.waiting_rows import wait_for_rows
 from toolkit.experts.parallel.groups import ExpertGroups
 
@@ -142,6 +143,14 @@ def test_an_expert_that_is_an_identity_or_is_skipped_is_found_while_rows_are_els
     with pytest.raises(UserError, match="compute something else where each is on a rank of its own"):
         spread_experts(model, ExpertGroups())
     assert all(parameter.untyped_storage().nbytes() == 4 for parameter in experts.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "dbrx"])
+def test_experts_that_are_adapted_pass_while_rows_are_elsewhere(family: str):
+    model = build(family)
+    for experts in require_experts(model).values():
+        leave_rows_elsewhere(experts)
+    spread_experts(model, ExpertGroups())
 
 
 def test_a_buffer_with_a_row_per_expert_is_found_while_rows_are_elsewhere():
