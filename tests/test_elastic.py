@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
-from tests.test_parity import BATCH, EXPERTS, SAMPLES, STEPS, Trace, TwoLayers, assert_equal_rows, by_id, place
+from tests.test_parity import BATCH, EXPERTS, SAMPLES, Trace, TwoLayers, assert_equal_rows, by_id, place
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer.losses import RouterPenalty
@@ -42,6 +42,8 @@ from toolkit.train.optim import build_optimizer, warmup_cosine
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 
+STEPS = 9
+"""Of a run: two epochs and a step, so that each of five legs trains, and plans are made after steps 3, 6 and 9."""
 Layout = tuple[int, int, str]
 """(processes, ep_size, placement), placements as in `tests.test_parity.place`."""
 
@@ -232,9 +234,9 @@ def test_a_row_is_written_once_by_its_owner_and_where_all_copies_were_is_noted(l
 HSDP: dict[str, Any] = {"dense_parallel": "fsdp2", "fsdp_size": 2}
 LEGS: list[tuple[Layout, int, dict[str, Any]]] = [
     ((2, 2, "spare"), 2, {}),
-    ((4, 2, "copies"), 5, {"ep_stride": 2, **HSDP}),
-    ((8, 4, "shuffled"), 10, {"ep_stride": 2, **HSDP, "fsdp_size": 4}),
-    ((2, 2, "uneven"), 15, {}),
+    ((4, 2, "copies"), 4, {"ep_stride": 2, **HSDP}),
+    ((8, 4, "shuffled"), 6, {"ep_stride": 2, **HSDP, "fsdp_size": 4}),
+    ((2, 2, "uneven"), 8, {}),
     ((1, 1, "blocks"), STEPS, {}),
 ]
 """A layout, the step at which the next one takes over, and settings. Dense parameters are cut on the way and joined."""
@@ -258,7 +260,9 @@ def test_a_run_that_goes_from_two_processes_to_four_eight_two_and_one_keeps_its_
     losses: list[float] = []
     for layout, until, settings in LEGS:
         (leg, last), *_ = run_distributed(train, layout[0], tmp_path / "run", layout, until, settings, timeout_s=300)
+        assert leg, f"{layout} trained no step"
         losses += leg
+        assert len(losses) == until
     assert len(losses) == len(expected) == STEPS
     for found, wanted in zip(losses, expected, strict=True):
         assert abs(found - wanted) <= IN_FLOAT64 * abs(wanted)
