@@ -30,6 +30,7 @@ CONTENTS = {
         "docs/experts/scaling",
         "docs/experts/transformers",
         "docs/experts/adapters",
+        "docs/experts/large_models",
         "docs/experts/router_replay",
         "docs/experts/lifecycle",
         "docs/experts/knowledge_graph",

@@ -26,6 +26,8 @@ from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
 from toolkit.experts.hosts.peft.merged_weights import save_merged
 from toolkit.experts.hosts.transformers import causal_lm, place_experts, save_pretrained
+from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.ownership import is_owned
 from toolkit.experts.placement.placement import ExpertPlacement
 
@@ -71,8 +73,11 @@ for step in range(STEPS):
     optimizer.step()
     optimizer.zero_grad()
     if step == 1 and world > 1:
-        another = torch.optim.AdamW(model.parameters())
-        place_experts(model, MOVED, another if fault == "moments lost in a move" else optimizer)
+        if fault == "moments lost in a move":  # which place_experts refuses
+            for stack in expert_stacks(model).values():
+                migrate(stack, MOVED, torch.optim.AdamW(model.parameters()))
+        else:
+            place_experts(model, MOVED, optimizer)
 if folders:
     save_pretrained(wrapped, folders[1])
 if len(folders) > 2:

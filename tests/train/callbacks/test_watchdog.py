@@ -119,12 +119,12 @@ def test_a_rank_that_holds_up_the_others_is_named_and_all_stacks_are_written(tmp
 
 @pytest.mark.parametrize(("happens", "processes"), [("on_evaluate_end", 1), ("on_fit_end", 1), ("draw", 2)])
 def test_what_hangs_in_one_process_of_a_run_ends(tmp_path: Path, happens: str, processes: int):
-    done = run(tmp_path / "run", happens, "--num-processes", str(processes), "--process-timeout", "0.05")
+    done = run(tmp_path / "run", happens, "--num-processes", str(processes), "--process-timeout", "0.1")
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert f"rank 0 of {processes} in {happens} (" in line
     assert {path.read_text() for path in tmp_path.glob("run/hang/*.precious")} <= {"precious"}
-    assert "longer than 3 s (--process-timeout)" in line
+    assert "longer than 6 s (--process-timeout)" in line
 
 
 def report(rank: int, **changes: object) -> Report:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.foreign import experts_modules
 from toolkit.experts.hosts.spreading.libraries import libraries
-from toolkit.experts.hosts.spreading.spread import require_experts
+from toolkit.experts.hosts.spreading.spread import require_experts, stacked_parameters
 from toolkit.experts.hosts.transformers.four_bits import SCALES, Packed, give_packed_shapes
 from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
 
@@ -63,10 +63,11 @@ def rank_skeleton(
                     f"the experts at {name!r} ({type(module).__name__}) are not computed by use_toolkit_kernel(), "
                     "and the memory of others cannot be foreseen: measure it."
                 )
-            _keep_rows(module, -(-cast("int", module.num_experts) // ep_size) + spare_slots)
         model = built if adapt is None else adapt(built)
         for library in libraries():
             library.stack_adapters(model, experts.values())
+        for module in experts.values():
+            _keep_rows(module, -(-cast("int", module.num_experts) // ep_size) + spare_slots)
         if quantize is not None:
             for module in experts.values():
                 give_packed_shapes(module)
@@ -82,9 +83,8 @@ def _keep_layers(model: PreTrainedModel, layers: int) -> None:
 
 
 def _keep_rows(module: nn.Module, rows: int) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        kept: Tensor = parameter.new_empty(rows, *parameter.shape[1:])
-        setattr(module, name, nn.Parameter(kept, parameter.requires_grad))
+    for parameter in stacked_parameters(module)[0].values():
+        parameter.data = parameter.data.new_empty(rows, *parameter.shape[1:])
     module.num_experts = rows  # type: ignore[assignment]
 
 
