@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 FILES = (f"{os.sep}toolkit{os.sep}", f"{os.sep}pathlib.py", f"{os.sep}shutil.py", f"{os.sep}filelock{os.sep}")
 NOBODY = 65534
@@ -112,8 +112,8 @@ def blank_pictures() -> None:
     """Pictures are files without a picture: half of the time that these small runs take is matplotlib's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    def write_nothing(_: FigureCanvasAgg, path: Path, **_options: Any) -> None:
-        Path(path).write_bytes(b"no picture")
+    def write_nothing(_: FigureCanvasAgg, file: IO[bytes], **_options: Any) -> None:
+        file.write(b"no picture")
 
     FigureCanvasAgg.print_png = write_nothing  # type: ignore[method-assign, assignment]
 

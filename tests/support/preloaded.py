@@ -6,7 +6,7 @@ The garbage collector leaves what is here alone: else each fork would walk throu
 import gc
 import importlib
 from importlib.util import find_spec
-from pathlib import Path
+from typing import IO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
@@ -43,10 +43,10 @@ if find_spec("transformers"):
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("mixtral")
 
 
-def print_empty(canvas: FigureCanvasAgg, path: Path) -> None:
+def print_empty(canvas: FigureCanvasAgg, file: IO[bytes]) -> None:
     """In place of `print_png`: to render the pictures of a run takes as long as its training. Tests of pictures render
     them in their own process."""
-    Image.new("RGB", canvas.get_width_height()).save(path, format="png")
+    Image.new("RGB", canvas.get_width_height()).save(file, format="png")
 
 
 FigureCanvasAgg.print_png = print_empty  # type: ignore[method-assign]
