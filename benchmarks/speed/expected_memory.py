@@ -32,7 +32,7 @@ import torch
 from benchmarks.report import write_report
 from benchmarks.speed.large_checkpoint import Watch
 from tests.support.helpers import run_distributed
-from toolkit.commands.plan import plan
+from toolkit.commands.plan import layouts, plan
 from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
 from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
@@ -181,13 +181,7 @@ def plans() -> list[dict[str, Any]]:
         moe_intermediate_size=768,
         norm_topk_prob=True,
     )
-    layouts = [
-        Layout(ep_size=gpus, sequences=1, context=4096, quantize=quantize, gradient_checkpointing=recomputes)
-        for gpus in (1, 2, 4, 8)
-        for quantize in (None, "4bit")
-        for recomputes in (False, True)
-    ]
-    return plan(config, layouts, lora_rank=8)
+    return plan(config, layouts(8, sequences=1, context=4096), lora_rank=8)
 
 
 def main() -> int:

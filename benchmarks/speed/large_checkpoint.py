@@ -32,8 +32,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ class Watch:
             time.sleep(0.02)
 
 
-def load_and_train(folder: Path, limit: float, offload: bool) -> dict[str, float]:
+def load_and_train(folder: Path, limit: float, *, offload: bool = False) -> dict[str, float]:
     """One rank of ours."""
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
@@ -209,7 +210,7 @@ def load_and_train(folder: Path, limit: float, offload: bool) -> dict[str, float
     return found
 
 
-def load_and_save(folder: Path, limit: float, _: bool) -> dict[str, float]:
+def load_and_save(folder: Path, limit: float) -> dict[str, float]:
     """One rank of ours, of which rank 0 compares what it saved."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -228,7 +229,7 @@ def load_and_save(folder: Path, limit: float, _: bool) -> dict[str, float]:
     own, resident = watch.peaks()
     if accelerator.is_main_process:
         compare(folder, folder / "saved")
-    return {"seconds": time.perf_counter() - start, "own": own, "resident": resident, "own in training": own}
+    return {"seconds": time.perf_counter() - start, "own": own, "resident": resident}
 
 
 def compare(folder: Path, saved: Path) -> None:
@@ -248,7 +249,7 @@ def compare(folder: Path, saved: Path) -> None:
             assert torch.equal(one.get_tensor(name), other.get_tensor(name)), name
 
 
-def load_stock(folder: Path, limit: float, _: bool) -> dict[str, float]:
+def load_stock(folder: Path, limit: float) -> dict[str, float]:
     """One rank of `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
@@ -260,16 +261,20 @@ def load_stock(folder: Path, limit: float, _: bool) -> dict[str, float]:
 
 def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dict[str, Any]:
     """What a case takes, of the rank that takes most."""
-    ours, offload = name != "stock", name == OFFLOADED
-    expected = (1 if offload else layers + 1) * LAYER_BYTES / processes if ours else total
-    if name == SAVED:
-        expected = layers * LAYER_BYTES / processes + 1e9
+    part = LAYER_BYTES / processes
+    cases: dict[str, tuple[Callable[..., dict[str, float]], float]] = {
+        "ours": (load_and_train, (layers + 1) * part),
+        OFFLOADED: (partial(load_and_train, offload=True), part),
+        SAVED: (load_and_save, layers * part + 1e9),
+        "stock": (load_stock, total),
+    }
+    rank, expected = cases[name]
+    trains = name in ("ours", OFFLOADED)
     described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected / 1e9, 2)}
     forget_pages(folder)
     limit = psutil.virtual_memory().total / processes
     try:
-        rank = {SAVED: load_and_save, "stock": load_stock}.get(name, load_and_train)
-        ranks = run_distributed(rank, processes, folder, limit, offload, timeout_s=2400)
+        ranks = run_distributed(rank, processes, folder, limit, timeout_s=2400)
     except AssertionError as error:
         if "died without a word" not in str(error):
             raise
@@ -277,10 +282,10 @@ def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dic
     most = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
     described |= {
         "GB": round(most["own"], 2),
-        "GB in training": round(most["own in training"], 2) if name in ("ours", OFFLOADED) else None,
+        "GB in training": round(most["own in training"], 2) if trains else None,
         "resident GB": round(most["resident"], 2),
         f"seconds to {'save' if name == SAVED else 'load'}": round(most["seconds"], 1),
-        "seconds of a step": round(most["seconds of a step"], 2) if name in ("ours", OFFLOADED) else None,
+        "seconds of a step": round(most["seconds of a step"], 2) if trains else None,
     }
     return described
 

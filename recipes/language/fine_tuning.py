@@ -22,7 +22,7 @@ from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import results_of
-from toolkit.run.hardware import free_bytes
+from toolkit.run.hardware import free_memory
 from toolkit.run.run import Run
 from toolkit.train.batch_size import accumulation_steps
 from toolkit.train.build import eval_batches
@@ -82,7 +82,7 @@ def foresee_memory(
 
     def decide() -> str:
         expected = fine_tuning_memory(read_config(model_folder(base)), layout, adapt, build_optimizer)
-        here, there = expected.total / 2**30, free_bytes(run.device, ranks_per_node(run.world_size)) / 2**30
+        here, there = expected.total / 2**30, free_memory(run.device, ranks_per_node(run.world_size)) / 2**30
         require(
             here <= there or settings.force,
             "force",

@@ -211,7 +211,7 @@ def test_what_a_process_will_take_is_said_and_more_than_is_free_is_refused(texts
     assert re.search(
         r"^memory +0\.0\d GiB expected in each process, of [\d.]+ that are free$", capsys.readouterr().out, re.M
     )
-    monkeypatch.setattr("language.fine_tuning.free_bytes", lambda *_: 1000)
+    monkeypatch.setattr("language.fine_tuning.free_memory", lambda *_: 1000)
     with pytest.raises(UserError, match=r"force=False: each process is expected to take 0\.0 GiB and has 0\.0"):
         finetune_moe.main(config(texts, "any", run_dir=tmp_path / "refused", max_steps=1))
     assert not (tmp_path / "refused" / "checkpoints").exists()

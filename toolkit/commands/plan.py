@@ -36,21 +36,23 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.experts.hosts.transformers.language_models import read_config
 
     config = read_config(model_folder(args.model, weights=False))
-    rows = plan(config, _layouts(args), args.lora_rank)
+    trains_all = args.lora_rank == 0
+    ways = layouts(args.gpus, sequences=args.sequences, context=args.context, trains_all=trains_all)
+    rows = plan(config, ways, args.lora_rank)
     for row in rows:
         row["fits"] = "yes" if float(row["GiB"]) <= args.memory else "no"
     sys.stdout.write(table(rows))
     return EXIT_DONE
 
 
-def plan(config: PreTrainedConfig, layouts: Iterable[Layout], lora_rank: int) -> list[dict[str, Any]]:
-    """Returns a row for each of `layouts`: what a process takes on a GPU, with adapters of `lora_rank`."""
+def plan(config: PreTrainedConfig, ways: Iterable[Layout], lora_rank: int) -> list[dict[str, Any]]:
+    """Returns a row for each of `ways`: what a process takes on a GPU, with adapters of `lora_rank`."""
     from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
     from toolkit.train.fine_tuning_memory import fine_tuning_memory
 
     adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))
     rows = []
-    for layout in layouts:
+    for layout in ways:
         found = fine_tuning_memory(config, layout, adapt)
         parts = {"weights": found.weights, "optimizer": found.optimizer, "step": found.step}
         rows.append(
@@ -65,21 +67,21 @@ def plan(config: PreTrainedConfig, layouts: Iterable[Layout], lora_rank: int) ->
     return rows
 
 
-def _layouts(args: Any) -> Iterator[Layout]:
-    """Every way that the command line allows, from the least spread and quantised to the most."""
+def layouts(gpus: int, *, sequences: int, context: int, trains_all: bool = False) -> Iterator[Layout]:
+    """Returns every way to fine-tune on `gpus`, from the least spread and quantised to the most; experts in four bits
+    are frozen, so where a model `trains_all` there are none."""
     import torch
 
     from toolkit.train.fine_tuning_memory import Layout
 
-    for ep_size in (each for each in range(1, args.gpus + 1) if args.gpus % each == 0):
-        for quantize in (None, "4bit"):
+    for ep_size in (each for each in range(1, gpus + 1) if gpus % each == 0):
+        for quantize in (None,) if trains_all else (None, "4bit"):
             for recomputes in (False, True):
-                if quantize is None or args.lora_rank > 0:
-                    yield Layout(
-                        ep_size=ep_size,
-                        sequences=args.sequences,
-                        context=args.context,
-                        dtype=torch.bfloat16,
-                        quantize=quantize,
-                        gradient_checkpointing=recomputes,
-                    )
+                yield Layout(
+                    ep_size=ep_size,
+                    sequences=sequences,
+                    context=context,
+                    dtype=torch.bfloat16,
+                    quantize=quantize,
+                    gradient_checkpointing=recomputes,
+                )

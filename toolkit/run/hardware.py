@@ -44,7 +44,7 @@ def memory_limit_bytes() -> int | None:
     return min(found, default=None)
 
 
-def free_bytes(device: torch.device, processes: int) -> int:
+def free_memory(device: torch.device, processes: int) -> int:
     """Bytes that a process can still take: of a GPU, or a share of the machine's memory for each of `processes`."""
     if device.type == "cuda":
         import torch

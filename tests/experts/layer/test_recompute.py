@@ -18,9 +18,10 @@ from tests.experts.hosts.transformers.families import awaken, config
 from tests.experts.hosts.transformers.families import tokens as tokens_of_step
 from tests.support.helpers import run_distributed
 from toolkit.experts.hosts.loop.engine import ExpertParallel
+from toolkit.experts.hosts.transformers import recompute_blocks
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
-from toolkit.experts.layer.recompute import checkpoint, replay_contexts
+from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.layer.router import TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
@@ -257,7 +258,7 @@ def mixtral_on_one_rank() -> dict[str, tuple[dict[str, Tensor], int]]:
         torch.manual_seed(0)
         model = awaken(AutoModelForCausalLM.from_config(config("mixtral"))).train()
         if name == "recomputed":
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_contexts})
+            recompute_blocks(model)
         accelerator = Accelerator(cpu=True)
         experts = ExpertParallel(accelerator)
         ids = tokens_of_step(0, 2 + dist.get_rank())

@@ -15,7 +15,7 @@ from tests.experts.hosts.peft.models import adapted, rows
 from tests.experts.hosts.transformers.families import tokens
 from tests.support.equality import assert_equal_rows, in_float64, relative_difference
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.recompute import replay_contexts
+from toolkit.experts.hosts.transformers import recompute_blocks
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 
@@ -84,7 +84,7 @@ def train(case: Case) -> dict[str, Any]:
     accelerator: Any = Accelerator(cpu=True)
     inner, moved = model, 0
     if case.kind == "recomputed" and case.ep_size:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_contexts})
+        recompute_blocks(model)
     if case.ep_size:
         moving = {"replan": ReplanOptions(planner="lpt", every=1, guarded=False)} if case.placement == "moving" else {}
         experts = ExpertParallel(

@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.foreign import experts_modules
-from toolkit.experts.hosts.spreading.libraries import libraries
+from toolkit.experts.hosts.spreading.libraries import libraries, library_that_multiplies
 from toolkit.experts.hosts.spreading.spread import require_experts, stacked_parameters
 from toolkit.experts.hosts.transformers.four_bits import SCALES, Packed, give_packed_shapes
 from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
@@ -58,7 +58,7 @@ def rank_skeleton(
             _keep_layers(built, layers)
         experts = require_experts(built)
         for name, module in experts.items():
-            if not any(library.projections(module) for library in libraries()):
+            if library_that_multiplies(module) is None:
                 raise UserError(
                     f"the experts at {name!r} ({type(module).__name__}) are not computed by use_toolkit_kernel(), "
                     "and the memory of others cannot be foreseen: measure it."
