@@ -83,6 +83,10 @@ test-dist: $(VENV)/.installed-dev ## the tests that start several processes
 test-gpu: $(VENV)/.installed-dev ## the tests that need a GPU
 	$(PY) -m pytest -m gpu $$(grep -rl "mark\.gpu" tests)
 
+.PHONY: gpu-report
+gpu-report: $(VENV)/.installed-dev ## what one GPU can tell in 25 minutes, as records and build/gpu-report.md; ARGS= more flags
+	$(PY) benchmarks/speed/gpu_report.py $(ARGS)
+
 .PHONY: test-slurm
 test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two nodes inside this machine, as root
 	@command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends slurm-wlm || \
@@ -112,8 +116,8 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless
 	$(PY) -m pytest -m browser tests/commands/report
 
 # In need of a folder or a GPU, or hours long.
-BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py) \
-	$(addprefix learning/,lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py) \
+BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py gpu_report.py) \
+	$(addprefix learning/,quality.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py) \
 	$(addprefix placement/,record_traces.py placement_lab.py each_step.py))
 
 .PHONY: bench

@@ -119,7 +119,8 @@ def main(config: Config) -> dict[str, Any]:
             batch_size=config.batch_size,
             on_main=run.on_main_and_share,
         )
-        data = load(config.dataset, config.data_dir, assistant_only_loss=config.assistant_only_loss)
+        answers, validates = config.assistant_only_loss, config.validates
+        data = load(config.dataset, config.data_dir, assistant_only_loss=answers, validation=validates)
         old = load(config.old_dataset, None) if config.old_dataset else None
         run.describe(dataset=data.name, dataset_notice=data.notice, trained=config.trained)
         base = config.model or fine_tuning.make_base(run, config, old, Path(__file__).with_name("lm_moe.py"))
@@ -140,6 +141,7 @@ def main(config: Config) -> dict[str, Any]:
             optimizer,
             train=data.train,
             test=data.some_test(config.eval_blocks),
+            validation=data.some_validation(config.eval_blocks),
             eval_at_start=True,
             more_evaluations=fine_tuning.evaluate_known_text(run, old, config.eval_blocks),
             eval_batch_size=fine_tuning.eval_batch_size(run),

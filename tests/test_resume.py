@@ -51,7 +51,7 @@ def test_a_run_stopped_at_every_step_in_turn_arrives_at_the_same_end(tmp_path, u
     samples = {}
     for step in range(1, STEPS):
         stop = Stop(step, "SIGTERM")
-        with pytest.raises(Preempted, match=f"stopped by SIGTERM at step {step}; run the same command again"):
+        with pytest.raises(Preempted, match=f"stopped by SIGTERM at step {step}; run `.*` to continue"):
             train(config, stop)
         samples |= dict(stop.samples)
     outcome = train(config)

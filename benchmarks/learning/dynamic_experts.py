@@ -71,7 +71,7 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 "test accuracy %": round(statistics.mean(accuracy), 2),
                 "sd": sd(accuracy, 2),
                 "experts at the end": [run.get("active_experts", 8) for run in runs],
-                "least used %": round(100 * min(run["min_expert_load"] for run in runs), 1),
+                "least over mean": [round(run.get("active_experts", 8) * run["min_expert_load"], 2) for run in runs],
                 **counts,
             }
         )

@@ -3,12 +3,18 @@
     python benchmarks/learning/lm_bits_per_byte.py         3 seeds, byte by byte: six runs of a minute on an idle CPU
     python benchmarks/learning/lm_bits_per_byte.py --folder F  keeps the runs in F, and continues what was interrupted
     python benchmarks/learning/lm_bits_per_byte.py --larger  the preset larger: nine runs of two to three minutes
-  python benchmarks/learning/lm_bits_per_byte.py --choose  the same rates for every arm, on training text
+    python benchmarks/learning/lm_bits_per_byte.py --much    less than an epoch of a longer text: an hour
+    python benchmarks/learning/lm_bits_per_byte.py --choose  the same rates for every arm, on training text
 
 Each run is `recipes/lm_moe.py` with that preset; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes a
-table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger too:
-every learning rate of `RATES` for every arm, one seed that is in neither table, `--dataset tinyshakespeare:validation`
-(the last tenth of the training text is held out), and lm_bits_choice.json or lm_bits_larger_choice.json.
+table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger and
+--much too: every learning rate of `RATES` for every arm, one seed that is in no table, `:validation` of the text (the
+last tenth of the training text is held out), and lm_bits_choice.json, lm_bits_larger_choice.json or
+lm_bits_much_choice.json. What trains for as long as another takes the rate that was chosen for as many tokens.
+
+With --much the text is Python's standard library, a step has 2,048 tokens, and capacity should bind: 16 and 64 experts,
+and dense models of as many active parameters, one of which makes as many steps as take the processor time of the
+mixture of 16 (`LONGER`, measured alone on the machine). One thread each; the rates are those that --choose chose.
 """
 
 from __future__ import annotations
@@ -40,8 +46,28 @@ LARGER = {
 }
 """For as long: a step of the mixture takes about one and a half times as long as one of the dense model."""
 
-RATES = {False: (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2), True: (1.5e-3, 3e-3, 6e-3)}
-"""Learning rates among which --choose chooses: of the presets `full` and `dense`, and with --larger."""
+LONGER = 1.5
+"""Processor time of a step of the mixture of 16 experts over that of the dense model, with --much."""
+
+
+def much(experts: int) -> Config:
+    """Less than half an epoch of the text."""
+    return larger().replace(dataset="stdlib", experts=experts, batch_size=16, max_steps=STEPS_OF_MUCH, lr=RATE_OF_MUCH)
+
+
+STEPS_OF_MUCH, RATE_OF_MUCH = 600, 3e-3
+MUCH = {
+    "mixture, 16 experts": lambda: much(16),
+    "mixture, 64 experts": lambda: much(64),
+    "dense, as many tokens": lambda: dense(much(16)),
+    "dense, for as long": lambda: dense(much(16)).replace(max_steps=round(LONGER * STEPS_OF_MUCH)),
+}
+RATES = {
+    "per_byte": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
+    "larger": (1.5e-3, 3e-3, 6e-3),
+    "much": (1.5e-3, 3e-3, 6e-3),
+}
+"""Learning rates among which --choose chooses: of the presets `full` and `dense`, with --larger and with --much."""
 CHOICE_SEED = 100
 
 
@@ -64,7 +90,7 @@ def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens": runs[0]["samples"] * full().context,
         "seconds": round(statistics.median(each["wall_seconds"] for each in runs)),
         "least used expert %": round(100 * min(each["min_expert_load"] for each in runs), 1)
-        if arm == "mixture"
+        if arm.startswith("mixture")
         else None,
     }
 
@@ -74,16 +100,19 @@ if __name__ == "__main__":
     parser.add_argument("--data-dir", type=Path, default=None, help="folder with tinyshakespeare/input.txt")
     parser.add_argument("--folder", type=Path, default=None, help="where runs are kept; None forgets them")
     parser.add_argument("--larger", action="store_true", help="the preset larger")
+    parser.add_argument("--much", action="store_true", help="Python's standard library, 16 and 64 experts")
     parser.add_argument("--choose", action="store_true", help="learning rates, on the end of the training text")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the table (3)")
     args = parser.parse_args()
-    arms = LARGER if args.larger else ARMS
+    table = "larger" if args.larger else "much" if args.much else "per_byte"
+    arms = {"per_byte": ARMS, "larger": LARGER, "much": MUCH}[table]
     torch.set_num_threads(2 if args.larger else 1)
     with tempfile.TemporaryDirectory() as scratch:
         common = {"data_dir": args.data_dir, "cpu": True, "tracker": "none", "export": False}
         folder = args.folder or Path(scratch)
+        text = "stdlib" if args.much else SHAKESPEARE
 
-        def runs_of(arm: str, seeds: Iterable[int], dataset: str = SHAKESPEARE, **changed: Any) -> list[dict[str, Any]]:
+        def runs_of(arm: str, seeds: Iterable[int], dataset: str = text, **changed: Any) -> list[dict[str, Any]]:
             config = arms[arm]().replace(dataset=dataset, **common, **changed)
             config = config.replace(checkpoint=config.checkpoint.replace(every_steps=70))
             name = "-".join([arm, *map(str, changed.values())])
@@ -91,15 +120,16 @@ if __name__ == "__main__":
 
         if args.choose:
             tried = {
-                (arm, rate): runs_of(arm, [CHOICE_SEED], SHAKESPEARE + VALIDATION, lr=rate)
+                (arm, rate): runs_of(arm, [CHOICE_SEED], text + VALIDATION, lr=rate)
                 for arm in arms
-                for rate in RATES[args.larger]
+                if table != "much" or "as long" not in arm
+                for rate in RATES[table]
             }
             rows = [{"lr": rate, **row(arm, runs)} for (arm, rate), runs in tried.items()]
-            write_report("lm_bits_larger_choice" if args.larger else "lm_bits_choice", rows)
+            write_report("lm_bits_choice" if table == "per_byte" else f"lm_bits_{table}_choice", rows)
         else:
             runs = {arm: runs_of(arm, range(args.seeds)) for arm in arms}
-            mixture, rival = list(runs.values())[:2]
+            mixture, rival = (next(runs[arm] for arm in arms if arm.startswith(kind)) for kind in ("mixture", "dense"))
             gains = [d["test_bits_per_byte"] - m["test_bits_per_byte"] for m, d in zip(mixture, rival, strict=True)]
             rows = [row(arm, each) for arm, each in runs.items()]
-            write_report("lm_bits_larger" if args.larger else "lm_bits_per_byte", rows, gain_of_each_seed=gains)
+            write_report(f"lm_bits_{table}", rows, gain_of_each_seed=gains)

@@ -137,6 +137,7 @@ def take(folder: Path, case: Case) -> float:
     experts = ExpertParallel(Accelerator(cpu=True))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     wrapped, optimizer = experts.prepare(model, torch.optim.AdamW(trained, lr=1e-3, fused=True))
+    wrapped.train()  # transformers computes blocks again in this mode alone
     draws = torch.Generator().manual_seed(experts.accelerator.process_index)
     for _ in range(STEPS):
         tokens = torch.randint(32_000, (layout.sequences, layout.context + 1), generator=draws)

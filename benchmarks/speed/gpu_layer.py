@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
-    Shape("Mixtral-like", 8192, 4096, 14336, 8, 2),
     Shape("Qwen3-MoE-like", 16384, 2048, 768, 128, 8),
+    Shape("Mixtral-like", 8192, 4096, 14336, 8, 2),
     Shape("DeepSeek-V3-like", 8192, 7168, 2048, 32, 8),
 ]
 REHEARSAL = [Shape("tiny", 64, 32, 16, 4, 2)]
@@ -75,15 +75,16 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if arguments.rehearse else torch.bfloat16
     rate = matrix_rate(device, dtype, [64] if arguments.rehearse else [4096, 8192, 16384])
-    rows = [
-        {"shape": shape.name, "contender": name, "ms": round(1e3 * seconds, 3), "share": round(part, 3)}
-        for shape in (REHEARSAL if arguments.rehearse else SHAPES)
-        for name, seconds, part in measure(shape, device, dtype, rate, arguments.rounds)
-    ]
+    rows: list[dict[str, Any]] = []
+    for shape in REHEARSAL if arguments.rehearse else SHAPES:
+        rows += [
+            {"shape": shape.name, "contender": name, "ms": round(1e3 * seconds, 3), "share": round(part, 3)}
+            for name, seconds, part in measure(shape, device, dtype, rate, arguments.rounds)
+        ]
+        if not arguments.rehearse:  # after each shape, so that who ends it has those before
+            write_report("gpu_layer", rows, teraflops_per_second=round(rate / 1e12, 1), rounds=arguments.rounds)
     if arguments.rehearse:
         print(*rows, sep="\n")
-    else:
-        write_report("gpu_layer", rows, teraflops_per_second=round(rate / 1e12, 1), rounds=arguments.rounds)
 
 
 def measure(

@@ -1,6 +1,7 @@
 """A language model of experts on one GPU: our trainer beside transformers' and a loop by hand; and three precisions.
 
     python benchmarks/speed/gpu_training.py              on a GPU, about ten minutes
+    python benchmarks/speed/gpu_training.py --adapters   the same model frozen, with adapters of experts and attention
     python benchmarks/speed/gpu_training.py --rehearse   anywhere: a tiny model, to see that it runs
 
 A Qwen3-MoE of 0.8 billion parameters, of which a token uses 0.13: eight layers of width 1,024, 64 experts of width 512,
@@ -13,8 +14,12 @@ of the fastest square product that was measured in the same run. Of memory, acti
 after weights, gradients and the states of AdamW. Of ours the profiler says how long the GPU is idle in a step, and how
 often the host waits for it.
 
+With `--adapters` the model's weights are bfloat16 and frozen, so two of a step's three products count; ours trains
+beside experts in four bits, too.
+
 A second table trains ours in float32, bfloat16 and float16, `--curve` steps each. Writes
-benchmarks/results/gpu_training.json, gpu_precisions.json and docs/images/gpu_precisions.png.
+benchmarks/results/gpu_training.json, gpu_precisions.json and docs/images/gpu_precisions.png; with `--adapters`
+gpu_fine_tuning.json alone.
 """
 
 from __future__ import annotations
@@ -29,9 +34,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -48,7 +54,10 @@ from toolkit.compat import FlopCounter
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.data.text import STDLIB, load_text
-from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_kernel
+from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
+from toolkit.experts.hosts.spreading.spread import spread_experts
+from toolkit.experts.hosts.transformers import causal_lm, experts_in_files, use_toolkit_kernel
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
@@ -61,6 +70,7 @@ from toolkit.train.tasks.language_modeling import LanguageModeling
 from toolkit.train.trainer import Trainer
 
 OURS, TRAINER, LOOP = "ours", "transformers Trainer", "loop by hand"
+FOUR_BITS = "ours, experts in four bits"
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LOG_EVERY = 10
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
@@ -95,16 +105,29 @@ class Job:
     device: torch.device
     warmup: int
     steps: int
+    folder: Path | None = None
+    """Has the model as files, where adapters are trained."""
 
     @property
     def max_steps(self) -> int:
         return self.warmup + self.steps
 
-    def model(self, experts_implementation: str) -> nn.Module:
+    def model(self, experts_implementation: str, *, quantize: Literal["4bit"] | None = None) -> nn.Module:
+        if self.folder is not None:
+            ours = experts_implementation == use_toolkit_kernel()
+            with experts_in_files(quantize=quantize) if ours else contextlib.nullcontext():
+                base = causal_lm(self.folder, dtype=torch.bfloat16, experts_implementation=experts_implementation)
+            adapted = add_adapters(base.to(self.device), AdapterOptions())
+            if ours:
+                spread_experts(adapted, ExpertGroups())
+            return adapted
         with self.device:  # where random weights take the least time
             model: nn.Module = causal_lm(configuration(self.sizes), experts_implementation=experts_implementation)
         model.load_state_dict(self.weights)
         return model.to(self.device)
+
+    def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4, fused=True)
 
 
 class Clock:
@@ -135,7 +158,13 @@ def configuration(sizes: Sizes) -> Any:
     return language_model_config("qwen3_moe", vocab_size=256, **shape)
 
 
-def ours(job: Job, *callbacks: Callback, precision: str = "bf16", folder: Path | None = None) -> Clock:
+def ours(
+    job: Job,
+    *callbacks: Callback,
+    precision: str = "bf16",
+    folder: Path | None = None,
+    quantize: Literal["4bit"] | None = None,
+) -> Clock:
     """As a recipe: metrics to a file, progress on the console. `folder`: of the run, which else is forgotten."""
     clock = Clock(job)
     with tempfile.TemporaryDirectory() as scratch:
@@ -148,12 +177,12 @@ def ours(job: Job, *callbacks: Callback, precision: str = "bf16", folder: Path |
             log_every=LOG_EVERY,
         )
         with start_run("gpu_training", config) as run:
-            model = job.model(use_toolkit_kernel())
+            model = job.model(use_toolkit_kernel(), quantize=quantize)
             trainer = Trainer(
                 run,
                 LanguageModeling(),
                 model,
-                torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True),
+                job.adamw(model),
                 TrainBatches(job.blocks, batch_size=job.sizes.batch, seed=0, device=run.device),
                 max_steps=job.max_steps,
                 schedule=constant(),
@@ -167,7 +196,7 @@ def ours(job: Job, *callbacks: Callback, precision: str = "bf16", folder: Path |
 def loop_by_hand(job: Job) -> Clock:
     """The shortest loop there is: no metrics, no progress."""
     model: Any = job.model("grouped_mm")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    optimizer = job.adamw(model)
     clock = Clock(job)
     model.train()
     for ids, following in itertools.islice(batches(job), job.max_steps):
@@ -229,6 +258,7 @@ def under_transformers(job: Job) -> Clock:
 
 
 CONTENDERS: dict[str, Callable[[Job], Clock]] = {OURS: ours, TRAINER: under_transformers, LOOP: loop_by_hand}
+WITH_ADAPTERS = {OURS: ours, FOUR_BITS: partial(ours, quantize="4bit"), TRAINER: under_transformers, LOOP: loop_by_hand}
 
 
 def idle_and_waits(profile: Profile) -> tuple[float | None, float | None]:
@@ -248,21 +278,27 @@ def idle_and_waits(profile: Profile) -> tuple[float | None, float | None]:
 
 def race(job: Job, rounds: int, rate: float) -> list[dict[str, Any]]:
     """One row per contender. The first round warms up, and is not counted."""
-    clocks: dict[str, list[Clock]] = {name: [] for name in CONTENDERS}
-    for turn, name in itertools.product(range(rounds + 1), CONTENDERS):
-        clock = quietly(lambda name=name: CONTENDERS[name](job))  # type: ignore[misc]
+    contenders = CONTENDERS if job.folder is None else WITH_ADAPTERS
+    clocks: dict[str, list[Clock]] = {name: [] for name in contenders}
+    for turn, name in itertools.product(range(rounds + 1), contenders):
+        clock = quietly(lambda name=name: contenders[name](job))  # type: ignore[misc]
         if turn:
             clocks[name].append(clock)
     profile = Profile()
     quietly(lambda: ours(job, profile))
     gpu_idle, host_waits = idle_and_waits(profile)
     tokens, flops = job.sizes.batch * job.sizes.context, flops_of_step(job)
-    parameters = sum(value.numel() * value.element_size() for value in job.weights.values())
+    model = job.model(use_toolkit_kernel())
+    weights = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    del model
     rows = []
     for name, each in clocks.items():
         step = statistics.median(clock.seconds for clock in each) / job.steps
         ratios = [mine.seconds / other.seconds for mine, other in zip(each, clocks[OURS], strict=True)]
-        gib: dict[str, float] = {"weights": parameters, "gradients": parameters, "AdamW": 2 * parameters}
+        gib: dict[str, float] = {"weights": weights, "gradients": trained, "AdamW": 2 * trained}
+        if name == FOUR_BITS:
+            gib["weights"] = sum(p.nbytes for p in job.model(use_toolkit_kernel(), quantize="4bit").parameters())
         gib["activations"] = max(0, statistics.median(clock.peak for clock in each) - sum(gib.values()))
         rows.append(
             {
@@ -279,11 +315,11 @@ def race(job: Job, rounds: int, rate: float) -> list[dict[str, Any]]:
 
 
 def flops_of_step(job: Job) -> float:
-    """Of products and attention, forward and backward."""
+    """Of products and attention, forward and backward; of frozen weights no gradients are computed."""
     model: Any = job.model(use_toolkit_kernel())
     with FlopCounter() as counter, torch.no_grad():
         model(input_ids=next(batches(job))[0])
-    return float(FORWARDS * counter.flops)
+    return float((FORWARDS if job.folder is None else FORWARDS - 1) * counter.flops)
 
 
 def check_losses(job: Job) -> None:
@@ -359,6 +395,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="timed steps per contender and round (30)")
     parser.add_argument("--warmup", type=int, default=10, help="steps before the clock runs (10)")
     parser.add_argument("--curve", type=int, default=300, help="steps in each precision (300)")
+    parser.add_argument("--adapters", action="store_true", help="of a frozen model")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on whatever device there is")
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -379,15 +416,27 @@ def main() -> int:
         steps=arguments.steps,
     )
     rate = matrix_rate(device, torch.bfloat16, [64] if arguments.rehearse else [4096, 8192, 16384])
-    check_losses(job)
-    rows = race(job, arguments.rounds, rate)
+    facts = {"teraflops_per_second": round(rate / 1e12, 1), "rounds": arguments.rounds}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.adapters:
+            job = replace(job, folder=Path(folder))
+            saved = causal_lm(configuration(sizes))
+            saved.load_state_dict(weights)
+            saved.to(torch.bfloat16).save_pretrained(folder)
+        check_losses(job)
+        rows = race(job, arguments.rounds, rate)
+    if not arguments.rehearse:  # before the second table, so that who ends it has the first
+        write_report("gpu_fine_tuning" if arguments.adapters else "gpu_training", rows, **facts)
+    if arguments.adapters:
+        if arguments.rehearse:
+            print(*rows, sep="\n")
+        return 0
     job = Job(sizes=sizes, weights=weights, blocks=data.train, device=device, warmup=1, steps=arguments.curve - 1)
     picture = None if arguments.rehearse else ROOT / "docs" / "images" / "gpu_precisions.png"
     precisions = compare_precisions(job, picture)
     if arguments.rehearse:
         print(*rows, *precisions, sep="\n")
         return 0
-    write_report("gpu_training", rows, teraflops_per_second=round(rate / 1e12, 1), rounds=arguments.rounds)
     write_report("gpu_precisions", precisions, steps=arguments.curve)
     reached = next(row["ours is faster by"] for row in rows if row["contender"] == TRAINER)
     if reached < LEAST_TIMES_TRAINER:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from activity.activity_sources import (
     HMP_RATE_HZ,
+    PARTS,
     UCI_HAR_RATE_HZ,
     UCI_HAR_STEPS,
     Name,
@@ -30,7 +31,7 @@ from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, require
 
 MADE_UP = "made-up volunteers say nothing about people."
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 """Goes up when what is cached for the same files changes."""
 
 
@@ -106,10 +107,10 @@ def load_activity(
         window_seconds: Length of a window; None means 4, or the publisher's windows.
         overlap: Fraction of a window that the next one shares.
         fold: Whose windows are the test data, of `folds` parts of the volunteers; None means those of the official
-            split, or of fold 0 where there is none.
+            splits, or of fold 0 where there are none.
         folds: Parts into which volunteers are divided.
         rate_hz: Readings per second of a set of your own.
-        validation: Hold out a part of the training volunteers, too.
+        validation: Hold out a part of the training volunteers, too; those of an official split always are.
 
     Returns:
         Its tables, and what a model has to know of them.
@@ -121,9 +122,9 @@ def load_activity(
     classes = words_of(columns["classes"])
     volunteers = words_of(columns["volunteers"])
     volunteer = columns["volunteer"]
-    held_out = _held_out(volunteer, columns["official_test"], fold, folds)
-    chosen_on = torch.zeros_like(held_out)
-    if validation:
+    part = columns["part"] if fold is None else torch.zeros_like(volunteer)
+    held_out, chosen_on = _held_out(volunteer, part, fold, folds)
+    if validation and not chosen_on.any():
         rest = volunteer[~held_out[volunteer]]
         others = len(rest.unique())
         require(others > 1, "validation", True, "there is one volunteer to train on: leave it out")
@@ -149,15 +150,18 @@ def load_activity(
     )
 
 
-def _held_out(volunteer: Tensor, official: Tensor, fold: int | None, folds: int) -> Tensor:
-    """(volunteers,) bool: who is held out."""
+def _held_out(volunteer: Tensor, part: Tensor, fold: int | None, folds: int) -> tuple[Tensor, Tensor]:
+    """(volunteers,) bool: who is tested on, and on whose windows choices are made, as far as the publisher says."""
     count = int(volunteer.max()) + 1
-    if fold is None and official.any():
-        held_out = volunteer[official].bincount(minlength=count) > 0
-        require(not held_out.all(), "fold", None, "everybody is in the test split: give fold=0")
-        return held_out
+    test, validation = (
+        volunteer[part == PARTS.index(which)].bincount(minlength=count) > 0 for which in ("test", "validation")
+    )
+    if test.any():
+        everybody = "everybody is in the test split or that for validation: give fold=0"
+        require(not (test | validation).all(), "fold", None, everybody)
+        return test, validation & ~test
     require(folds <= count, "folds", folds, f"take at most {count}, the number of volunteers")
-    return _fold(volunteer, fold or 0, folds, count)
+    return _fold(volunteer, fold or 0, folds, count), validation
 
 
 def _fold(volunteer: Tensor, fold: int, folds: int, count: int) -> Tensor:

@@ -17,6 +17,8 @@ from toolkit.data.rows import find_column, load_splits
 from toolkit.errors import UserError, one_line, require
 
 Name = Literal["hmp", "uci_har", "generated"]
+PARTS = ("train", "test", "validation")
+"""For what a publisher made a recording."""
 
 UCI_HAR_REPO = "udayl/UCI_HAR"
 UCI_HAR_SIGNALS = tuple(
@@ -46,8 +48,8 @@ class Trial:
     """(channels, readings) float32."""
     activity: str
     volunteer: str
-    official_test: bool = False
-    """Held out by the publisher."""
+    part: str = "train"
+    """One of `PARTS`."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Windows:
     """(windows,) int64, indices into `classes`."""
     volunteer: np.ndarray
     """(windows,) int64, indices into `volunteers`."""
-    official_test: np.ndarray
-    """(windows,) bool: held out by the publisher; nowhere true where the set has no official split."""
+    part: np.ndarray
+    """(windows,) int64, indices into `PARTS`; zeros where the set has no official split."""
     classes: tuple[str, ...]
     volunteers: tuple[str, ...]
 
@@ -149,7 +151,8 @@ def find_own(dataset: str, rate_hz: float | None) -> Recordings:
     of the names `SUBJECT` and `ACTIVITY`; all others with numbers are signals, except `NO_SIGNALS`.
 
     Args:
-        dataset: What `load_splits` takes; where it has a split `test`, the subjects in it are held out.
+        dataset: What `load_splits` takes; the subjects in its split `test` are held out, and those in `validation`,
+            which is the test split where there is no other.
         rate_hz: Readings per second.
 
     Raises:
@@ -179,6 +182,7 @@ def _is_number(kind: Any) -> bool:
 def _own_trials(dataset: str, splits: Any, subject: str, activity: str, signals: Sequence[str]) -> list[Trial]:
     trials = []
     for split, rows in splits.items():
+        part = "test" if split == "validation" and "test" not in splits else split
         named = rows.features[activity]
         names = named.names if hasattr(named, "names") else None
         table = rows.select_columns([subject, activity, *signals, *([TRIAL] if TRIAL in rows.column_names else [])])
@@ -204,7 +208,7 @@ def _own_trials(dataset: str, splits: Any, subject: str, activity: str, signals:
                     np.stack(readings).astype(np.float32),
                     str(done if names is None else names[done]),
                     str(piece[subject].iloc[0]),
-                    split == "test",
+                    part if part in PARTS else "train",
                 )
             )
     return trials
@@ -215,7 +219,7 @@ def read_uci_har(folder: Path) -> Windows:
 
     Raises UserError for a file that is damaged or cannot be read.
     """
-    signals, labels, subjects, held_out = [], [], [], []
+    signals, labels, subjects, parts = [], [], [], []
     for split in SPLITS:
         label, subject = (_read_table(folder / split / f"{part}_{split}.txt", 1)[:, 0] for part in ("y", "subject"))
         tables = []
@@ -230,13 +234,13 @@ def read_uci_har(folder: Path) -> Windows:
         signals.append(np.stack(tables, axis=1))
         labels.append(label.astype(np.int64) - 1)
         subjects.append(subject.astype(np.int64))
-        held_out.append(np.full(len(label), split == "test"))
+        parts.append(np.full(len(label), PARTS.index(split)))
     numbers, volunteer = np.unique(np.concatenate(subjects), return_inverse=True)
     return Windows(
         signal=np.concatenate(signals),
         label=np.concatenate(labels),
         volunteer=volunteer.astype(np.int64),
-        official_test=np.concatenate(held_out),
+        part=np.concatenate(parts),
         classes=UCI_HAR_CLASSES,
         volunteers=tuple(str(number) for number in numbers),
     )
@@ -288,7 +292,7 @@ def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
     classes = tuple(sorted({trial.activity for trial in trials}))
     volunteers = tuple(sorted({trial.volunteer for trial in trials}))
     stride = max(1, round(steps * (1 - overlap)))
-    pieces, labels, owners, official = [], [], [], []
+    pieces, labels, owners, parts = [], [], [], []
     for trial in trials:
         short = max(0, steps - trial.signal.shape[1])
         signal = np.pad(trial.signal, ((0, 0), (0, short)), mode="edge")
@@ -296,12 +300,12 @@ def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
         pieces.append(views)
         labels += [classes.index(trial.activity)] * len(views)
         owners += [volunteers.index(trial.volunteer)] * len(views)
-        official += [trial.official_test] * len(views)
+        parts += [PARTS.index(trial.part)] * len(views)
     return Windows(
         signal=np.concatenate(pieces),
         label=np.array(labels, dtype=np.int64),
         volunteer=np.array(owners, dtype=np.int64),
-        official_test=np.array(official, dtype=bool),
+        part=np.array(parts, dtype=np.int64),
         classes=classes,
         volunteers=volunteers,
     )

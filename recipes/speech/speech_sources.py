@@ -259,17 +259,20 @@ def _recordings_in(folder: Path) -> tuple[Any, str] | None:
     for table in tables:
         split = table.parent.name if table.parent != folder else "train"
         with table.open(encoding="utf-8", newline="") as file:
-            splits[split] = [{**row, "audio": str(table.parent / row["file_name"])} for row in csv.DictReader(file)]
+            rows = csv.DictReader(file)
+            if "file_name" not in (rows.fieldnames or ()):
+                raise UserError(f"{table} has no column file_name: name the recording of each row in one.")
+            splits[split] = [{**row, "audio": str(table.parent / row["file_name"])} for row in rows]
     if not tables:
         for path in sounds:
             first = path.relative_to(folder).parts[0]
             split = first if first in ("test", "validation") else "train"
             splits.setdefault(split, []).append({"audio": str(path), "text": path.parent.name})
-    rows = datasets.DatasetDict({split: datasets.Dataset.from_list(each) for split, each in splits.items()})
+    found = datasets.DatasetDict({split: datasets.Dataset.from_list(each) for split, each in splits.items()})
     if not tables:
         words = sorted({path.parent.name for path in sounds})
-        rows = rows.cast_column("text", datasets.ClassLabel(names=words))
-    return rows, content_key([*tables, *sounds])
+        found = found.cast_column("text", datasets.ClassLabel(names=words))
+    return found, content_key([*tables, *sounds])
 
 
 def find_librispeech(folder: Path) -> Source:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import toolkit as tk
 from tests.support.helpers import run_distributed
 from tests.support.small_run import SmallConfig, SmallModel, small_config, small_trainer
+from toolkit.checkpoint import without_model
 from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import best_or_newest, drop_older
@@ -952,6 +953,10 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_over_a_restart(tmp_p
             trainer.max_steps = until
             trainer.fit()
             best.append(trainer.results.get("best_checkpoint"))
+            kept = trainer.run.checkpoints / f"step-{best[-1]['step'] if best[-1] else until:08d}"
+            without_model.export(kept, tmp_path / f"{len(best)}.safetensors")
+            weights = load_file(tmp_path / f"{len(best)}.safetensors")
+            assert all(torch.equal(value, weights[name]) for name, value in trainer.raw_model.state_dict().items())
         return sorted(path.name for path in (config.run_dir / "checkpoints").iterdir())
 
     best: list[dict[str, Any]] = []
@@ -973,7 +978,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_also_over_a_restart(tmp_p
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("test/loss", "name one such as eval/loss, validation/loss"),
+        ("old/loss", "name one such as eval/loss, validation/loss"),
         ("validation/f1", "an evaluation gives validation"),
     ],
 )
@@ -984,6 +989,15 @@ def test_a_metric_that_no_evaluation_gives_is_refused(name, remedy, tmp_path):
         pytest.raises(tk.UserError, match=f"checkpoint.best='{name}': {remedy}"),
     ):
         trainer.fit()
+
+
+def test_test_is_another_word_for_eval_and_validation_is_held_out_to_choose_by(tmp_path):
+    assert CheckpointOptions(best="test/loss").best == "eval/loss"
+    for best, validates in (("validation/loss", True), ("eval/loss", False), (None, False)):
+        assert small_config(tmp_path, checkpoint=CheckpointOptions(best=best)).validates == validates
+    for best in ("loss", "validation/"):
+        with pytest.raises(tk.UserError, match=f"^best='{best}': name an evaluation and its metric, such as valid"):
+            CheckpointOptions(best=best)
 
 
 def test_the_best_makes_no_room_on_a_full_disk(folder):

@@ -207,6 +207,18 @@ def test_a_set_without_a_test_split_holds_out_a_tenth_of_each_class_and_says_so(
     assert data.notice == "animals: it has no test split: 2 of 20 rows, drawn with seed 0, are held out."
 
 
+def test_validation_images_of_ones_own_set_are_a_tenth_of_each_class(tmp_path):
+    folder = str(write_classes(tmp_path / "animals", (9, 9), count=40))
+    data = load_images(folder, None, validation=True, on_main=lambda decide: decide())
+    assert sorted(data.validation.columns["label"].tolist()) == [0, 0, 1, 1]
+    assert data.notice.endswith("are held out. 4 of 36 training images, drawn with seed 0, are for validation.")
+    tables = (data.train, data.validation, data.test)
+    seen = [(label, int(image[0, 0])) for table in tables for image, label in zip(*table.columns.values(), strict=True)]
+    assert len(set(seen)) == len(seen) == 40
+    for_choices = load(f"{folder}:validation")
+    assert torch.equal(for_choices.test.columns["input"], data.validation.columns["input"])
+
+
 def test_rows_of_a_file_have_labels_that_are_words_or_numbers_and_a_validation_split(tmp_path):
     for split, words in {"train": ["no", "yes"] * 3, "test": ["yes"], "validation": ["no"]}.items():
         write_parquet(tmp_path / f"{split}.parquet", [ONE_IMAGE] * len(words), words, image="img")

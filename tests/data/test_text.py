@@ -186,13 +186,21 @@ MARKED = (
 )
 
 
-@pytest.mark.parametrize("template", ["bytes", "ChatML", MARKED])
+UNMARKED = (
+    "{% for m in messages %}{{ m.role + ':\n' + m.content + '.\n' }}{% endfor %}"
+    "{{ 'assistant:\n' if add_generation_prompt }}"
+)
+ENDS = {MARKED: ".", UNMARKED: ".\n"}
+"""Of a turn of the assistant."""
+
+
+@pytest.mark.parametrize("template", ["bytes", "ChatML", MARKED, UNMARKED])
 def test_of_conversations_only_what_the_assistant_says_is_predicted(template, tmp_path, saved_tokenizer):
     name = "bytes"
     if template != "bytes":
         name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
         (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
-    if template == MARKED:
+    if template in ENDS:
         (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
     said = ["the mat, näh", "on it"]
     turns = [("user", "the cat"), ("assistant", said[0]), ("user", "sat"), ("assistant", said[1])]
@@ -201,7 +209,7 @@ def test_of_conversations_only_what_the_assistant_says_is_predicted(template, tm
     whole, data = (load(str(tmp_path / "chats.jsonl"), tokenizer=name, block=2, answers=each) for each in (False, True))
     read, ids = whole.train.columns["tokens"], data.train.columns["tokens"]
     assert torch.equal(input_ids(ids), read.int())
-    answer = "".join(each + ("." if template == MARKED else "<|im_end|>") for each in said)
+    answer = "".join(each + ENDS.get(template, "<|im_end|>") for each in said)
     learned = ids[:, 1:].flatten()
     predicted = data.tokenizer.decode(learned[learned >= 0].tolist())
     assert (18 * answer).startswith(predicted)
@@ -210,12 +218,30 @@ def test_of_conversations_only_what_the_assistant_says_is_predicted(template, tm
     assert data.bytes_per_token == 2 * len(answer.encode()) / int((test >= 0).sum())
 
 
-def test_a_template_that_does_not_mark_the_assistant_and_text_without_one_are_refused(tmp_path, saved_tokenizer):
+def test_a_prompt_and_its_completion_are_a_conversation(tmp_path):
+    turns = [{"role": role, "content": text} for role, text in (("user", "the cat"), ("assistant", "sat"))]
+    rows = {
+        "messages": {"messages": turns},
+        "texts": {"prompt": "the cat", "completion": "sat"},
+        "turns": {"prompt": turns[:1], "completion": turns[1:]},
+    }
+    found = []
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+        found.append(load(str(tmp_path / f"{name}.jsonl"), block=4, answers=True))
+    for data in found[1:]:
+        assert torch.equal(data.train.columns["tokens"], found[0].train.columns["tokens"])
+    assert found[0].notice == "messages.jsonl: it has no test split: every tenth of its 20 document(s) is held out."
+
+
+def test_where_the_assistant_cannot_be_found_and_text_without_one_are_refused(tmp_path, saved_tokenizer):
     name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
-    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    template = "{% for m in messages %}{{ '!' if loop.last }}{{ m.content }} {% endfor %}"
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    turns = [{"role": role, "content": "the mat"} for role in ("user", "assistant", "user")]
     for file, row, tokenizer, says in (
-        ("chats.jsonl", {"messages": [{"role": "assistant", "content": "the mat"}]}, name, "does not mark what the"),
-        ("rows.jsonl", {"text": "the cat sat"}, name, "has no conversations, in a column messages: leave it out"),
+        ("chats.jsonl", {"messages": turns}, name, "otherwise when more follows: take one"),
+        ("rows.jsonl", {"text": "the cat sat"}, name, "has no conversations, in messages or prompt and completion: le"),
         ("plain.txt", "the cat sat", "bytes", "plain.txt has no conversations"),
     ):
         (tmp_path / file).write_text(f"{row if isinstance(row, str) else json.dumps(row)}\n" * 20)

@@ -27,6 +27,7 @@ from toolkit.experts.hosts.transformers import use_toolkit_kernel
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.routing.traces import read_trace
 from toolkit.run import cli
+from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.tasks.language_modeling import LanguageModeling
 from toolkit.train.trainer import Trainer
@@ -69,6 +70,8 @@ def train(folder: Path, stop: bool) -> None:
         return
     main_in_float64(config(folder, "two", **moved))
     main_in_float64(config(folder, "cut", dense_parallel="fsdp2"))
+    worst = CheckpointOptions(best="test/loss", best_is="higher")
+    main_in_float64(config(folder, "best", eval_every_steps=5, checkpoint=worst, **moved))
     lm_moe.main(config(folder, "from weights", model=str(folder / "two" / "model"), max_steps=5))
     train_step = Trainer.train_step
 
@@ -86,8 +89,8 @@ def train(folder: Path, stop: bool) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of "one" process; "two" that own and move experts; "cut", with FSDP2; "from weights" of "two"; and
-    "stopped", which was continued."""
+    """The folder of "one" process; "two" that own and move experts; "cut", with FSDP2; "best", which keeps the worst of
+    its checkpoints; "from weights" of "two"; and "stopped", which was continued."""
     folder = tmp_path_factory.mktemp("lm_moe")
     corpus(folder / "corpus")
     run_distributed(train, 1, folder, False)
@@ -130,12 +133,14 @@ def test_its_traces_feed_the_placement_lab(runs, capsys):
     assert "4 experts on 2 ranks, 2 layer(s), 20 steps" in capsys.readouterr().out
 
 
-def test_plain_transformers_measures_the_same_bits_per_byte(runs):
+@pytest.mark.parametrize(("run", "step"), [("two", None), ("best", 5)])
+def test_plain_transformers_measures_the_same_bits_per_byte(run, step, runs):
     from transformers import AutoModelForCausalLM
 
     use_toolkit_kernel()
-    results = json.loads((runs / "two" / "results.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(runs / "two" / "model", dtype=torch.float32).eval()
+    results = json.loads((runs / run / "results.json").read_text())
+    assert results.get("best_checkpoint", {}).get("step") == step
+    model = AutoModelForCausalLM.from_pretrained(runs / run / "model", dtype=torch.float32).eval()
     data = load_text(
         "folder", runs / "corpus", tokenizer="bytes", block_size=32, batch_size=32, on_main=lambda decide: decide()
     )
@@ -144,8 +149,8 @@ def test_plain_transformers_measures_the_same_bits_per_byte(runs):
     bits = loss.sums["bits_per_byte"].item() / int(loss.count)
     assert bits == pytest.approx(results["test_bits_per_byte"], rel=1e-5)
     figure = f"{results['test_bits_per_byte']:.4f}"
-    assert f"{figure} bits per byte" in (runs / "two" / "model" / "README.md").read_text()
-    assert f"{figure} bits/byte" in (runs / "two" / "summary.txt").read_text()
+    assert f"{figure} bits per byte" in (runs / run / "model" / "README.md").read_text()
+    assert f"{figure} bits/byte" in (runs / run / "summary.txt").read_text()
 
 
 def test_it_trains_on_from_exported_weights(runs):

@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.run import console
 from toolkit.run.console import metrics_line
-from toolkit.run.summary import duration, moves_of, summarise
+from toolkit.run.summary import duration, summarise
 
 
 def test_a_line_says_where_training_is_and_how_it_goes():
@@ -36,17 +36,19 @@ def test_a_line_of_an_evaluation_fits_and_keeps_what_was_evaluated(step, max_ste
 
 
 def test_a_summary_says_how_many_experts_moved_and_what_it_was_good_for(tmp_path):
-    imbalances = {10: 1.5, 20: 1.3, 30: 1.2, 40: 1.1, 50: 1.0}
-    moved = {20: 3, 30: 2}
-    lines = [
-        {"step": step, "moe/migrated_experts": moved.get(step, 0), "moe/rank_imbalance": imbalance}
-        for step, imbalance in imbalances.items()
-    ]
-    text = summarise({"recipe": "toy"} | moves_of(lines), tmp_path)
-    said = "5 from step 20 to 30; busiest rank over the mean 1.40 before, 1.05 after the last move"
-    assert f"moved experts  {said}\n" in text
-    assert moves_of(lines[:1]) == {}
-    assert moves_of([{"step": 10, "moe/migrated_experts": 4}]) == {"moves_notice": "4 by step 10"}
+    steps = {"first_move_step": 18, "last_move_step": 27}
+    results = {"recipe": "toy", "migrated_experts": 5, "imbalance_before_moves": 1.4, "imbalance_after_moves": 1.05}
+    said = "moved experts  5 after step{}; busiest rank over the mean 1.40 before, 1.05 since\n"
+    assert said.format("s 18 to 27") in summarise(results | steps, tmp_path)
+    assert said.format(" 18") in summarise(results | steps | {"last_move_step": 18}, tmp_path)
+    assert "moved" not in summarise({"recipe": "toy", "migrated_experts": 0}, tmp_path)
+
+
+def test_a_validation_figure_is_on_the_line_and_in_the_summary(tmp_path):
+    line = metrics_line({"validation/loss": 0.25, "validation/accuracy": 0.5, "eval/loss": 0.1}, 5, 10)
+    assert line == "step  5/10  val loss 0.2500  val acc 50.00 %  test loss 0.1000"
+    text = summarise({"recipe": "toy", "validation_loss": 0.25, "validation_accuracy": 0.5}, tmp_path)
+    assert "validation  50.00%, loss 0.2500\n" in text
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(42.4, "0:42"), (725, "12:05"), (4325, "1:12:05")])

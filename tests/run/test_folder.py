@@ -59,7 +59,8 @@ def test_a_run_is_not_continued_with_other_settings(tmp_path: Path, config: Own,
 def test_a_run_does_not_write_to_where_a_link_in_its_folder_leads(tmp_path: Path, name: str):
     (tmp_path / "precious").write_text("precious")
     run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000001" / "manifest.json").touch()
     (run / name).symlink_to(tmp_path / "precious")
     with pytest.raises(UserError, match=rf"{name}: is a link, and the run would write to where it leads: remove it"):
         reopen(run, Own())

@@ -476,13 +476,14 @@ def test_the_time_of_a_run_does_not_jump_with_the_clock(tmp_path, monkeypatch):
         assert run.finish({})["wall_seconds"] >= 0
 
 
-def test_a_folder_of_other_files_is_refused_and_left_as_it_was(tmp_path):
-    folder = tmp_path / "thesis"
-    folder.mkdir()
-    (folder / "chapter.txt").write_text("one")
+@pytest.mark.parametrize("name", ["chapter.txt", "metrics.jsonl", "config.json", "code.txt", "checkpoints/best.pt"])
+def test_a_folder_of_other_files_is_refused_and_left_as_it_was(name, tmp_path):
+    path = tmp_path / "thesis" / name
+    path.parent.mkdir(parents=True)
+    path.write_text('{"one": 1}')
     with pytest.raises(UserError, match=r"run_dir=.*thesis: it holds other files and no run"):
-        start_run("toy", config(run_dir=folder))
-    assert [path.name for path in folder.iterdir()] == ["chapter.txt"]
+        start_run("toy", config(run_dir=tmp_path / "thesis"))
+    assert [file for file in (tmp_path / "thesis").rglob("*") if file.is_file()] == [path]
 
 
 def test_mps_is_refused_because_it_has_no_float64(monkeypatch):

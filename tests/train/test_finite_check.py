@@ -19,6 +19,7 @@ from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions
+from toolkit.run.folder import CODE_BEGINS
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.evaluation import Evaluation
 
@@ -63,7 +64,7 @@ def poisoned(folder: Path, what: str, at_once: bool = True, rank: int = 0) -> tu
 
 @pytest.mark.parametrize("what", ["loss", "gradient", "weight"])
 def test_training_stops_at_the_first_tensor_that_is_not_finite(tmp_path: Path, what: str):
-    (tmp_path / "checkpoints").mkdir()  # else it is no folder of a run
+    (tmp_path / "code.txt").write_text(CODE_BEGINS)  # else it is no folder of a run
     precious = planted(tmp_path / "nonfinite.json")
     message, checkpoints = poisoned(tmp_path, what)
     assert precious.read_text() == "precious"
@@ -248,3 +249,4 @@ def test_the_row_of_the_data_that_is_not_finite_is_named(tmp_path: Path, kind: s
         standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=data, test=table).fit()
     which = "row 13 of the training data" if kind == "table" else "the batch"
     assert f"({which} is not finite in the column `input`; " in str(error.value)
+    assert str(error.value).endswith(": mend or drop it; checkpoints from before it are kept.")

@@ -27,9 +27,10 @@ from toolkit.data.files import (
     unreadable,
 )
 from toolkit.data.hub import find_on_hub
-from toolkit.data.rows import find_column, is_own, load_splits, train_and_test
+from toolkit.data.rows import HELD_OUT, find_column, is_own, load_splits, train_and_test
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, one_line
+from toolkit.experts.parallel.seeding import generator
 
 HUB_REPOS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
@@ -81,7 +82,8 @@ def load_images(dataset: str, data_dir: Path | None, *, validation: bool = False
             one of labels, or "owner/name" of the Hub. `VALIDATION` behind it has the part that `validation` holds out
             in place of the test set, which is not read.
         data_dir: The folder of the set, or one that holds it; None looks in $TOOLKIT_DATA_DIR and on the Hub.
-        validation: Hold out a part of the training split: its split `validation`, else its last twelfth.
+        validation: Hold out a part of the training split: its split `validation`; else the last twelfth of a named set,
+            and of your own a seeded tenth of each class.
         on_main: `Run.on_main_and_share`.
 
     Returns:
@@ -103,8 +105,11 @@ def load_images(dataset: str, data_dir: Path | None, *, validation: bool = False
         return data
     if "validation_input" in columns:
         return replace(data, validation=_table(columns, "validation"))
-    held = held_out(data)
-    return replace(data, train=held.train, validation=held.test)
+    held = drawn(data) if is_own(dataset) else held_out(data)
+    if is_own(dataset):
+        said = f"{len(held.test):,} of {len(data.train):,} training images, drawn with seed 0, are for validation."
+        held = replace(held, notice=f"{notice} {said}" if notice else f"{name}: {said}")
+    return replace(held, name=name, test=data.test, validation=held.test)
 
 
 def _table(columns: dict[str, Tensor], split: str) -> TensorTable:
@@ -116,15 +121,23 @@ def held_out(data: ImageData) -> ImageData:
 
     Mean and standard deviation stay those of the whole training set.
     """
-    table = data.train
-    rows = torch.arange(len(table))
-    cut = len(table) - len(table) // 12
-    return replace(
-        data,
-        name=data.name + VALIDATION,
-        train=TensorTable(**table[rows[:cut]]),
-        test=TensorTable(**table[rows[cut:]]),
-    )
+    last = len(data.train) // 12
+    return _apart(data, torch.arange(len(data.train)) >= len(data.train) - last)
+
+
+def drawn(data: ImageData) -> ImageData:
+    """As `held_out`, but a seeded tenth of each class: the files of one's own set may lie class by class."""
+    order = torch.randperm(len(data.train), generator=generator(0, "validation images"))
+    by_class = order[data.train.columns["label"][order].argsort(stable=True)]
+    held = torch.zeros(len(order), dtype=torch.bool)
+    held[by_class[:: round(1 / HELD_OUT)]] = True
+    return _apart(data, held)
+
+
+def _apart(data: ImageData, held: Tensor) -> ImageData:
+    rows = torch.arange(len(held))
+    train, test = (TensorTable(**data.train[rows[which]]) for which in (~held, held))
+    return replace(data, name=data.name + VALIDATION, train=train, test=test)
 
 
 def _find(dataset: str, data_dir: Path | None) -> Source:

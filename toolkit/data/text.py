@@ -7,7 +7,7 @@ import importlib.util
 import math
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,6 +33,8 @@ ROWS = (".jsonl", ".parquet")
 IGNORED = -1
 """Stands where a block of held-out text has no token left. A token that is read and not predicted is below 0, too: see
 `input_ids`."""
+PAIR = ("prompt", "completion")
+"""Columns that are a conversation together."""
 MANY = 10
 """From so many documents on, every tenth is held out; of fewer, the last tenth of each."""
 CACHE_FORMAT = 2
@@ -70,11 +72,19 @@ class TextData:
 
     def some_test(self, count: int | None) -> TensorTable:
         """So many full blocks that lie evenly over the held-out text, fewer where it is short; None: all of it."""
-        if count is None:
-            return self.test
-        full = max(1, len(self.test) - 1)  # the last one may be filled up
-        rows = torch.arange(min(count, full)) * full // min(count, full)
-        return TensorTable(**self.test[rows])
+        return _some(self.test, count)
+
+    def some_validation(self, count: int | None) -> TensorTable | None:
+        """As `some_test`, of the text for choices, if there is one."""
+        return None if self.validation is None else _some(self.validation, count)
+
+
+def _some(blocks: TensorTable, count: int | None) -> TensorTable:
+    if count is None:
+        return blocks
+    full = max(1, len(blocks) - 1)  # the last one may be filled up
+    rows = torch.arange(min(count, full)) * full // min(count, full)
+    return TensorTable(**blocks[rows])
 
 
 @dataclass(frozen=True)
@@ -92,11 +102,12 @@ class _Corpus:
     answers: bool = False
     """Only what the assistant says is learned of conversations."""
 
-    def columns(self, tokenizer: Tokenizer) -> dict[str, Tensor]:
-        """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for."""
+    def columns(self, tokenizer: Tokenizer) -> tuple[dict[str, Tensor], str | None]:
+        """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for; and how rows were split that
+        do not say it."""
         if self.kind == "dataset":
-            train, test, key = _read_dataset(tokenizer, self.validation, self.answers, *self.source)
-            return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer))
+            train, test, key, said = _read_dataset(tokenizer, self.validation, self.answers, *self.source)
+            return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer)), said
         if self.answers:
             raise _no_conversations(self.name)
 
@@ -104,7 +115,7 @@ class _Corpus:
             train, test = split(self._documents())
             return _encode(*(split(train) if self.validation else (train, test)), tokenizer)
 
-        return cached_columns(self._entry(content_key(map(Path, self.source)), tokenizer), encode)
+        return cached_columns(self._entry(content_key(map(Path, self.source)), tokenizer), encode), None
 
     def _entry(self, key: str, tokenizer: Tokenizer) -> str:
         parts = "-validation" * self.validation + "-answers" * self.answers
@@ -142,9 +153,9 @@ def load_text(
             standard library; "reference", the language reference that pydoc shows; a file or folder of text, Parquet or
             JSON lines; "owner/name" or "owner/name:config" of the Hub; "auto": what `data_dir` holds, else
             tinyshakespeare in $TOOLKIT_DATA_DIR, else the standard library; or "prose", which ends with the language
-            reference instead. Rows have a column `text`, or conversations in a column `messages`, which become text as
-            the tokenizer writes them. `VALIDATION` behind any of these takes its training text alone and holds a part
-            of that out, for choices.
+            reference instead. Rows have a column `text`, or conversations in a column `messages` or in `prompt` and
+            `completion`, which become text as the tokenizer writes them. `VALIDATION` behind any of these takes its
+            training text alone and holds a part of that out, for choices.
         data_dir: The folder of the text, for the sets that are looked for.
         tokenizer: "bytes", or the tokenizer in a folder or on the Hub.
         block_size: Tokens that a block predicts.
@@ -160,24 +171,26 @@ def load_text(
 
     Raises:
         UserError: On every rank, the text is not found, not readable, or too short; or `assistant_only_loss` is given
-            where there are no conversations, or the chat template does not mark what the assistant says.
+            where there are no conversations, or what the assistant says cannot be told from the chat template.
     """
     validation = validation and not dataset.endswith(VALIDATION)
     columns: dict[str, Tensor] = {}
     found: list[Tokenizer] = []
 
-    def read(corpus: _Corpus, tokenizer: Tokenizer) -> None:
-        columns.update(corpus.columns(tokenizer))
+    def read(corpus: _Corpus, tokenizer: Tokenizer) -> str | None:
+        found, said = corpus.columns(tokenizer)
+        columns.update(found)
         if validation:
-            held_out = replace(corpus, validation=True).columns(tokenizer)
+            held_out, _ = replace(corpus, validation=True).columns(tokenizer)
             columns.update(train=held_out["train"], validation=held_out["test"])
+        return said and f"{corpus.name}: {said}"
 
     def decide() -> _Corpus:
         corpus = replace(_choose(dataset.removesuffix(VALIDATION), data_dir), answers=assistant_only_loss)
         if dataset.endswith(VALIDATION):
             corpus = replace(corpus, name=corpus.name + VALIDATION, validation=True)
         found.append(load_tokenizer(tokenizer))
-        read(corpus, found[0])
+        corpus = replace(corpus, notice=read(corpus, found[0]) or corpus.notice)
         blocks = (len(columns["train"]) - 1) // block_size
         if blocks < batch_size or len(columns["test"]) < 2 or (validation and len(columns["validation"]) < 2):
             raise UserError(
@@ -242,7 +255,7 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
     if path.is_dir() and not any(file.suffix in ROWS for file in path.rglob("*")):
         return _folder(path, "dataset")
     if path.is_file() and path.suffix not in ROWS:
-        return _Corpus(path.name, "files", (str(path),))
+        return _Corpus(path.name, "files", (str(path),), f"{path.name}: {_how_split(1)}")
     if path.exists():
         return _Corpus(path.name, "dataset", (str(path),))
     if "/" in dataset:
@@ -279,7 +292,7 @@ def _of_python(what: str, kind: Literal["files", "topics"], files: Sequence[Path
 def _folder(folder: Path, argument: str = "data_dir") -> _Corpus:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if files:
-        return _Corpus(folder.name, "files", tuple(map(str, files)))
+        return _Corpus(folder.name, "files", tuple(map(str, files)), f"{folder.name}: {_how_split(len(files))}")
     if any(path.suffix in ROWS for path in folder.rglob("*")):
         return _Corpus(folder.name, "dataset", (str(folder),))
     raise UserError(
@@ -290,43 +303,58 @@ def _folder(folder: Path, argument: str = "data_dir") -> _Corpus:
 
 def _read_dataset(
     tokenizer: Tokenizer, validation: bool, answers: bool, name: str, config: str | None = None
-) -> tuple[Sequence[Document], Sequence[Document], str]:
-    """Training and held-out documents of a data set of the Hub, or in a file or folder, and what changes when they
-    do."""
+) -> tuple[Sequence[Document], Sequence[Document], str, str | None]:
+    """Training and held-out documents of a data set of the Hub, or in a file or folder; what changes when they do; and
+    how they were split where it does not say."""
     splits, key = load_splits(name, config)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    column = _text_column(name, train)
-    if answers and column != MESSAGES:
+    talks = MESSAGES in train.column_names or set(PAIR) <= set(train.column_names)
+    column = None if talks else _text_column(name, train)
+    if answers and not talks:
         raise _no_conversations(name)
 
     def documents(rows: Any) -> list[Document]:
-        if column == MESSAGES:
+        if column is None:
             what = f"dataset={name!r}"
-            return [write_conversation(tokenizer, row, what, answers=answers) for row in rows[column]]
+            return [write_conversation(tokenizer, row, what, answers=answers) for row in _conversations(rows)]
         return [text.encode() for text in rows[column] if text]
 
-    if column == MESSAGES:
+    if talks:
         key = hashlib.sha256(f"{key}{tokenizer.chat}".encode()).hexdigest()[:16]
     held_out = [splits[part] for part in ("test", "validation") if part in splits and splits[part] is not train]
     if validation and len(held_out) == 2:
-        return documents(train), documents(held_out[1]), key
-    parts = (documents(train), documents(held_out[0])) if held_out else split(documents(train))
-    return *(split(parts[0]) if validation else parts), key
+        return documents(train), documents(held_out[1]), key, None
+    texts = documents(train)
+    parts = (texts, documents(held_out[0])) if held_out else split(texts)
+    said = None if held_out else _how_split(len(texts))
+    return *(split(parts[0]) if validation else parts), key, said
+
+
+def _conversations(rows: Any) -> Iterable[Any]:
+    """Messages of each row; a prompt and a completion that are texts are a question and its answer."""
+    if MESSAGES in rows.column_names:
+        return rows[MESSAGES]
+    return (_joined_turns(*pair) for pair in zip(*(rows[name] for name in PAIR), strict=True))
+
+
+def _joined_turns(prompt: Any, completion: Any) -> Any:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return prompt + completion
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
 
 
 def _no_conversations(name: str) -> UserError:
-    remedy = f"{name} has no conversations, in a column {MESSAGES}: leave it out"
+    remedy = f"{name} has no conversations, in {MESSAGES} or {' and '.join(PAIR)}: leave it out"
     return UserError(field="assistant_only_loss", value=True, remedy=remedy)
 
 
 def _text_column(name: str, rows: Any) -> str:
-    if MESSAGES in rows.column_names:
-        return MESSAGES
     strings = [key for key, kind in rows.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
     if "text" in strings or len(strings) == 1:
         return "text" if "text" in strings else strings[0]
     raise UserError(
-        f"dataset={name!r}: has no column named text or {MESSAGES}, but {', '.join(rows.column_names)}: rename one."
+        f"dataset={name!r}: has no column named text, {MESSAGES} or {' and '.join(PAIR)}, but "
+        f"{', '.join(rows.column_names)}: rename one."
     )
 
 
@@ -340,6 +368,12 @@ def split(documents: Sequence[D]) -> tuple[list[D], list[D]]:
     cuts = [_character_boundary(text, len(text) * 9 // 10) for text in documents]
     both: list[Any] = list(zip(documents, cuts, strict=True))
     return [text[:cut] for text, cut in both], [text[cut:] for text, cut in both]
+
+
+def _how_split(documents: int) -> str:
+    """What `split` does, for the user."""
+    part = "every tenth of its" if documents >= MANY else "the last tenth of each of its"
+    return f"it has no test split: {part} {documents:,} document(s) is held out."
 
 
 def _character_boundary(text: Document, at: int) -> int:

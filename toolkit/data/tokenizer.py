@@ -52,8 +52,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
-        """The ids of a conversation as text; `~id` of each that the assistant does not say. Raises UserError where the
-        chat template does not tell."""
+        """The ids of a conversation as text; `~id` of each that the assistant does not say. Raises UserError where that
+        cannot be told from the chat template."""
         ...
 
     def save_pretrained(self, folder: Path) -> None:
@@ -192,16 +192,32 @@ class PretrainedTokenizer:
     def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
         template = MARKED_CHATML if self.chat == CHATML else self.chat
         if not re.search(r"{%-?\s*generation\b", template):
-            remedy = (
-                "the tokenizer's chat template does not mark what the assistant says, with {% generation %}: take a "
-                "tokenizer whose template does, or leave it out"
-            )
-            raise UserError(field="assistant_only_loss", value=True, remedy=remedy)
+            return self._encode_between(messages)
         marked = self._inner.apply_chat_template(
             list(messages), chat_template=template, return_dict=True, return_assistant_tokens_mask=True
         )
         ids = np.array(marked["input_ids"], dtype=np.int32)
         return np.where(np.array(marked["assistant_masks"], dtype=bool), ids, ~ids)
+
+    def _encode_between(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
+        """As `encode_answers`, for a template that does not mark what the assistant says: it is between the prompt for
+        its turn and the end of the turn, as the template writes the conversation up to either."""
+        whole = self.write(messages)
+        encoded = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True)
+        begins = np.array([begin for begin, _ in encoded["offset_mapping"]])
+        said = np.zeros(len(begins), dtype=bool)
+        for turn in (turn for turn, message in enumerate(messages) if message["role"] == "assistant"):
+            prompt = self._inner.apply_chat_template(list(messages[:turn]), tokenize=False, add_generation_prompt=True)
+            done = self.write(messages[: turn + 1])
+            if not (whole.startswith(done) and done.startswith(prompt)):
+                remedy = (
+                    "the tokenizer's chat template writes the beginning of a conversation otherwise when more follows: "
+                    "take one that marks what the assistant says with {% generation %}, or leave it out"
+                )
+                raise UserError(field="assistant_only_loss", value=True, remedy=remedy)
+            said |= (begins >= len(prompt)) & (begins < len(done))
+        ids = np.array(encoded["input_ids"], dtype=np.int32)
+        return np.where(said, ids, ~ids)
 
     def save_pretrained(self, folder: Path) -> None:
         self._inner.save_pretrained(folder)

@@ -63,15 +63,15 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     except Preempted as stop:
         world.report(str(stop), label="")
         world.leave(stop.code)
-    except KeyboardInterrupt:
-        world.report("stopped by Ctrl-C.", label="")
+    except KeyboardInterrupt as stop:
+        world.report(str(stop) or supervisor.STOPPED, label="")
         world.leave(EXIT_INTERRUPTED)
     except StepOutOfMemory as error:
         world.start_again(error)
     except Exception as error:
         if is_out_of_memory(error):
-            remedy = "more --gradient-accumulation-steps, more processes, or a smaller model"
-            world.report(f"out of memory: use {remedy}.")
+            # Smaller micro-batches have been tried, if a step ran out of memory.
+            world.report("out of memory: use more processes, or a smaller model.")
             world.leave(EXIT_USER_ERROR)
         elif lost := world.lost_process(error):
             world.report(lost)
@@ -183,11 +183,13 @@ def _short_help(presets: Mapping[str, Any], default: RunConfig, doc: str | None)
     fields = type(default).model_fields
     common = [name for name in COMMON if name in fields]
     texts = {name: " ".join((fields[name].description or "").split()) for name in common}
-    rows = [f"  --{name.replace('_', '-'):15} {texts[name]} (default: {getattr(default, name)})" for name in common]
+    brief = {name: re.split(r"[.;:](?:\s|$)", text)[0] for name, text in texts.items()}
+    rows = [f"  --{name.replace('_', '-'):15} {brief[name]} (default: {getattr(default, name)})" for name in common]
     groups = [name.replace("_", "-") for name, value in default if isinstance(value, Options)]
     more = f"--help all lists every flag, those of {', '.join(groups)} too"
-    lines = [_description(presets, doc), "", "common flags:", *rows, "", more, f"{CONFIG} FILE reads flags from a file"]
-    filled = [textwrap.fill(line, 80, subsequent_indent=20 * " ") if line in rows else line for line in lines]
+    lines = [*_description(presets, doc).splitlines(), "", "common flags:", *rows, "", more]
+    lines.append(f"{CONFIG} FILE reads flags from a file")
+    filled = [textwrap.fill(line, 80, subsequent_indent=20 * " " if line in rows else 4 * " ") for line in lines]
     return "\n".join([*filled, ""])
 
 

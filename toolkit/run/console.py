@@ -45,10 +45,12 @@ def metrics_line(
         parts["rate"] = f"lr {rate:.1e}"
     if (speed := values.get("perf/samples_per_second")) is not None:
         parts["speed"] = f"{speed:>7,.0f} samples/s"
+    parts |= _loss_and_accuracy(values, "validation", "val ")
     parts |= _loss_and_accuracy(values, "eval", "test ")
     if seconds_left is not None:
         parts["eta"] = f"eta {clock(seconds_left)}"
-    for least in ("rate", "speed", "epoch", "train/accuracy", "train/loss", "eval/accuracy", "eval/loss"):
+    evaluated = ("validation/accuracy", "eval/accuracy", "validation/loss", "eval/loss")
+    for least in ("rate", "speed", "epoch", "train/accuracy", "train/loss", *evaluated):
         if len("  ".join(parts.values())) > width:
             parts.pop(least, None)
     return "  ".join(parts.values())

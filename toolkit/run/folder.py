@@ -26,6 +26,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from toolkit.errors import UserError, one_line
+from toolkit.experts.state import manifest
 from toolkit.run.config.run import RunConfig, to_dict
 from toolkit.run.config.settings import LENGTH, decides_what_is_learned, leaves
 from toolkit.run.launch.restarts import folder_to_continue, past_restarts
@@ -39,6 +40,8 @@ FINISHING = ".finishing"
 DIGESTS = "digests.json"
 SEALED = ("config.json", "code.txt", "metrics.jsonl", "results.json", "summary.txt")
 """Files of DIGESTS, beside the pictures."""
+CODE_BEGINS = "started: "
+"""How each start begins in code.txt."""
 MICRO_BATCH_SIZE = "micro_batch_size.json"
 """What a run came to after a step ran out of memory: see `toolkit.train.batch_size`."""
 DATA = "data_identity"
@@ -129,8 +132,15 @@ def open_folder(
 def _is_ours(folder: Path) -> bool:
     """Whether `folder` may be taken: it holds a run, or what is left of one, or nothing but hidden files."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    others = {name for name in names if not name.startswith(".")}
-    return not others or not others.isdisjoint({"config.json", "metrics.jsonl", "checkpoints"})
+    if all(name.startswith(".") for name in names):
+        return True
+    with suppress(OSError, ValueError):
+        if "recipe" in from_json((folder / "config.json").read_text(encoding="utf-8")):
+            return True
+    with suppress(OSError, ValueError):
+        if (folder / "code.txt").read_text(encoding="utf-8").startswith(CODE_BEGINS):
+            return True
+    return any((folder / "checkpoints").glob(f"step-*/{manifest.NAME}"))
 
 
 def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:

@@ -24,7 +24,7 @@ from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import gather_objects, world_size
 from toolkit.run.config.run import RunConfig
 from toolkit.run.config.settings import leaves
-from toolkit.run.folder import recorded_config
+from toolkit.run.folder import CODE_BEGINS, recorded_config
 from toolkit.run.hardware import hardware
 from toolkit.run.tracking.secrets import mask_text
 from toolkit.version import __version__
@@ -148,7 +148,7 @@ def gpu_names() -> str:
 def code_snapshot() -> str:
     """Command line, versions, hardware, git revision and uncommitted changes, without secrets."""
     lines = [
-        f"started: {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
+        f"{CODE_BEGINS}{time.strftime('%Y-%m-%d %H:%M:%S %z')}",
         f"command: {shlex.join(sys.orig_argv)}",
         *(f"{name}: {version}" for name, version in versions().items()),
         f"hardware: {'; '.join(filter(None, (hardware(), gpu_names())))}",

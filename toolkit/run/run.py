@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,6 @@ from filelock import FileLock
 from toolkit.compat import reset_accelerator_state
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
@@ -48,13 +46,13 @@ from toolkit.run.folder import (
     write_text,
     writing,
 )
-from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, REPORT_PIPE, past_restarts, send
+from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, command_to_continue, past_restarts, send
 from toolkit.run.launch.streams import print_nowhere
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import check_same_start, code_snapshot, git_revision, versions
 from toolkit.run.storage import Storage
-from toolkit.run.summary import RESTART_REASON, moves_of, restarts_of, summarise
+from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
 from toolkit.run.tracking.guard import GuardedTracker
 from toolkit.run.tracking.jsonl import MetricsFile, last_tables, read_metrics
 from toolkit.run.tracking.secrets import mask
@@ -138,11 +136,7 @@ class Run:
     @property
     def how_to_continue(self) -> str:
         """What to type to train on: the same command, or the command with the folder that it had no name for."""
-        if self.config.run_dir is not None:
-            return "run the same command again"
-        if launched_world() is not None and REPORT_PIPE not in os.environ:  # of which this process is a part only
-            return f"run the same command with --run-dir {self.folder}"
-        return f"run `{shlex.join([*sys.orig_argv, '--run-dir', str(self.folder)])}`"
+        return command_to_continue(self.config.run_dir, self.folder)
 
     # --- deciding together ------------------------------------------------------------------------------------
 
@@ -336,7 +330,6 @@ class Run:
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),
             **restarts_of(self.metrics()),
-            **moves_of(self.metrics()),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         with writing("results", self.folder):

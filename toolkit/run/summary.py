@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
-
-from toolkit.run.runs_table import is_number
 
 RESTART_REASON = "run/restart_reason"
 """The key of metrics.jsonl under which a line says why the run was started again."""
@@ -37,10 +34,13 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     if has("test_bits_per_byte", "test_loss"):
         perplexity = math.exp(results["test_loss"])
         rows.append(("held-out text", f"{results['test_bits_per_byte']:.4f} bits/byte, perplexity {perplexity:.3f}"))
+    if has("validation_loss"):
+        accuracy = f"{results['validation_accuracy']:.2%}, " if has("validation_accuracy") else ""
+        rows.append(("validation", f"{accuracy}loss {results['validation_loss']:.4f}"))
     if results.get("expert_load_notice"):
         rows.append(("expert load", str(results["expert_load_notice"])))
-    if results.get("moves_notice"):
-        rows.append(("moved experts", str(results["moves_notice"])))
+    if (moved := moves(results)) is not None:
+        rows.append(("moved experts", moved))
     if has("active_experts", "lifecycle_grow", "lifecycle_merge", "lifecycle_prune", "lifecycle_undone"):
         events = ", ".join(
             f"{results[f'lifecycle_{kind}']} {done}"
@@ -71,24 +71,15 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def moves_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """That a planner moved experts, in words for results.json: how many, when, and the imbalance before and after; {}
+def moves(results: Mapping[str, Any]) -> str | None:
+    """That a planner moved experts, in words: how many, after which steps, and the imbalance before and after; None
     where none moved."""
-    lines = [line for line in metrics if is_number(line.get("moe/migrated_experts"))]
-    steps = [line["step"] for line in lines if line["moe/migrated_experts"]]
-    if not steps:
-        return {}
-    experts = sum(line["moe/migrated_experts"] for line in lines)
-    when = f"by step {steps[0]:,}" if len(steps) == 1 else f"from step {steps[0]:,} to {steps[-1]:,}"
-    found = {line["step"]: line["moe/rank_imbalance"] for line in lines if is_number(line.get("moe/rank_imbalance"))}
-    before = [value for step, value in found.items() if step <= steps[0]]
-    after = [value for step, value in found.items() if step > steps[-1]]
-    notice = f"{experts} {when}"
-    if before:
-        notice += f"; busiest rank over the mean {fmean(before):.2f} before"
-    if after:
-        notice += f", {fmean(after):.2f} after the last move"
-    return {"moves_notice": notice}
+    if not results.get("migrated_experts"):
+        return None
+    first, last = results["first_move_step"], results["last_move_step"]
+    when = f"after step {first:,}" if first == last else f"after steps {first:,} to {last:,}"
+    before, after = results["imbalance_before_moves"], results["imbalance_after_moves"]
+    return f"{results['migrated_experts']:,} {when}; busiest rank over the mean {before:.2f} before, {after:.2f} since"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -27,6 +27,7 @@ MOST_SKIPPED = 3
 REPORT = "nonfinite.json"
 SHOWN_SAMPLES = 8
 REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
+BAD_DATA = "is not finite in the column"
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class FiniteCheck:
                 if isinstance(column, torch.Tensor) and column.is_floating_point() and not column.isfinite().all():
                     row = int((~column[:, None].flatten(1).isfinite().all(1)).nonzero()[0])
                     which = f"row {samples[row]} of the training data" if samples else "the batch"
-                    mine = mine or f"{which} is not finite in the column `{name}`"
+                    mine = mine or f"{which} {BAD_DATA} `{name}`"
         return next(filter(None, together(lambda: mine)), None)
 
     @staticmethod
@@ -216,4 +217,5 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _stop(what: str) -> NoReturn:
-    raise UserError(f"{what}: {REMEDY}; checkpoints from before it are kept.")
+    remedy = "mend or drop it" if BAD_DATA in what else REMEDY
+    raise UserError(f"{what}: {remedy}; checkpoints from before it are kept.")

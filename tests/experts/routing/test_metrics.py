@@ -256,6 +256,20 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
             window_FSE = trace.load_FLSE[first - PLAN * accumulation : first, layer]
             promised.append(rank_imbalance(window_FSE.sum((0, 1)), new))
         assert live[-1]["moe/predicted_imbalance"] == pytest.approx(np.mean(promised))
+        plans = range(PLAN, STEPS + 1, PLAN)
+        steps = sorted({at // accumulation for (_, of), (at, to) in pairwise(trace.placements) if of != to})
+        assert (results["first_move_step"], results["last_move_step"]) == (steps[0], steps[-1])
+        windows = {
+            step: trace.load_FLSE[(step - PLAN) * accumulation : step * accumulation].sum((0, 2)) for step in plans
+        }
+        placed = {at // accumulation: to for at, to in trace.placements}
+        imbalance = {
+            step: np.mean([*map(rank_imbalance, load_LE, placed[max(at for at in placed if at < step)])])
+            for step, load_LE in windows.items()
+        }
+        since = [imbalance[step] for step in plans if step > steps[-1]]
+        assert results["imbalance_before_moves"] == pytest.approx(imbalance[steps[0]])
+        assert results["imbalance_after_moves"] == pytest.approx(np.mean(since or promised))
         assert results["migrated_experts"] == migrated[0] > 0
         assert results["migration_bytes"] == migrated[1]
 

@@ -8,7 +8,21 @@ from torch.nn.functional import cross_entropy
 
 from tests.foreign.mixture import mixture, points
 
-accelerator = Accelerator()
+
+class Seen:
+    """How many batches were trained on; `register_for_checkpointing` saves it."""
+
+    batches = 0
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
+
+
+accelerator, seen = Accelerator(), Seen()
+accelerator.register_for_checkpointing(seen)
 folder = os.path.join(os.environ["FOREIGN_FOLDER"], "step_3")
 
 
@@ -28,6 +42,7 @@ def train(model, optimizer, batches, scheduler):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        seen.batches += 1
         found += [accelerator.gather(loss.detach()).mean(), scheduler.get_last_lr()[0]]
         if step == 2 and batches is loader:
             accelerator.save_state(folder)
@@ -39,6 +54,7 @@ whole = train(model, optimizer, loader, scheduler)
 accelerator.free_memory()
 model, optimizer, loader, scheduler = start()
 accelerator.load_state(folder)
+assert seen.batches == 3
 again = train(model, optimizer, accelerator.skip_first_batches(loader, 3), scheduler)
 assert again == whole[6:], (again, whole[6:])
 results = whole + again

@@ -178,6 +178,25 @@ def test_trials_in_lists_with_a_test_split_hold_out_its_subjects(tmp_path):
     assert data.test.columns["input"][0].tolist() == [[1.5] * 16, [2.5] * 16]
 
 
+@pytest.mark.parametrize(
+    "splits", [{"train": "ab", "validation": "c", "test": "d"}, {"train": "abc", "validation": "d"}]
+)
+def test_the_subjects_of_a_split_for_validation_are_not_trained_on(splits, tmp_path):
+    for split, names in splits.items():
+        rows = [{"user": name, "label": "sit", "x": [float(ord(name))] * 16} for name in names]
+        pandas.DataFrame(rows).to_parquet(tmp_path / f"{split}.parquet")
+
+    def subjects(**settings: Any) -> list[str]:
+        data = load(str(tmp_path), rate_hz=8.0, window_seconds=2.0, **settings)
+        tables = [table for table in (data.train, data.validation, data.test) if table is not None]
+        return ["".join(chr(int(value)) for value in table.columns["input"][:, 0, 0].sort().values) for table in tables]
+
+    assert subjects() == [splits["train"], "d"]
+    assert "".join(subjects(validation=True)) in ("abcd", "bcad", "acbd")
+    assert subjects(validation=True)[-1] == "d"
+    assert "test" not in splits or subjects(validation=True)[1] == "c"
+
+
 def test_a_reading_that_is_missing_is_named_by_its_row(tmp_path):
     path = write_trials(tmp_path / "trials.parquet", left=[None, *range(319)])
     assert "row 0 of the train split lacks a value" in refusal(str(path), rate_hz=20.0)

@@ -238,6 +238,9 @@ def test_recordings_of_ones_own_have_text_in_a_table_or_a_folder_for_each_word(t
     assert (data.num_digits(), sorted(set(texts(data)))) == (2, ["NO", "YES"])
     assert [len(table) for table in (data.train, data.test, data.validation)] == [17, 2, 1]
     assert data.notice == "words: it has no test split: 2 of 20 rows, drawn with seed 0, are held out."
+    (folder / "metadata.csv").write_text("file,text\n0.wav,one")
+    with pytest.raises(UserError, match=r"metadata\.csv has no column file_name: name the recording of each row"):
+        load(str(tmp_path / "said"))
 
 
 def test_a_speaker_can_be_held_out_with_all_recordings(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import shlex
 import signal
 import socket
 import subprocess
@@ -92,10 +94,21 @@ def listen(config):
             listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
             pathlib.Path(f"listens{dist.get_rank()}").write_text(str(listening))
 
+def begin_run():
+    from toolkit.run.launch.restarts import FOLDER, send
+    send(f"{FOLDER}here")
+
 def finish_run():
     from toolkit.run.launch.restarts import FINISHED, FOLDER, send
     for begin in (FOLDER, FINISHED):
         send(f"{begin}here")
+
+def wait_for_ctrl_c(rank):
+    import signal
+    signal.signal(signal.SIGINT, lambda *_: pathlib.Path(f"heard{rank}").touch())
+    pathlib.Path(f"waits{rank}").touch()
+    while True:
+        time.sleep(0.1)
 
 def stop_while_reading():
     try:
@@ -191,7 +204,7 @@ def test_a_reserved_port_is_given_to_nobody_but_lets_a_rank_listen():
         assert store.get("rank") == b"0"
 
 
-OUT_OF_MEMORY = "error: out of memory: use more --gradient-accumulation-steps, more processes, or a smaller model.\n"
+OUT_OF_MEMORY = "error: out of memory: use more processes, or a smaller model.\n"
 
 
 @pytest.mark.parametrize(
@@ -289,6 +302,25 @@ def test_a_signal_reaches_every_rank(number: signal.Signals, code: int, toy: Pat
     assert err.startswith("stopped by ")
     assert err.count("\n") == 1
     assert all(has_ended(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("begins", ["0", "begin_run()"])
+def test_a_second_ctrl_c_ends_all_ranks_at_once_and_shows_the_cursor_again(begins: str, toy: Path):
+    """It was taken for the system's SIGKILL for lack of memory, with exit code 1."""
+    terminal, end = pty.openpty()
+    command = [sys.executable, *toy_words(toy, begins, "wait_for_ctrl_c(rank)")]
+    process = subprocess.Popen(command, cwd=toy.parent, env=environment(), stdout=end, stderr=end)
+    os.close(end)
+    for heard in ("waits", "heard"):
+        while len(list(toy.parent.glob(f"{heard}*"))) < 2 and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    shown = os.read(terminal, 4096).decode()
+    os.close(terminal)
+    more = f": steps since the last checkpoint are lost; run `{shlex.join(command)} --run-dir here` to continue"
+    assert shown == f"\x1b[?25hstopped by Ctrl-C{more if begins != '0' else ''}.\r\n"
+    assert all(has_ended(rank_facts(toy, rank)["pid"]) for rank in range(2))
 
 
 def test_no_rank_outlives_a_killed_parent(toy: Path):

@@ -116,12 +116,20 @@ def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callb
         toy_trainer(max_steps=1, callbacks=callbacks)
 
 
-def test_a_method_that_is_no_hook_is_refused_with_the_nearest_name():
-    class Misspelt(Callback):
-        def on_steps_end(self, trainer: Trainer) -> None: ...
-
-    with pytest.raises(UserError, match=r"Misspelt\.on_steps_end is no hook .* did you mean on_step_end\?"):
-        check_callbacks([Misspelt()])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    {
+        "on_steps_end": "on_step_end",
+        "onstep_end": "on_step_end",
+        "on_train_begin": "on_fit_start",
+        "on_train_batch_end": "on_step_end",
+        "on_evaluate": "on_evaluate_end",
+    }.items(),
+)
+def test_a_method_that_is_no_hook_is_refused_with_the_nearest_name(name, meant):
+    misspelt = type("Misspelt", (Callback,), {name: lambda self, trainer: None})  # noqa: ARG005
+    with pytest.raises(UserError, match=rf"Misspelt\.{name} is no hook .* did you mean {meant}\?"):
+        check_callbacks([misspelt()])
 
 
 def test_an_order_that_every_callback_declares_possible_is_accepted():

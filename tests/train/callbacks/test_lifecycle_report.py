@@ -13,6 +13,7 @@ import toolkit as tk
 from tests.experts.dynamic.dynamic_run import dynamic_config, dynamic_trainer
 from tests.support.helpers import planted, run_distributed
 from toolkit.run.config.callback_options import CheckpointOptions
+from toolkit.run.folder import CODE_BEGINS
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.run.tracking.lifecycle_records import read_lifecycle
 from toolkit.train.callbacks.pictures import draw_run
@@ -45,7 +46,7 @@ def record(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "checkpoints").mkdir()  # else it is no folder of a run
+    (folder / "code.txt").write_text(CODE_BEGINS)  # else it is no folder of a run
     precious = planted(folder / "knowledge_graph.json")
     train(folder)
     assert precious.read_text() == "precious"

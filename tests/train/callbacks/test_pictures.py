@@ -42,7 +42,7 @@ def test_a_trainer_of_a_task_stream_leaves_pictures(tmp_path: Path):
 def test_results_and_picture_show_where_experts_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn = []
     monkeypatch.setattr(
-        "toolkit.train.callbacks.pictures.draw_plots", lambda _, placement: drawn.append(placement) or {}
+        "toolkit.train.callbacks.pictures.draw_plots", lambda _, placement, __: drawn.append(placement) or {}
     )
     layer = tk.experts.make_moe(4, 4, 4, 1, spare_slots=1)
     model = torch.nn.ModuleDict({"block": layer})

@@ -27,6 +27,11 @@ def handlers():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def command(monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "mine.py"])
+
+
 def during(hook: str, *, step: int = 10, times: int = 1) -> tk.Callback:
     """A callback that sends this process SIGTERM from within `hook`, `times` times, at `step`."""
 
@@ -50,7 +55,7 @@ def during(hook: str, *, step: int = 10, times: int = 1) -> tk.Callback:
 def test_a_signal_at_any_moment_of_training_ends_it_at_the_next_boundary(hook, stops_at, tmp_path):
     config = small_config(tmp_path / "run")
     with (
-        pytest.raises(Preempted, match=f"stopped by SIGTERM at step {stops_at}; run the same command again"),
+        pytest.raises(Preempted, match=f"stopped by SIGTERM at step {stops_at}; run `python mine.py` to continue"),
         small_trainer(config, callbacks=[during(hook)]) as trainer,
     ):
         trainer.fit()
@@ -68,17 +73,21 @@ def test_a_second_signal_changes_nothing(tmp_path):
     os.kill(os.getpid(), signal.SIGTERM)  # on the way out
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_a_second_one_ends_at_once(tmp_path, monkeypatch):
+def test_ctrl_c_saves_says_how_to_go_on_and_a_second_one_ends_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.orig_argv", ["python", "recipes/mine.py", "debug"])
     with pytest.raises(Preempted) as stopped, small_trainer(small_config(None), Stop(10, "SIGINT")) as trainer:
         trainer.fit()
     folder = trainer.run.folder
     assert stopped.value.code == EXIT_INTERRUPTED
-    command = f"run `python recipes/mine.py debug --run-dir {folder}` to continue."
+    command = f"run `python mine.py --run-dir {folder}` to continue."
     assert str(stopped.value) == f"stopped by SIGINT at step 10; {command}"
     assert (folder / "checkpoints" / "step-00000010").exists()
-    with pytest.raises(KeyboardInterrupt), small_trainer(small_config(folder), callbacks=[Twice()]) as trainer:
+    assert "saving at the end of this step; Ctrl-C again ends at once\n" in capsys.readouterr().out
+    lost = "stopped by Ctrl-C: steps since the last checkpoint are lost; run `python mine.py` to continue."
+    with (
+        pytest.raises(KeyboardInterrupt, match=lost),
+        small_trainer(small_config(folder), callbacks=[Twice()]) as trainer,
+    ):
         trainer.fit()
 
 
@@ -125,7 +134,7 @@ def test_a_stop_that_could_not_be_saved_says_where_the_run_will_continue(tmp_pat
         write(*args)
 
     monkeypatch.setattr(checkpoint_files, "save_file", full)
-    with pytest.raises(Preempted, match="at step 6; run the same command again to continue from step 4, the last"):
+    with pytest.raises(Preempted, match=r"at step 6; run `python mine\.py` to continue from step 4, the last"):
         train(config, Stop(6, "SIGTERM"))
 
 

@@ -17,7 +17,7 @@ from toolkit.run.launch.restarts import ELASTIC, restarted
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-OUT_OF_MEMORY = "out of memory: use more --gradient-accumulation-steps, more --workers, or a smaller model."
+OUT_OF_MEMORY = "out of memory: use more --workers, or a smaller model."
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # so that relative paths on the command line are those of this folder

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 
 def load(model):
-    # model: as the recipe builds it in one process, with the settings of run/config.json
+    # model: what build_model of the recipe {recipe} makes in one process, with the settings of run/config.json
     model.load_state_dict(load_file(hf_hub_download("{name}", "model.safetensors")))
     return model.eval()""",
 }
@@ -82,7 +82,7 @@ def _introduction(run: RunRecord, folder: Path, name: str, library: str) -> str:
     about = _json(folder / ("adapter_config.json" if library == "peft" else "config.json"))
     architecture = next(iter(about.get("architectures") or ()), "AutoModel")
     base = json.dumps(about.get("base_model_name_or_path") or "the model that was adapted")
-    code = LOAD[library].format(name=name, architecture=architecture, base=base)
+    code = LOAD[library].format(name=name, architecture=architecture, base=base, recipe=recipe)
     return f"# {recipe} on {dataset}\n\n```python\n{code}\n```"
 
 

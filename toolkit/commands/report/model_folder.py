@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint import without_model
 from toolkit.checkpoint.retention import best_or_newest
@@ -18,7 +15,6 @@ from toolkit.run.folder import changed_files, results_of
 from toolkit.run.pictures.plots import draw_loss, points_of, save_figure
 from toolkit.run.runs_table import is_number
 from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE
-from toolkit.run.tracking.metric_names import result_name
 
 FOLDER = "push"
 """Of the run's folder."""
@@ -48,8 +44,6 @@ def write_model_folder(run: RunRecord, name: str, license_id: str | None) -> Pat
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir()
         library, before = _copy_weights(run.folder, writing)
-        if library == "toolkit":
-            run = replace(run, results={**run.results, **_results_of_best(run.results)})
         pictures = _copy_pictures(run, writing)
         _copy_numbers(run.folder, writing)
         card = model_card(run, writing, name, library=library, pictures=pictures, license_id=license_id, before=before)
@@ -63,12 +57,6 @@ def write_model_folder(run: RunRecord, name: str, license_id: str | None) -> Pat
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return target
-
-
-def _results_of_best(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results that the evaluations of the best checkpoint give, where one is kept: its weights are pushed."""
-    evaluated = results.get("best_checkpoint", {}).get("evaluated", {})
-    return {result_name(metric): value for metric, value in evaluated.items()}
 
 
 def _copy_weights(run: Path, target: Path) -> tuple[str, str | None]:

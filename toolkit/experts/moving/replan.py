@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import torch
@@ -130,6 +130,8 @@ class Replanner:
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
         """Those of this process."""
+        self.window_imbalance = 1.0
+        """Busiest rank over the mean in the last window, mean over layers."""
         self.planner_seconds = 0.0
         """Spent on planning by this process."""
         self._explained: set[str] = set()
@@ -153,6 +155,8 @@ class Replanner:
         done = []
         statistics = self._statistics()
         loads = self._window()
+        placed = zip(loads, (stack.placement for stack in self.stacks.values()), strict=True)
+        self.window_imbalance = fmean(rank_imbalance(load_E, placement) for load_E, placement in placed)
         samples: list[Sample | None] = [None] * len(loads)
         if self.options.guarded:
             logs = [stack.log for stack in self.stacks.values()]

@@ -221,6 +221,8 @@ def _try(
             group["lr"].fill_(LR)
         elif isinstance(group.get("lr"), float | int):
             group["lr"] = LR
+    if callable(train := getattr(other, "train", None)):  # schedule-free optimizers step in this mode alone
+        train()
     step = type(optimizer).step
     closure = [lambda: torch.zeros(())] if len(inspect.signature(step).parameters) > 1 else []
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}

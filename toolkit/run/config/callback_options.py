@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt, field_validator
 
+from toolkit.errors import require
 from toolkit.experts.options import Options
 
 
@@ -17,12 +18,21 @@ class CheckpointOptions(Options):
     keep: PositiveInt = 2
     """Number of verified checkpoints to keep."""
     best: str | None = None
-    """Keep the checkpoint of the best evaluation beside the newest, by a metric such as validation/loss or
-    eval/accuracy; none: the newest alone."""
+    """Keep the checkpoint of the best evaluation, and end with its weights: by a metric such as validation/loss or
+    test/accuracy; none: the newest alone."""
     best_is: Literal["lower", "higher"] | None = None
     """Which values of that metric are better; none: higher ones of accuracies and F1, lower ones of all others."""
     in_background: bool = False
     """Write checkpoints while training goes on; takes the memory of one more model with its optimizer states."""
+
+    @field_validator("best")
+    @classmethod
+    def _names_an_evaluation(cls, best: str | None) -> str | None:
+        if best is None:
+            return None
+        name, _, metric = best.partition("/")
+        require(bool(name and metric), "best", best, "name an evaluation and its metric, such as validation/loss")
+        return f"eval/{metric}" if name == "test" else best
 
     def idle(self) -> dict[str, str]:
         return super().idle() | ({"best_is": "without best"} if self.best is None else {})

@@ -92,7 +92,7 @@ class RunConfig(DenseOptions):
     """Optimizer steps between lines of metrics."""
     validation: bool = False
     """Hold out a part of the training data, too, and evaluate on it: for choices, which the test data must not make.
-    Early stopping does so by itself."""
+    Early stopping and a best checkpoint by validation/... do so by themselves."""
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the end of the run is always evaluated. A stream without a known length, and one of
     tasks, has --eval-every-steps alone."""
@@ -129,7 +129,8 @@ class RunConfig(DenseOptions):
     @property
     def validates(self) -> bool:
         """Whether a part of the training data is held out, because something is chosen by it."""
-        return self.validation or self.early_stopping.patience is not None
+        by_best = (self.checkpoint.best or "").startswith("validation/")
+        return self.validation or by_best or self.early_stopping.patience is not None
 
     @property
     def peak_lr(self) -> float:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from toolkit.experts.parallel.nodes import launched_world
 
 REPORT_PIPE = "TOOLKIT_REPORT_PIPE"
 """The file descriptor on which ranks send lines to the process that started them."""
@@ -32,6 +36,20 @@ def send(line: str) -> bool:
 def restarted(folder: Path | None, reasons: Sequence[str]) -> dict[str, str]:
     """The environment of ranks that are started again, because of the last of `reasons`."""
     return {RESTARTED: json.dumps({"folder": folder and str(folder), "reasons": list(reasons)})}
+
+
+def command_to_continue(run_dir: Path | None, folder: Path) -> str:
+    """What to type to train on in `folder`: this command, and the folder where `run_dir`, its own, does not name it."""
+    more = [] if run_dir is not None else ["--run-dir", str(folder)]
+    if launched_world() is not None and REPORT_PIPE not in os.environ:  # of which this process is a part only
+        return " ".join(["run the same command", *(["with", *more] if more else ["again"])])
+    return f"run `{shlex.join([*sys.orig_argv, *more])}`"
+
+
+def stopped_at_once(run_dir: Path | None, folder: Path) -> str:
+    """What a second Ctrl-C says of the run in `folder`."""
+    lost = "steps since the last checkpoint are lost"
+    return f"stopped by Ctrl-C: {lost}; {command_to_continue(run_dir, folder)} to continue."
 
 
 def past_restarts() -> list[str]:

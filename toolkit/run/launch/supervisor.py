@@ -26,7 +26,7 @@ from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import GRACE_S, Children, holding_signals
 from toolkit.run.launch.port import reserve_port, world_environment
-from toolkit.run.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, STORE, restarted
+from toolkit.run.launch.restarts import CAUSE, FINISHED, FOLDER, REPORT_PIPE, STORE, restarted, stopped_at_once
 from toolkit.run.launch.world import BLOCKED, usable_cores
 
 PREEMPTED_GRACE_S = 60.0
@@ -34,6 +34,10 @@ PREEMPTED_GRACE_S = 60.0
 run has a folder, `GRACE_S`."""
 LONGEST_PAUSE_S = 60.0
 """Before a restart; the first follows after a second, and each further one after twice as long."""
+
+STOPPED = "stopped by Ctrl-C."
+SHOW_CURSOR = "\x1b[?25h"
+"""A progress bar hides it, and a rank that is killed cannot bring it back."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,15 @@ def _run_ranks(config: RunConfig, environment: Mapping[str, str]) -> Attempt:
         shutil.rmtree(meeting, ignore_errors=True)
         lines = inbox.lines()
         inbox.close()
+    folders = _folders(lines)
+    if ended == [STOPPED] and folders:
+        ended = [stopped_at_once(config.run_dir, Path(folders[-1]))]
+    if sys.stderr.isatty() and any((process.returncode or 0) < 0 for process in ranks.processes):
+        sys.stderr.write(SHOW_CURSOR)
     shown = [line for line in lines if not line.startswith((FOLDER, CAUSE, FINISHED))]
     # Ranks that fail alike report the same line: it is shown once.
     for line in dict.fromkeys([*shown, *ended, *stopped]):
         sys.stderr.write(line + "\n")
-    folders = _folders(lines)
     crashed = code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED) and not ranks.received
     causes = [*ended, *shown, *stopped, *(line for line in lines if line.startswith(CAUSE)), f"exit code {code}."]
     cause = causes[0].removeprefix("error: ").removeprefix(CAUSE) if crashed else ""
@@ -167,6 +175,8 @@ def _meaning(failed: Mapping[int, int], ranks: Children) -> tuple[int, list[str]
     for rank, code in failed.items():
         if code < 0 and -code in ranks.received:  # it had not installed its own handler yet
             return (EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED), []
+        if -code == signal.SIGKILL and ranks.received.count(signal.SIGINT) > 1:
+            return EXIT_INTERRUPTED, [STOPPED]
         if code < 0:
             name = signal.Signals(-code).name
             hint = " (by the system, if memory ran out)" if name == "SIGKILL" else ""

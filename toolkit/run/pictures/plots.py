@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-TRAIN, EVAL, GREY, INK = "#4269d0", "#ff725c", "#9aa1ab", "#30343b"
+TRAIN, VALIDATION, EVAL, GREY, INK = "#4269d0", "#3ca951", "#ff725c", "#9aa1ab", "#30343b"
+CURVES = {"train": ("training", TRAIN), "validation": ("validation", VALIDATION), "eval": ("test", EVAL)}
+"""Groups of metrics, and how their curves are called and coloured."""
 STYLE: Any = {
     "figure.dpi": 120,
     "figure.constrained_layout.use": True,
@@ -64,11 +66,14 @@ def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
     return path
 
 
-def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | None = None) -> dict[str, Path]:
+def draw_plots(
+    folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | None = None, moves: str | None = None
+) -> dict[str, Path]:
     """Draw what the metrics of the run in `folder` allow; returns picture files by name.
 
-    `placement` maps each layer to the logical experts on each rank. The pictures number experts by uid, as those of
-    `lifecycle_plots` do, because dynamic experts get the logical ids of those that were removed.
+    `placement` maps each layer to the logical experts on each rank; `moves` says how experts moved. The pictures number
+    experts by uid, as those of `lifecycle_plots` do, because dynamic experts get the logical ids of those that were
+    removed.
     """
     lines = list(read_metrics(folder / "metrics.jsonl"))
     layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
@@ -84,7 +89,7 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
         placement = {**(placement or {}), **of_uids}
     drawings: dict[str, Callable[[Figure], None]] = {}
     if any(points_of(lines, name) for name in ("train/loss", "eval/loss")):
-        drawings["loss"] = lambda figure: draw_loss(figure, lines)
+        drawings["loss"] = lambda figure: draw_loss(figure, lines, moves)
     if loads:
         drawings["expert_load"] = lambda figure: _draw_loads(figure, loads, placement or {})
     if placement:
@@ -92,18 +97,19 @@ def draw_plots(folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | 
     return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
 
 
-def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Loss, and accuracy where there is one, over steps, with the lines before which a planner moved experts."""
+def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]], moved: str | None = None) -> None:
+    """Loss, and accuracy where there is one, over steps, with the lines before which a planner moved experts, and
+    `moved`, how, below."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     moves = [step for step, experts in points_of(lines, "moe/migrated_experts") if experts]
     names = ["loss"]
-    if any(points_of(lines, f"{group}/accuracy") for group in ("train", "eval")):
+    if any(points_of(lines, f"{group}/accuracy") for group in CURVES):
         names.append("accuracy")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         percent = name == "accuracy"
         finite = []
-        for group, label, colour in (("train", "training", TRAIN), ("eval", "test", EVAL)):
+        for group, (label, colour) in CURVES.items():
             points = points_of(lines, f"{group}/{name}")
             if not points:
                 continue
@@ -124,6 +130,8 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) ->
         axes.set_title("Accuracy, %" if percent else "Loss")
         axes.legend(loc="best")
         step_axis(axes)
+    if moved is not None:
+        figure.supxlabel(f"moved experts: {moved}", fontsize="small", color=GREY)
 
 
 def _draw_loads(

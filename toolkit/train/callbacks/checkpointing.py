@@ -7,12 +7,13 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint.background import BackgroundSave
+from toolkit.checkpoint.checkpoint import load_checkpoint
 from toolkit.checkpoint.finding import fetch_checkpoint, find_checkpoint
 from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.launch.children import STOP_SIGNALS
-from toolkit.run.tracking.metric_names import is_share
+from toolkit.run.tracking.metric_names import is_share, result_name
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.throughput import Throughput
@@ -30,7 +31,8 @@ class Checkpointing(Callback):
     """Continues from the newest checkpoint that verifies; saves as often as `options` say, and at the end.
 
     With `best` it also saves after each evaluation that is better than all before, and keeps the best one beside the
-    newest: `results["best_checkpoint"]` has its step, and what was evaluated then. NaN is never better.
+    newest: `results["best_checkpoint"]` has its step, and what was evaluated then. Training ends with its weights in
+    the model and its evaluations in the results. NaN is never better.
 
     Training goes on after a save that fails for lack of room, but the run does not finish without the last one: it
     raises UserError.
@@ -40,8 +42,9 @@ class Checkpointing(Callback):
     on; the next save waits for it, and the save at the end is written at once.
     """
 
-    runs_after = (Throughput,)
-    """The time that a save takes would be counted as training."""
+    runs_after = (Throughput, Evaluation)
+    """The time that a save takes would be counted as training, and the results are those of the last evaluation until
+    they become those of the best."""
 
     def __init__(self, options: CheckpointOptions | None = None):
         options = options or CheckpointOptions()
@@ -89,8 +92,23 @@ class Checkpointing(Callback):
             return
         step = self._best["step"]
         if damage := fetch_checkpoint(run.checkpoints / f"step-{step:08d}", run):
-            run.print(f"warning: the best checkpoint, of step {step:,}, is gone ({damage}): the next one is the best.")
+            run.print(f"warning: the best checkpoint, of step {step:,}, is gone ({damage}): it is forgotten.")
             self._best = None
+
+    def _end_with_best(self, trainer: Trainer) -> None:
+        """Put the weights of the best checkpoint into the model, and its evaluations into the results."""
+        self._have_best(trainer)
+        trainer.results.pop("best_checkpoint", None)  # of a part of the run that kept one
+        if self._best is None:
+            return
+        trainer.results["best_checkpoint"] = self._best
+        if self._best["step"] == trainer.state.step or is_preempted(trainer):
+            return
+        run, step = trainer.run, self._best["step"]
+        folder = run.checkpoints / f"step-{step:08d}"
+        load_checkpoint(folder, model=trainer.raw_model, optimizer=trainer.optimizer, run=run)
+        trainer.results |= {result_name(name): value for name, value in self._best["evaluated"].items()}
+        run.print(f"the model has the weights of step {step:,}, the best by {self.metric}")
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         step = trainer.state.step
@@ -132,9 +150,6 @@ class Checkpointing(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._background is not None:
             self._finish(trainer, self._background)
-        trainer.results.pop("best_checkpoint", None)  # of a part of the run that kept one
-        if self._best is not None:
-            trainer.results["best_checkpoint"] = self._best
         saved = trainer.state.step == self._started_at or trainer.save(self.keep) is not None
         if not saved and not is_preempted(trainer):  # else `Preemption` says where the run will continue
             raise UserError(
@@ -142,6 +157,7 @@ class Checkpointing(Callback):
                 f"{trainer.run.checkpoints}: make room, and run the same command again, which continues from the "
                 "newest one."
             )
+        self._end_with_best(trainer)
 
     def _finish(self, trainer: Trainer, background: BackgroundSave) -> None:
         """Wait for the checkpoint that is being written."""

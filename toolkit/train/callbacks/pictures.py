@@ -10,6 +10,7 @@ from toolkit.run.folder import write_text
 from toolkit.run.pictures.lifecycle_plots import draw_lifecycle, for_trackers
 from toolkit.run.pictures.performance import performance_summary
 from toolkit.run.pictures.plots import draw_plots
+from toolkit.run.summary import moves
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Pictures(Callback):
 
 def draw_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
     """Draw the finished run in `folder`; returns the pictures that trackers get, by name."""
-    pictures = draw_plots(folder, results.get("expert_placement")) | draw_lifecycle(folder)
+    pictures = draw_plots(folder, results.get("expert_placement"), moves(results)) | draw_lifecycle(folder)
     if (summary := performance_summary(folder)) is not None:
         write_text(folder / "performance_summary.txt", summary)
     return for_trackers(pictures)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from toolkit.checkpoint.retention import step_of
 from toolkit.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, UserError
 from toolkit.experts.parallel.groups import new_group
 from toolkit.run.launch.children import STOP_SIGNALS, handle_signals
+from toolkit.run.launch.restarts import stopped_at_once
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing, is_preempted
 
 if TYPE_CHECKING:
+    from toolkit.run.run import Run
     from toolkit.train.trainer import Trainer
 
 
@@ -29,7 +32,7 @@ class Preemption(Callback):
 
     `Checkpointing` does the saving, so the list of callbacks must have it, before this one.
 
-    The handler only stores the signal's number, so a second of the others changes nothing. Ranks share it with an
+    The handler stores the signal's number, so a second of the others changes nothing. Ranks share it with an
     asynchronous all-reduce (max) over a gloo group of its own, which is started after each step and read after the next
     one: by then it has finished, and neither the host nor a GPU waits.
     """
@@ -38,6 +41,8 @@ class Preemption(Callback):
 
     def __init__(self) -> None:
         self._received = 0
+        self._run: Run | None = None
+        """While there are steps that are not saved."""
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
@@ -45,16 +50,20 @@ class Preemption(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         if not any(isinstance(callback, Checkpointing) for callback in trainer.callbacks):
             raise ValueError("Preemption needs Checkpointing in the list of callbacks, which saves before it stops")
-        self._received, self._pending = 0, None
+        self._run, self._received, self._pending = trainer.run, 0, None
         if trainer.run.world_size > 1 and self._group is None:
             self._group = new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
             self._handlers = handle_signals(self._store, (*STOP_SIGNALS, signal.SIGINT))
 
     def _store(self, number: int, _frame: FrameType | None) -> None:
+        run = self._run
         if number == self._received == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(*([stopped_at_once(run.config.run_dir, run.folder)] if run else []))
         self._received = number
+        if number == signal.SIGINT and run is not None:
+            with suppress(RuntimeError):  # it came while a line was being written
+                run.print("saving at the end of this step; Ctrl-C again ends at once")
 
     def on_step_end(self, trainer: Trainer) -> None:
         signalled = self._read()
@@ -75,7 +84,7 @@ class Preemption(Callback):
                 f"stopped by {reason} at step {step:,}, and no checkpoint could be written to {run.checkpoints}."
             )
         # The handlers stay installed: another signal must not interrupt a process that is leaving.
-        self._handlers = {}
+        self._handlers, self._run = {}, None
         saved = "" if step_of(newest) == step else f" from step {step_of(newest):,}, the last that could be saved"
         code = EXIT_INTERRUPTED if reason == signal.SIGINT.name else EXIT_PREEMPTED
         raise Preempted(f"stopped by {reason} at step {step:,}; {run.how_to_continue} to continue{saved}.", code)

@@ -69,7 +69,7 @@ class Progress(Callback):
         """Show one line of metrics: beside the bar, or as a line when it is time for one. Evaluations are lines."""
         now = time.perf_counter()
         line = metrics_line(values, step, self._max_steps, self._seconds_left(now, step), columns())
-        evaluated = any(name.startswith("eval/") for name in values)
+        evaluated = any(name.startswith(("eval/", "validation/")) for name in values)
         if self._bar is not None:
             beside = metrics_line(values, step, self._max_steps, width=columns() - BAR - TIMES)
             self._bar.update(self._task, completed=step, description=beside)

@@ -24,8 +24,9 @@ class Replan(Callback):
     `moe/plans_refused`, each since the last line; `moe/migration_bytes_per_step` over the whole run;
     `moe/predicted_imbalance`, what the current plans predicted, mean over layers that have one, to compare with
     `moe/rank_imbalance_of_sum`; and of this rank `perf/planner_ms` and `perf/migration_ms` since the last line. The
-    run's sums are in its results. `moe/placement/<layer>`, the logical experts on each rank, is on the first line and
-    on each line after which it is another.
+    run's sums are in its results, with the steps after which experts moved first and last, and the busiest rank over
+    the mean in the window before the first move and over those after the last one. `moe/placement/<layer>`, the logical
+    experts on each rank, is on the first line and on each line after which it is another.
     """
 
     def __init__(self, model: nn.Module, options: ReplanOptions):
@@ -37,6 +38,8 @@ class Replan(Callback):
         self._refused = self._refused_before = 0
         """Plans refused since the last line, and those of this process up to the last step."""
         self._predicted: dict[str, float] = {}
+        self._since: list[float] = []
+        """The imbalance of each window since the last move."""
         self._seconds = (0.0, 0.0)
         """Of planning and of migrating up to the last line, in this process."""
 
@@ -48,6 +51,8 @@ class Replan(Callback):
         self._bytes += sum(migration.report.cost.bytes for migration in moved)
         self._optimizer_bytes += sum(migration.report.cost.optimizer_bytes for migration in moved)
         self._predicted |= {migration.layer: migration.predicted_imbalance for migration in moved}
+        if trainer.state.step % self.replanner.options.every == 0:
+            self._note_moves(trainer, moved=bool(moved))
         if trainer.at_log_step:
             trainer.record("moe/migrated_experts", self._experts)
             trainer.record("moe/migration_bytes", self._bytes)
@@ -73,6 +78,18 @@ class Replan(Callback):
             trainer.record("moe/migration_bytes_per_step", amortised)
             self._experts = self._bytes = self._optimizer_bytes = self._refused = 0
 
+    def _note_moves(self, trainer: Trainer, *, moved: bool) -> None:
+        """Put into the results when experts moved, and how unevenly ranks were busy before and since."""
+        results, window = trainer.results, self.replanner.window_imbalance
+        if "last_move_step" in results:
+            self._since.append(window)
+            results["imbalance_after_moves"] = fmean(self._since)
+        if moved:
+            if "first_move_step" not in results:
+                results |= {"first_move_step": trainer.state.step, "imbalance_before_moves": window}
+            self._since = []
+            results |= {"last_move_step": trainer.state.step, "imbalance_after_moves": fmean(self._predicted.values())}
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "replanner": self.replanner.state_dict(),
@@ -81,6 +98,7 @@ class Replan(Callback):
             "optimizer_bytes": self._optimizer_bytes,
             "refused": self._refused,
             "predicted": self._predicted,
+            "since": self._since,
             "placements": self._placements,
         }
 
@@ -91,4 +109,5 @@ class Replan(Callback):
         self._optimizer_bytes = state["optimizer_bytes"]
         self._predicted = dict(state["predicted"])
         self._refused = state["refused"]
+        self._since = list(state["since"])
         self._placements = state["placements"]

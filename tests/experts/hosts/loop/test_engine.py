@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.equality import assert_equal_rows, relative_difference
-from tests.support.helpers import run_distributed
+from tests.support.helpers import ROOT, run_distributed
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.engine import ExpertParallel
+from toolkit.experts.hosts.loop.engine import DIVIDES, ExpertParallel
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
@@ -448,6 +448,30 @@ def test_what_cannot_be_right_is_refused_with_one_sentence_and_a_remedy() -> Non
     for sentence, word in zip(said, words, strict=True):
         assert word in sentence
         assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *(("distributed_type", value, 'divide the model themselves: .* dense="fsdp2"') for value in DIVIDES),
+        ("parallelism_config", SimpleNamespace(), "divide the model themselves"),
+        ("device", torch.device("mps"), r"mps has no float64.*: use Accelerator\(cpu=True\)"),
+    ],
+)
+def test_an_accelerator_that_divides_the_model_or_lacks_float64_is_refused(name, value, says, monkeypatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(Accelerator, name, value)
+    with pytest.raises(UserError, match=says):
+        ExpertParallel(accelerator)
+
+
+def test_what_is_no_accelerator_is_refused_with_the_page_for_it() -> None:
+    page = "docs/experts/torch_alone.md"
+    with pytest.raises(
+        UserError, match=f"^accelerator=SimpleNamespace: give an Accelerator; {page} has loops on Light"
+    ):
+        ExpertParallel(SimpleNamespace())
+    assert "Fabric" in (ROOT / page).read_text()
 
 
 def test_prepare_takes_its_objects_in_any_order() -> None:

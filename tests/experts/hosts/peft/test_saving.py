@@ -226,6 +226,8 @@ def refusals() -> list[str]:
     with pytest.raises(UserError) as error:
         model.add_adapter("late", more)
     said.append(str(error.value))
+    model = adapted("mixtral")
+    prepared(model, 2, "contiguous")
     with pytest.raises(UserError) as error:
         model.get_base_model().save_pretrained("nowhere")
     said.append(str(error.value))
@@ -233,8 +235,23 @@ def refusals() -> list[str]:
 
 
 def test_what_is_not_supported_is_refused_in_one_line_with_its_reason():
-    (said,) = run_distributed(refusals, 1)
     words = ["would mix experts", "before prepare", "one rank"]
-    for sentence, word in zip(said, words, strict=True):
-        assert word.lower() in sentence.lower()
-        assert "\n" not in sentence
+    for said in run_distributed(refusals, 2):
+        for sentence, word in zip(said, words, strict=True):
+            assert word.lower() in sentence.lower()
+            assert "\n" not in sentence
+
+
+def merged_on_one_process(folder: Path) -> float:
+    with in_float64():
+        model, ids = adapted("mixtral"), tokens(9, 4)
+        step(*prepared(model, 1, "contiguous"), 0)
+        logits = model(input_ids=ids).logits
+        model.merge_and_unload().save_pretrained(folder)
+        merged: Any = causal_lm(folder, dtype=torch.float64, experts_implementation="eager")
+        return float((merged(input_ids=ids).logits - logits).abs().max())
+
+
+def test_on_one_process_a_base_with_merged_adapters_is_saved_by_its_own_method(tmp_path: Path):
+    (difference,) = run_distributed(merged_on_one_process, 1, tmp_path)
+    assert difference < 1e-6

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,8 +63,8 @@ from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.state import checkpoint_files
 from toolkit.experts.state.state_dict import is_spread, whole_state_dict
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+DIVIDES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+"""Ways of Accelerate in which each process has a part of the model."""
 
 
 class ExpertParallel(AbstractContextManager["ExpertParallel"]):
@@ -85,8 +87,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         fsdp_size: Neighbouring ranks over which FSDP2 shards (HSDP); None: all.
 
     Raises:
-        UserError: For an unknown `placement` or `dense`, for settings that do not go together, and where the launcher's
-            processes are no world of Accelerate.
+        UserError: For an unknown `placement` or `dense`, for settings that do not go together, where the launcher's
+            processes are no world of Accelerate, and for an `accelerator` that divides the model itself or is none.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         dense: Dense = "ddp",
         fsdp_size: int | None = None,
     ):
+        _refuse_accelerator(accelerator)
         if groups is not None and ep_size is not None:
             raise UserError(f"ep_size={ep_size}: groups=... says which ranks share the experts: leave one of them out.")
         require_choice("dense", dense, Dense)
@@ -436,8 +439,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         within_peft = hasattr(self._model, "peft_config")
         for module in self._model.modules():
             is_inner = within_peft and module is not self._model
+            whole = is_inner and self.groups.ep_size == 1  # and as PEFT left it
             for name, value in (("save_pretrained", save_as_called), ("push_to_hub", push_as_called)):
-                if hasattr(type(module), name):
+                if hasattr(type(module), name) and not whole:
                     self.patches.replace(module, name, _refuse_base if is_inner else partial(value, module))
             if hasattr(type(module), "load_adapter"):
                 self.patches.replace(module, "load_adapter", partial(_load_adapter, module.load_adapter))
@@ -477,6 +481,23 @@ def describe_balance(model: nn.Module) -> str:
     if own:
         return f"balance penalty: the model's own aux_loss, of each rank's tokens ({own})."
     return "balance penalty: none."
+
+
+def _refuse_accelerator(accelerator: Any) -> None:
+    """Raise UserError for what is no Accelerator, one that divides the model itself, and one of a device without the
+    float64 in which tokens are counted."""
+    if not isinstance(accelerator, Accelerator):
+        raise UserError(
+            f"accelerator={type(accelerator).__name__}: give an Accelerator; docs/experts/torch_alone.md has loops on "
+            "Lightning Fabric and on torch alone."
+        )
+    if accelerator.distributed_type in DIVIDES or accelerator.parallelism_config is not None:
+        raise UserError(
+            "FSDP, DeepSpeed, Megatron-LM and parallelism_config divide the model themselves: leave them out of "
+            'Accelerator, and give ExpertParallel dense="fsdp2" to shard what is no expert.'
+        )
+    if accelerator.device.type == "mps":
+        raise UserError("the device mps has no float64, in which tokens are counted: use Accelerator(cpu=True).")
 
 
 def _model_and_optimizer(objects: Iterable[Any]) -> tuple[nn.Module, torch.optim.Optimizer | None]:

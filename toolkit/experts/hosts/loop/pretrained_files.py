@@ -42,8 +42,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
     """`model.save_pretrained(folder, **options)` with the experts of all ranks. A collective.
 
     A model of PEFT is saved as PEFT does: its adapters, without the base. Rank 0 gathers and writes as many layers of
-    experts at a time as fit into `max_shard_size` (5 GB), and needs main memory for no more. A model of several such
-    parts replaces what is in the folder when all of it is written. Raises UserError on every rank alike where the
+    experts at a time as fit twice into `max_shard_size` (5 GB), because transformers may copy them as it names each
+    expert's tensors, and needs main memory for no more, or for a layer twice. A model of several such parts replaces
+    what is in the folder when all of it is written. Raises UserError on every rank alike where the
     folder cannot be written.
     """
     inner: Any = getattr(model, "module", model)
@@ -138,7 +139,7 @@ def write_pretrained(
     limit = (
         math.inf if "variant" in options else convert_file_size_to_int(options.get("max_shard_size", MOST_IN_A_FILE))
     )
-    parts = _in_parts(tensors, limit)
+    parts = _in_parts(tensors, limit / 2)
     if len(parts) == 1:
         state = _gathered(parts[0])
         write_on_main(folder, partial(_write, model, folder, state, records, **options))

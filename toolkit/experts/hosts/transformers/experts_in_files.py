@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import LoadStateDictConfig
 
 
+MOST_READ = 2**28
+"""Bytes of a layer's experts that are read at a time, or those of one expert where it has more."""
+
+
+def experts_at_a_time(bytes_of_one: int) -> int:
+    """Returns how many experts are read at a time, of which each has so many bytes in files."""
+    return max(1, MOST_READ // bytes_of_one)
+
+
 @contextmanager
 def experts_in_files(
     *, quantize: Literal["4bit"] | None = None, offload_folder: str | os.PathLike[str] | None = None
@@ -275,15 +284,24 @@ class _LayerInFiles:
         device, folder = next(iter(like.values())).device, self.reader.offload_folder
         if folder is not None and device.type != "cpu":
             raise UserError(f"offload_folder={folder}: experts on {device.type} stay in its memory: leave it out.")
-        rows = self.reader.read(self.layer, experts, device)
-        rows = {name: value.to(like[name].dtype) for name, value in rows.items()}
-        rows = pack_rows(module, rows) if self.reader.packs else rows
-        if folder is None:
-            return rows
-        return {
-            name: value if module.get_parameter(name).requires_grad else _in_a_file(value, folder)
-            for name, value in rows.items()
-        }
+        step = experts_at_a_time(sum(p.shape[1:].numel() * p.itemsize for p in like.values()))
+        kept: dict[str, Tensor] = {}
+        for begin in range(0, max(1, len(experts)), step):
+            some = experts[begin : begin + step]
+            rows = self.reader.read(self.layer, some, device)
+            rows = {name: value.to(like[name].dtype) for name, value in rows.items()}
+            rows = pack_rows(module, rows) if self.reader.packs else rows
+            if len(some) == len(experts) and folder is None:
+                return rows
+            for name, value in rows.items():
+                if begin == 0:
+                    shape = torch.Size((len(experts), *value.shape[1:]))
+                    if folder is None or module.get_parameter(name).requires_grad:
+                        kept[name] = value.new_empty(shape)
+                    else:
+                        kept[name] = _room_in_a_file(shape, value.dtype, folder)
+                kept[name][begin : begin + len(some)] = value
+        return kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerInFiles:
         return self
@@ -323,19 +341,19 @@ def _require_folder(folder: str | os.PathLike[str]) -> None:
         raise UserError(f"offload_folder={folder} cannot be written ({one_line(error)}): give another.") from error
 
 
-def _in_a_file(rows: Tensor, folder: str | os.PathLike[str]) -> Tensor:
-    """Return `rows` in a file of `folder`, which is mapped into memory and has no name any more."""
-    if not rows.numel():
-        return rows
+def _room_in_a_file(shape: torch.Size, dtype: torch.dtype, folder: str | os.PathLike[str]) -> Tensor:
+    """Return a tensor in a file of `folder`, which is mapped into memory and has no name any more."""
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, rows.nbytes)  # else a full disk would end the process at a write
+            size = shape.numel() * dtype.itemsize
+            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would end the process at a write
         except OSError as error:
             raise UserError(
                 f"offload_folder={folder} has no room for experts ({error.strerror}): give another."
             ) from error
-        mapped = torch.from_file(file.name, shared=True, size=rows.numel(), dtype=rows.dtype).view(rows.shape)
-    return mapped.copy_(rows)
+        return torch.from_file(file.name, shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
 
 @contextmanager

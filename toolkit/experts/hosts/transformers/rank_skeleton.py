@@ -13,6 +13,7 @@ from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.foreign import experts_modules
 from toolkit.experts.hosts.spreading.libraries import libraries, library_that_multiplies
 from toolkit.experts.hosts.spreading.spread import require_experts, stacked_parameters
+from toolkit.experts.hosts.transformers.experts_in_files import experts_at_a_time
 from toolkit.experts.hosts.transformers.four_bits import SCALES, Packed, give_packed_shapes
 from toolkit.experts.hosts.transformers.kernel import use_toolkit_kernel
 
@@ -88,9 +89,18 @@ def _keep_rows(module: nn.Module, rows: int) -> None:
     module.num_experts = rows  # type: ignore[assignment]
 
 
+COPIES = 3
+"""Of experts that are read: tensors of files, the rows that are made of them, and those of several tensors together."""
+
+
 def bytes_to_read(skeleton: nn.Module) -> int:
-    """Return the bytes of a layer's experts as files have them, of the layer that has most: read at one time."""
-    return max(sum(_bytes_in_files(module)) for module in experts_modules(skeleton).values())
+    """Return the bytes that reading experts takes at a time, of the layer whose experts are largest."""
+    return max(map(_bytes_at_a_time, experts_modules(skeleton).values()))
+
+
+def _bytes_at_a_time(module: nn.Module) -> int:
+    rows, total = cast("int", module.num_experts), sum(_bytes_in_files(module))
+    return COPIES * min(rows, experts_at_a_time(total // rows)) * total // rows
 
 
 def frozen_bytes(skeleton: nn.Module) -> int:

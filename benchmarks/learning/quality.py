@@ -1,0 +1,117 @@
+"""Does every recipe still learn as well as it did? A short run of each, beside a floor.
+
+    python benchmarks/learning/quality.py --data-dir DIR             minutes; exit code 1 where one is past its floor
+    python benchmarks/learning/quality.py --data-dir DIR --floors    after a change that is meant: new floors
+
+A floor is what the run reached when floors were taken, less a point (of bits per byte: 0.05). They stand in
+benchmarks/results/quality.json; `--floors` writes them, and nothing else does. The runs are much shorter than those of
+the published figures, on one process and thread, with one seed: they say that something broke, not how good it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import markdown, write_report
+from tests.support.helpers import run_recipe
+
+RECORD = ROOT / "benchmarks" / "results" / "quality.json"
+POINT, BITS = 0.01, 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A short run of a recipe."""
+
+    recipe: str
+    flags: str
+    metric: str
+    """In results.json. Bits per byte are better where they are lower, accuracy where it is higher."""
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.metric.endswith("bits_per_byte")
+
+    def floor(self, value: float) -> float:
+        """The worst that may be, where `value` was reached."""
+        return round(value + BITS, 3) if self.lower_is_better else round(value - POINT, 4)
+
+    def holds(self, value: float, floor: float) -> bool:
+        return value <= floor if self.lower_is_better else value >= floor
+
+
+CASES = [
+    Case("mnist_moe", "full --epochs 1", "test_accuracy"),
+    Case("lm_moe", "full --max-steps 200", "test_bits_per_byte"),
+    Case("finetune_moe", "debug --max-steps 60", "test_bits_per_byte"),
+    Case("har", "full --epochs 6", "test_accuracy"),
+    Case("lmu_speech", "fsdd --target digits --epochs 4", "test_accuracy"),
+    Case("psmnist", "parallel --epochs 1", "test_accuracy"),
+    Case("few_labels", "supervised --epochs 1", "test_accuracy"),
+    Case("vae_robustness", "full --epochs 1", "test_accuracy"),
+]
+
+
+def run(case: Case, data_dir: Path) -> dict[str, Any]:
+    """One case: what it reached, and how long it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [
+            *case.flags.split(),
+            "--run-dir",
+            f"{folder}/run",
+            "--cpu",
+            "--num-processes",
+            "1",
+            "--tracker",
+            "none",
+        ]
+        start = time.perf_counter()
+        done = run_recipe(case.recipe, *flags, env={"OMP_NUM_THREADS": "1", "TOOLKIT_DATA_DIR": str(data_dir)})
+        assert done.returncode == 0, done.stderr[-2000:]
+        value = json.loads(Path(folder, "run", "results.json").read_text())[case.metric]
+        return {
+            "recipe": case.recipe,
+            "run": case.flags,
+            "metric": case.metric.removeprefix("test_").replace("_", " "),
+            "value": round(value, 4),
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+
+
+def judge(rows: Sequence[Mapping[str, Any]], floors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """`rows` with the floor of each, and whether it holds."""
+    return [
+        {**row, "floor": floors[row["recipe"]], "holds": case.holds(row["value"], floors[row["recipe"]])}
+        for case, row in zip(CASES, rows, strict=True)
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--floors", action="store_true", help="take what is reached for new floors")
+    options = parser.parse_args()
+    rows = [run(case, options.data_dir) for case in CASES]
+    if options.floors:
+        floors = {case.recipe: case.floor(row["value"]) for case, row in zip(CASES, rows, strict=True)}
+        write_report("quality", judge(rows, floors))
+        return 0
+    recorded = json.loads(RECORD.read_text())["rows"]
+    judged = judge(rows, {row["recipe"]: row["floor"] for row in recorded})
+    print(markdown(judged))
+    return 0 if all(row["holds"] for row in judged) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
