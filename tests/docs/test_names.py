@@ -46,6 +46,12 @@ def test_a_name_that_does_not_exist_is_found():
     assert missing(text) == ["toolkit.Walk", "toolkit.nowhere.Run", "toolkit.yaml"]
 
 
+def test_tests_that_are_named_exist():
+    named = {file for name in texts() for file in re.findall(r"\btests/[\w/]+\.py", (ROOT / name).read_text())}
+    assert len(named) > 20
+    assert {file for file in named if not (ROOT / file).exists()} == set()
+
+
 def test_every_text_names_what_exists():
     found = {name: missing((ROOT / name).read_text()) for name in texts()}
     assert {name: names for name, names in found.items() if names} == {}
