@@ -28,11 +28,11 @@ PACKAGES = ("torch", "accelerate", "transformers", "lightning", "numpy", "scikit
 
 
 def _commit() -> str | None:
-    """The commit that was measured, with "-dirty" where other files than records were changed since; None without
-    git."""
+    """The commit that was measured, with "-dirty" where other files than records and pages, which benchmarks write, were
+    changed since; None without git."""
     try:
         commit = _git("rev-parse", "--short=10", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("-dirty" if changed else "")

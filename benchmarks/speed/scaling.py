@@ -131,6 +131,6 @@ if __name__ == "__main__":
     table = markdown(rows)
     put_tables(
         ROOT / "docs" / "experts" / "scaling.md",
-        "scaling.py",
+        "speed/scaling.py",
         f"<!-- figures: scaling.json by recipe and processes -->\n{table}",
     )
