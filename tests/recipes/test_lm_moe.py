@@ -166,6 +166,12 @@ def test_the_dense_preset_has_as_many_active_parameters_as_the_mixture():
     assert dense["parameters"] == dense["active_parameters"] < mixture["parameters"]
 
 
+def test_a_model_without_experts_trains(tmp_path: Path):
+    corpus(tmp_path / "corpus")
+    results = lm_moe.main(config(tmp_path, "dense", experts=0, top_k=1, max_steps=2))
+    assert results["parameters"] == results["active_parameters"]
+
+
 def test_samples_that_are_longer_than_the_context_are_refused():
     with pytest.raises(UserError, match="--context 16: take more than --sample-tokens 16"):
         cli.parse(lm_moe.PRESETS, ["debug", "--context", "16"])
