@@ -307,18 +307,16 @@ def step_times(config: Config, steps: int) -> list[float]:
     with tk.start_run("dynamic_experts", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         model = build_model(config, data, tk.experts.make_expert_groups(1))
-        penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
-        task = tk.Classification(penalty=penalty)
-        lifecycle = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
         tk.standard_trainer(
             run,
-            task,
+            tk.Classification(),
             model,
             tk.adamw(model, config),
             train=data.train,
             test=data.test,
             max_steps=steps + 1,
-            callbacks=[*lifecycle, clock],
+            num_classes=data.num_classes,
+            callbacks=[clock],
         ).fit()
     return clock.of_block(LifecycleOptions().check_every)
 
