@@ -22,7 +22,7 @@ def test_the_layers_benchmark_rehearses_on_a_cpu() -> None:
     names = [row["contender"] for row in rows]
     assert names[:3] == ["ours", "ours, compiled", "grouped products alone"]
     assert {"transformers eager", "transformers grouped_mm"} < set(names)
-    assert all(row["ms"] > 0 and row["share"] > 0 for row in rows)
+    assert all(row["ms"] > 0 and 0 <= row["share"] < 1 for row in rows)
 
 
 def test_the_fine_tuning_benchmark_rehearses_on_a_cpu() -> None:

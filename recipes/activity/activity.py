@@ -217,7 +217,7 @@ def _find(
             "signal": windows.signal,
             "label": windows.label,
             "volunteer": windows.volunteer,
-            "official_test": windows.official_test,
+            "part": windows.part,
             "classes": words_column(windows.classes),
             "volunteers": words_column(windows.volunteers),
             "rate_hz": np.array([found.rate_hz]),

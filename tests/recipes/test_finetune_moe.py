@@ -312,7 +312,10 @@ def test_conversations_of_the_hubs_format_are_trained_on(texts, tmp_path, monkey
     assert f"{written}\0{written}" in text
     for row, message in (
         ({"messages": [{"role": "user", "text": "no content"}]}, "a row of messages is"),
-        ({"prompt": "one", "answer": "two"}, "has no column named text or messages, but prompt, answer"),
+        (
+            {"prompt": "one", "answer": "two"},
+            "has no column named text, messages or prompt and completion, but prompt, answer",
+        ),
     ):
         wrong = tmp_path / "wrong.jsonl"
         wrong.write_text(f"{json.dumps(row)}\n" * 60)

@@ -64,4 +64,4 @@ def test_a_command_of_the_page_trains(recipe, words, folder, tmp_path, monkeypat
     results = module.main(cli.parse(module.PRESETS, [*shlex.split(words), *more]))
     assert results["dataset"] in ("fruit", "trials.csv", "voices", "letters.jsonl")
     assert results["test_loss"] > 0
-    assert ("validation_loss" in results) == ("patience" in words)
+    assert ("validation_loss" in results) == ("patience" in words or "--validation" in words)

@@ -29,7 +29,7 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
                 group["trains"] = trains
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):  # noqa: ARG002
         for group in self.param_groups:
             if not group["trains"]:
                 raise RuntimeError("call train() before a step")

@@ -97,12 +97,14 @@ class Checkpointing(Callback):
 
     def _end_with_best(self, trainer: Trainer) -> None:
         """Put the weights of the best checkpoint into the model, and its evaluations into the results."""
-        self._have_best(trainer)
         trainer.results.pop("best_checkpoint", None)  # of a part of the run that kept one
+        if is_preempted(trainer):
+            return
+        self._have_best(trainer)
         if self._best is None:
             return
         trainer.results["best_checkpoint"] = self._best
-        if self._best["step"] == trainer.state.step or is_preempted(trainer):
+        if self._best["step"] == trainer.state.step:
             return
         run, step = trainer.run, self._best["step"]
         folder = run.checkpoints / f"step-{step:08d}"

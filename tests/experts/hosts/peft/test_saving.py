@@ -244,7 +244,7 @@ def test_what_is_not_supported_is_refused_in_one_line_with_its_reason():
 
 def merged_on_one_process(folder: Path) -> float:
     with in_float64():
-        model, ids = adapted("mixtral"), tokens(9, 4)
+        model, ids = adapted("mixtral", target_parameters=None), tokens(9, 4)
         step(*prepared(model, 1, "contiguous"), 0)
         logits = model(input_ids=ids).logits
         model.merge_and_unload().save_pretrained(folder)
@@ -252,6 +252,6 @@ def merged_on_one_process(folder: Path) -> float:
         return float((merged(input_ids=ids).logits - logits).abs().max())
 
 
-def test_on_one_process_a_base_with_merged_adapters_is_saved_by_its_own_method(tmp_path: Path):
+def test_on_one_process_a_base_with_merged_adapters_of_attention_is_saved_by_its_own_method(tmp_path: Path):
     (difference,) = run_distributed(merged_on_one_process, 1, tmp_path)
     assert difference < 1e-6
