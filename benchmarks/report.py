@@ -28,8 +28,8 @@ PACKAGES = ("torch", "accelerate", "transformers", "lightning", "numpy", "scikit
 
 
 def _commit() -> str | None:
-    """The commit that was measured, with "-dirty" where other files than records and pages, which benchmarks write, were
-    changed since; None without git."""
+    """The commit that was measured, with "-dirty" where other files than records and pages were changed since, which
+    benchmarks write; None without git."""
     try:
         commit = _git("rev-parse", "--short=10", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")

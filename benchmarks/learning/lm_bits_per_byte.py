@@ -10,8 +10,8 @@ Each run is `recipes/lm_moe.py` with that preset; it needs tinyshakespeare in $T
 table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger and
 --much too: every learning rate of `RATES` for every arm, one seed that is in no table, `:validation` of the text (the
 last tenth of the training text is held out), and lm_bits_choice.json, lm_bits_larger_choice.json or
-lm_bits_much_choice.json. With --much that is of 16 experts and of the dense model for as many tokens; the other two arms
-take their rates.
+lm_bits_much_choice.json. With --much that is of 16 experts and of the dense model for as many tokens, whose rates the
+other two arms take.
 
 With --much the text is Python's standard library, a step has 2,048 tokens, and capacity should bind: 16 and 64 experts,
 and dense models of as many active parameters, one of which makes as many steps as take the processor time of the

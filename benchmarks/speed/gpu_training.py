@@ -116,8 +116,9 @@ class Job:
         if self.folder is not None:
             ours = experts_implementation == use_toolkit_kernel()
             with experts_in_files(quantize=quantize) if ours else contextlib.nullcontext():
-                base = causal_lm(self.folder, dtype=torch.bfloat16, experts_implementation=experts_implementation)
-            adapted = add_adapters(base.to(self.device), AdapterOptions())
+                base: Any = causal_lm(self.folder, dtype=torch.bfloat16, experts_implementation=experts_implementation)
+            base.to(device=self.device)
+            adapted = add_adapters(base, AdapterOptions())
             if ours:
                 spread_experts(adapted, ExpertGroups())
             return adapted
@@ -258,7 +259,12 @@ def under_transformers(job: Job) -> Clock:
 
 
 CONTENDERS: dict[str, Callable[[Job], Clock]] = {OURS: ours, TRAINER: under_transformers, LOOP: loop_by_hand}
-WITH_ADAPTERS = {OURS: ours, FOUR_BITS: partial(ours, quantize="4bit"), TRAINER: under_transformers, LOOP: loop_by_hand}
+WITH_ADAPTERS: dict[str, Callable[[Job], Clock]] = {
+    OURS: ours,
+    FOUR_BITS: partial(ours, quantize="4bit"),
+    TRAINER: under_transformers,
+    LOOP: loop_by_hand,
+}
 
 
 def idle_and_waits(profile: Profile) -> tuple[float | None, float | None]:
@@ -420,9 +426,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.adapters:
             job = replace(job, folder=Path(folder))
-            saved = causal_lm(configuration(sizes))
+            saved: Any = causal_lm(configuration(sizes))
             saved.load_state_dict(weights)
-            saved.to(torch.bfloat16).save_pretrained(folder)
+            saved.to(dtype=torch.bfloat16)
+            saved.save_pretrained(folder)
         check_losses(job)
         rows = race(job, arguments.rounds, rate)
     if not arguments.rehearse:  # before the second table, so that who ends it has the first

@@ -89,8 +89,9 @@ def _keep_rows(module: nn.Module, rows: int) -> None:
     module.num_experts = rows  # type: ignore[assignment]
 
 
-COPIES = 3
-"""Of experts that are read: tensors of files, the rows that are made of them, and those of several tensors together."""
+TIMES_HELD = 3
+"""How often experts that are being read are in memory: as tensors of files, as rows that are made of them, and as those
+of several tensors together."""
 
 
 def bytes_to_read(skeleton: nn.Module) -> int:
@@ -100,7 +101,7 @@ def bytes_to_read(skeleton: nn.Module) -> int:
 
 def _bytes_at_a_time(module: nn.Module) -> int:
     rows, total = cast("int", module.num_experts), sum(_bytes_in_files(module))
-    return COPIES * min(rows, experts_at_a_time(total // rows)) * total // rows
+    return TIMES_HELD * min(rows, experts_at_a_time(total // rows)) * total // rows
 
 
 def frozen_bytes(skeleton: nn.Module) -> int:
