@@ -5,7 +5,8 @@
 
 A floor is what the run reached when floors were taken, less a point (of bits per byte: 0.05). They stand in
 benchmarks/results/quality.json; `--floors` writes them, and nothing else does. The runs are much shorter than those of
-the published figures, on one process and thread, with one seed: they say that something broke, not how good it is.
+the published figures, on one process and thread, with one seed: they say that something broke, not how good it is. On
+another kind of processor a seed may end a point lower by itself: take floors there first, of the code before a change.
 """
 
 from __future__ import annotations
