@@ -1,9 +1,9 @@
 """Runs a notebook as IPython would, where there is no IPython: `python notebook.py FILE` in the folder that it is for.
 
 The cells run one after another in one namespace. `%%writefile NAME` writes the rest of its cell; a shell runs what
-begins with `!`. Here a command that fails ends the program, where IPython would go on. `%pip` is refused, as everything
-is installed; other magics are not known. At the end, what JSON can hold of the namespace is written to values.json,
-with the pictures that were shown.
+begins with `!`. Here a command that fails ends the program, where IPython would go on. `%pip` is an error, as
+everything is installed, and so are other magics. At the end, what JSON can hold of the namespace is written to
+values.json, with the pictures that were shown.
 """
 
 from __future__ import annotations
