@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "extensions")]
 # The table of contents: captions, and below each its pages in the order in which they are read.
 CONTENTS = {
     "Start": ["docs/index", "docs/start/which_way", "docs/start/tour", "docs/start/config", "recipes/README"],
+    "Notebooks": [f"docs/notebooks/{name}" for name in ("ten_minutes", "spread_experts", "adapters")],
     "Train": ["docs/train/recipes", "docs/train/own_data", "docs/train/accelerate", "docs/train/convert"],
     "Experts": [
         "docs/experts/moe",
@@ -76,8 +77,8 @@ project = "toolkit"
 html_title = "toolkit"
 root_doc = "README"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "markdown_docstrings", "source_pages"]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+extensions = ["myst_parser", "sphinx.ext.autodoc", "markdown_docstrings", "notebook_pages", "source_pages"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["build", "runs", "tests", "**/.*", ".*", "**/site-packages"]
 
 myst_heading_anchors = 4  # named as code hosts name them

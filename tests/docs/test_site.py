@@ -26,7 +26,7 @@ def contents() -> list[str]:
 def pages() -> set[str]:
     """All pages of the repository, but for the first one, which holds the table of contents."""
     aside = {"tests", "build", "runs", "site-packages"}
-    found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
+    found = (path.relative_to(ROOT) for kind in ("md", "ipynb") for path in ROOT.rglob(f"*.{kind}"))
     kept = (path for path in found if not any(part in aside or part.startswith(".") for part in path.parts))
     return {path.with_suffix("").as_posix() for path in kept} - {"README"}
 

@@ -101,10 +101,11 @@ os._exit(int(client.recv(9)))
 
 @contextmanager
 def forked_commands(folder: Path) -> Iterator[None]:
-    """Makes `folder` hold the commands `python`, `toolkit` and `accelerate`, for the PATH of a shell: they are run in
-    forks, and so is what they start as `sys.executable`."""
+    """Makes `folder` hold the commands `python`, `toolkit`, `accelerate` and `torchrun`, for the PATH of a shell: they
+    are run in forks, and so is what they start as `sys.executable`."""
     address = str(folder / "socket")
-    modules = {"toolkit": ["-m", "toolkit"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
+    launchers = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
+    modules = {name: ["-m", module] for name, module in {"toolkit": "toolkit", **launchers}.items()}
     for name, words in {"python": [], **modules}.items():
         (folder / name).write_text(CLIENT.format(python=sys.executable, address=address, words=words))
         (folder / name).chmod(0o755)

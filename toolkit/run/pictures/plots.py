@@ -143,7 +143,7 @@ def _draw_loads(
 
     Experts that are inactive at the end and had no load are left out. The fair share is 1 / active experts.
     """
-    layers = spread(list(loads), MOST_LAYERS)
+    layers, names = spread(list(loads), MOST_LAYERS), short_names(list(loads))
     columns = min(2, len(layers))
     rows = math.ceil(len(layers) / columns)
     figure.set_size_inches(10 if columns == 2 else 8, 3.6 * rows)
@@ -180,7 +180,7 @@ def _draw_loads(
             axes.set_ylabel("expert")
             rows_named = spread(range(experts), MOST_NAMED)
             axes.set_yticks([row + 0.5 for row in rows_named], [str(ids[row]) for row in rows_named])
-        axes.set_title(f"Load per expert: {layer}" if layer else "Load per expert")
+        axes.set_title(f"Load per expert: {names[layer]}" if layer else "Load per expert")
         step_axis(axes)
     for axes in panels:
         axes.set_visible(False)
@@ -196,7 +196,7 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
     widest = max((len(ids) for by_rank in placement.values() for ids in by_rank), default=1) or 1
     experts = 1 + max((i for by_rank in placement.values() for ids in by_rank for i in ids), default=0)
     colours = palette(experts)
-    width = max(widest, 6)
+    width, names = max(widest, 6), short_names(list(placement))
     figure.set_size_inches(min(14, 1.2 + 0.6 * width), (0.9 + 0.42 * ranks) * len(placement))
     for axes, (layer, by_rank) in zip(
         figure.subplots(len(placement), 1, squeeze=False).flat, placement.items(), strict=True
@@ -208,7 +208,7 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
                 if widest <= MOST_IDS:
                     ink = ink_on(colour)
                     axes.text(slot + 0.46, rank, str(expert), ha="center", va="center", color=ink, fontsize=9)
-        axes.set_title(f"Experts per process: {layer}" if layer else "Experts per process")
+        axes.set_title(f"Experts per process: {names[layer]}" if layer else "Experts per process")
         axes.set_yticks(range(len(by_rank)), [f"rank {rank}" for rank in range(len(by_rank))])
         axes.set_xticks([])
         axes.set_xlim(0, width)
@@ -220,6 +220,23 @@ def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[in
 def ink_on(colour: Mapping[int, float] | Sequence[float]) -> str:
     """A text colour that is readable on `colour`."""
     return "white" if 0.3 * colour[0] + 0.6 * colour[1] + 0.1 * colour[2] < 0.6 else INK
+
+
+def short_names(layers: Sequence[str]) -> dict[str, str]:
+    """Each layer's name without what all have in common: `layers.3` of `model.layers.3.mlp.experts`."""
+    if len(layers) < 2:
+        return {layer: layer for layer in layers}
+    parts = [layer.split(".") for layer in layers]
+    head = _shared(parts)
+    tail = _shared([part[:head:-1] for part in parts])
+    short = [".".join(part[max(0, head - 1) : len(part) - tail]) for part in parts]
+    return dict(zip(layers, short, strict=True))
+
+
+def _shared(rows: Sequence[Sequence[str]]) -> int:
+    """How many entries all rows begin with."""
+    columns = zip(*rows, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
