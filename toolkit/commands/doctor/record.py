@@ -138,6 +138,11 @@ def digest(*tensors: Tensor) -> str:
     return together.hexdigest()
 
 
+def is_spread_by_others(parameter: Tensor) -> bool:
+    """Returns whether another library has divided a stack of matrices by its rows, which are experts then."""
+    return isinstance(parameter, DTensor) and parameter.ndim == 3 and any(p.is_shard(0) for p in parameter.placements)
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Returns a copy on the CPU that stays as it is. A collective for a DTensor."""
     tensor = tensor.detach()

@@ -20,9 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.commands.doctor.compare import GRADIENT_FLOOR
-from toolkit.commands.doctor.record import Phase, Record, Step, digest, frozen_adapters, plain, sample_digests
+from toolkit.commands.doctor.record import (
+    Phase,
+    Record,
+    Step,
+    digest,
+    frozen_adapters,
+    is_spread_by_others,
+    plain,
+    sample_digests,
+)
 from toolkit.compat import without_compile_prefix
-from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
 from toolkit.experts.routing.routing_log import Cursor
 
 
@@ -189,7 +198,9 @@ class Recorder:
             self.record.see("one routing decision", name)
 
     def backward(self, loss: Any, backward: Callable[[], Any]) -> Any:
-        if self._has_gradients and not any(p.grad is not None and p.grad.any() for _, p in self.parameters()):
+        if self._has_gradients and not any(
+            p.grad is not None and local_rows(p.grad).any() for _, p in self.parameters()
+        ):
             self.record.see("all micro-batches", f"step {len(self.record.steps) + 1}")
         self.step.losses.append(float(loss.detach()))
         self._at("in a backward", len(self.record.steps) + 1)
@@ -213,6 +224,15 @@ class Recorder:
         if isinstance(norm, (Tensor, float)):
             self.step.norm = float(plain(norm)) if isinstance(norm, Tensor) else norm
         return norm
+
+    def clip_by(self, norm: Tensor, clip: Callable[[], Any]) -> Any:
+        """Records the same where a loop clips by a norm of its own, in one call or in one for each device mesh."""
+        if self.is_clipping:
+            return clip()
+        if self._unclipped is None:
+            self._unclipped = self._finished_gradients()
+            self.step.norm = float(plain(norm))
+        return clip()
 
     def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_ours(optimizer):
@@ -283,12 +303,15 @@ class Recorder:
             mark = ownership_of(parameter)
             if mark is None:
                 phase.digests[name] = digest(plain(parameter))
+                if is_spread_by_others(parameter):
+                    phase.rows[name] = list(range(len(parameter)))
+                    phase.owns[name] = [self.is_first_rank] * len(parameter)
             else:
                 phase.rows[name] = list(mark.row_ids)
                 phase.owns[name] = [bool(owns) for owns in mark.owns]
         for key, tensor in self._state().items():
             value = plain(tensor)  # on every rank: it may be a collective
-            if self.is_first_rank or key.split("/")[1] in phase.rows:
+            if self.is_first_rank or is_owned(parameters[key.partition("/")[2]]):
                 self.record.tensors[f"{number}/{key}"] = value
         self.record.phases.append(phase)
 
