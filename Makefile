@@ -70,6 +70,10 @@ test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or defa
 families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md anew: every mixture of the installed transformers, two minutes
 	$(PY) -m tests.experts.hosts.transformers.test_mixtures
 
+.PHONY: matrix
+matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md anew: which expert parallelism of which library trains as one process does
+	$(PY) -m tests.matrix.test_matrix
+
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS= times
 	@for round in $$(seq $(ROUNDS)); do \

@@ -65,6 +65,8 @@ CONTENTS = {
     "Project": [
         "docs/project/results",
         "docs/project/related_work",
+        "docs/project/matrix",
+        "docs/project/upstream/README",
         "benchmarks/README",
         *sorted(f"docs/project/notes/{page.stem}" for page in (ROOT / "docs" / "project" / "notes").glob("*.md")),
         "CHANGELOG",

@@ -1,0 +1,1 @@
+"""Which expert parallelism of which library trains as one process does."""
