@@ -264,8 +264,9 @@ float64 where a path takes it.
 
 {notes}
 
-Megatron-Core and torchtitan are not here: they train models of their own, by their own loops. Moves
-of experts, and replicas that train, are in no column, because the others do not have them.
+`make matrix` keeps the rows of a library that is not installed, as DeepSpeed need not be. Megatron-Core and torchtitan
+are not here: they train models of their own, by their own loops. Moves of experts, and replicas that train, are in no
+column, because the others do not have them.
 """
 
 
