@@ -396,7 +396,7 @@ class DeepSpeed(Alone):
     name, needs = "DeepSpeed, AutoEP", "deepspeed"
     note = "`expert_parallel` with ZeRO stage 0"
     shares_batch = False
-    tolerance = 1e-5
+    precision, tolerance = torch.float32, 1e-5
 
     def spread(self) -> tuple[Any, Any]:
         import deepspeed
@@ -454,7 +454,6 @@ class DeepSpeed(Alone):
 class DeepSpeedMended(DeepSpeed):
     name = "DeepSpeed, AutoEP, mended"
     note = "with the fix of report 7, in float32: it takes no float64"
-    precision = torch.float32
 
     def spread(self) -> tuple[Any, Any]:
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY as registry
