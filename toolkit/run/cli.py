@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -189,7 +190,8 @@ def _short_help(presets: Mapping[str, Any], default: RunConfig, doc: str | None)
     more = f"--help all lists every flag, those of {', '.join(groups)} too"
     lines = [*_description(presets, doc).splitlines(), "", "common flags:", *rows, "", more]
     lines.append(f"{CONFIG} FILE reads flags from a file")
-    filled = [textwrap.fill(line, 80, subsequent_indent=20 * " " if line in rows else 4 * " ") for line in lines]
+    wrap = partial(textwrap.fill, width=80, break_on_hyphens=False)
+    filled = [wrap(line, subsequent_indent=20 * " " if line in rows else 4 * " ") for line in lines]
     return "\n".join([*filled, ""])
 
 

@@ -131,7 +131,7 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]], mo
         axes.legend(loc="best")
         step_axis(axes)
     if moved is not None:
-        figure.supxlabel(f"moved experts: {moved}", fontsize="small", color=GREY)
+        figure.supxlabel(f"moved experts: {moved}", fontsize="small", color=INK)
 
 
 def _draw_loads(
