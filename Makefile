@@ -9,11 +9,14 @@ ROUNDS ?= 5
 KERNELS ?=
 VENV ?= .venv
 PYTHON ?= python3
+CONSTRAINTS ?=
 
 SHELL := bash
 .DEFAULT_GOAL := help
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# CONSTRAINTS=constraints.txt installs the very versions with which the suite last passed.
+INSTALL := -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
+PIP := $(PY) $(INSTALL)
 # A path in place of a finder, which editors and type checkers cannot follow.
 EDITABLE := --config-settings editable_mode=compat -e
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -135,9 +138,40 @@ docs: $(VENV)/.installed-dev ## the pages and the API reference as a site, build
 docs-test: $(VENV)/.installed-dev ## run every command of the documentation that is marked `run`
 	$(PY) -m pytest tests/docs
 
+RELEASE := build/release
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' toolkit/version.py)
+REPOSITORY := $(shell sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)
+
+# Links of README lead into the repository, which the package index does not have: they get the address of the version.
+.PHONY: release
+release: ## sdist, wheel and SBOM of HEAD in dist/, checked, and installed from a local index into an empty environment
+	rm -rf dist $(RELEASE)
+	mkdir -p $(addprefix $(RELEASE)/,source index/moe-toolkit elsewhere)
+	git archive HEAD | tar -x -C $(RELEASE)/source
+	sed -E -i -e 's#\]\((docs/images/[^):]*)\)#]($(REPOSITORY)/raw/v$(VERSION)/\1)#g' \
+	    -e 's#\]\(([A-Za-z][^):]*)\)#]($(REPOSITORY)/blob/v$(VERSION)/\1)#g' $(RELEASE)/source/README.md
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python $(INSTALL) build twine cyclonedx-bom
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/tools/bin/python -m build --outdir dist $(RELEASE)/source
+	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
+	cp dist/* $(RELEASE)/index/moe-toolkit
+	cd dist && for file in *; do echo "<a href=\"$$file\">$$file</a>"; done > ../$(RELEASE)/index/moe-toolkit/index.html
+	$(PYTHON) -m venv $(RELEASE)/empty
+	$(if $(TORCH),$(RELEASE)/empty/bin/python $(INSTALL) $(TORCH))
+	$(RELEASE)/empty/bin/python $(INSTALL) --no-deps --index-url file://$(CURDIR)/$(RELEASE)/index moe-toolkit==$(VERSION)
+	$(RELEASE)/empty/bin/python $(INSTALL) moe-toolkit==$(VERSION)
+	$(RELEASE)/empty/bin/python -m pip check
+	cp docs/examples/own_loop.py $(RELEASE)/elsewhere
+	cd $(RELEASE)/elsewhere && ../empty/bin/toolkit --version && ../empty/bin/toolkit env && \
+	    ../empty/bin/python own_loop.py debug --cpu --num-processes 2 --tracker none --run-dir run
+	$(RELEASE)/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	    --output-file dist/moe-toolkit-$(VERSION).cdx.json $(RELEASE)/empty
+	cd dist && sha256sum *
+	@! grep OWNER pyproject.toml || echo "not to be uploaded yet: put the account's name in place of OWNER above"
+
 .PHONY: clean
 clean: ## remove what was built and cached; runs/ and the environment stay
-	rm -rf build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf build dist docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
