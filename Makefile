@@ -144,15 +144,17 @@ REPOSITORY := $(shell sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)
 
 # Links of README lead into the repository, which the package index does not have: they get the address of the version.
 .PHONY: release
+release: export PYTHONPATH :=
 release: ## sdist, wheel and SBOM of HEAD in dist/, checked, and installed from a local index into an empty environment
 	rm -rf dist $(RELEASE)
 	mkdir -p $(addprefix $(RELEASE)/,source index/moe-toolkit elsewhere)
-	git archive HEAD | tar -x -C $(RELEASE)/source
+	git archive HEAD toolkit pyproject.toml README.md LICENSE | tar -x -C $(RELEASE)/source
 	sed -E -i -e 's#\]\((docs/images/[^):]*)\)#]($(REPOSITORY)/raw/v$(VERSION)/\1)#g' \
 	    -e 's#\]\(([A-Za-z][^):]*)\)#]($(REPOSITORY)/blob/v$(VERSION)/\1)#g' $(RELEASE)/source/README.md
 	$(PYTHON) -m venv $(RELEASE)/tools
 	$(RELEASE)/tools/bin/python $(INSTALL) build twine cyclonedx-bom
-	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/tools/bin/python -m build --outdir dist $(RELEASE)/source
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	    $(RELEASE)/tools/bin/python -m build --quiet --outdir dist $(RELEASE)/source
 	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
 	cp dist/* $(RELEASE)/index/moe-toolkit
 	cd dist && for file in *; do echo "<a href=\"$$file\">$$file</a>"; done > ../$(RELEASE)/index/moe-toolkit/index.html
@@ -164,7 +166,8 @@ release: ## sdist, wheel and SBOM of HEAD in dist/, checked, and installed from 
 	cp docs/examples/own_loop.py $(RELEASE)/elsewhere
 	cd $(RELEASE)/elsewhere && ../empty/bin/toolkit --version && ../empty/bin/toolkit env && \
 	    ../empty/bin/python own_loop.py debug --cpu --num-processes 2 --tracker none --run-dir run
-	$(RELEASE)/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	sed -i 's/^dynamic = .*/version = "$(VERSION)"/' $(RELEASE)/source/pyproject.toml  # which the SBOM takes from there
+	$(RELEASE)/tools/bin/cyclonedx-py environment --pyproject $(RELEASE)/source/pyproject.toml --output-reproducible \
 	    --output-file dist/moe-toolkit-$(VERSION).cdx.json $(RELEASE)/empty
 	cd dist && sha256sum *
 	@! grep OWNER pyproject.toml || echo "not to be uploaded yet: put the account's name in place of OWNER above"
