@@ -164,8 +164,8 @@ release: ## sdist, wheel and SBOM of HEAD in dist/, checked, and installed from 
 	$(RELEASE)/empty/bin/python $(INSTALL) moe-toolkit==$(VERSION)
 	$(RELEASE)/empty/bin/python -m pip check
 	cp docs/examples/own_loop.py $(RELEASE)/elsewhere
-	cd $(RELEASE)/elsewhere && ../empty/bin/toolkit --version && ../empty/bin/toolkit env && \
-	    ../empty/bin/python own_loop.py debug --cpu --num-processes 2 --tracker none --run-dir run
+	bin=$(CURDIR)/$(RELEASE)/empty/bin; cd $(RELEASE)/elsewhere && $$bin/toolkit env && \
+	    $$bin/python own_loop.py debug --cpu --num-processes 2 --tracker none --run-dir run
 	sed -i 's/^dynamic = .*/version = "$(VERSION)"/' $(RELEASE)/source/pyproject.toml  # which the SBOM takes from there
 	$(RELEASE)/tools/bin/cyclonedx-py environment --pyproject $(RELEASE)/source/pyproject.toml --output-reproducible \
 	    --output-file dist/moe-toolkit-$(VERSION).cdx.json $(RELEASE)/empty
@@ -178,8 +178,8 @@ clean: ## remove what was built and cached; runs/ and the environment stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
-	    { echo "error: this needs Python 3.11, 3.12 or 3.13: name one with PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+	    { echo "error: this needs Python 3.11, 3.12, 3.13 or 3.14: name one with PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
