@@ -9,11 +9,14 @@ ROUNDS ?= 5
 KERNELS ?=
 VENV ?= .venv
 PYTHON ?= python3
+CONSTRAINTS ?=
 
 SHELL := bash
 .DEFAULT_GOAL := help
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# CONSTRAINTS=constraints.txt installs the very versions with which the suite last passed.
+INSTALL := -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
+PIP := $(PY) $(INSTALL)
 # A path in place of a finder, which editors and type checkers cannot follow.
 EDITABLE := --config-settings editable_mode=compat -e
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -143,14 +146,48 @@ docs: $(VENV)/.installed-dev ## the pages and the API reference as a site, build
 docs-test: $(VENV)/.installed-dev ## run every command of the documentation that is marked `run`
 	$(PY) -m pytest tests/docs
 
+RELEASE := build/release
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' toolkit/version.py)
+REPOSITORY := $(shell sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)
+
+# Links of README lead into the repository, which the package index does not have: they get the address of the version.
+.PHONY: release
+release: export PYTHONPATH :=
+release: ## sdist, wheel and SBOM of HEAD in dist/, checked, and installed from a local index into an empty environment
+	rm -rf dist $(RELEASE)
+	mkdir -p $(addprefix $(RELEASE)/,source index/moe-toolkit elsewhere)
+	git archive HEAD toolkit pyproject.toml README.md LICENSE | tar -x -C $(RELEASE)/source
+	sed -E -i -e 's#\]\((docs/images/[^):]*)\)#]($(REPOSITORY)/raw/v$(VERSION)/\1)#g' \
+	    -e 's#\]\(([A-Za-z][^):]*)\)#]($(REPOSITORY)/blob/v$(VERSION)/\1)#g' $(RELEASE)/source/README.md
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python $(INSTALL) build twine cyclonedx-bom
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	    $(RELEASE)/tools/bin/python -m build --quiet --outdir dist $(RELEASE)/source
+	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
+	cp dist/* $(RELEASE)/index/moe-toolkit
+	cd dist && for file in *; do echo "<a href=\"$$file\">$$file</a>"; done > ../$(RELEASE)/index/moe-toolkit/index.html
+	$(PYTHON) -m venv $(RELEASE)/empty
+	$(if $(TORCH),$(RELEASE)/empty/bin/python $(INSTALL) $(TORCH))
+	$(RELEASE)/empty/bin/python $(INSTALL) --no-deps --index-url file://$(CURDIR)/$(RELEASE)/index moe-toolkit==$(VERSION)
+	$(RELEASE)/empty/bin/python $(INSTALL) moe-toolkit==$(VERSION)
+	$(RELEASE)/empty/bin/python -m pip check
+	cp docs/examples/own_loop.py $(RELEASE)/elsewhere
+	bin=$(CURDIR)/$(RELEASE)/empty/bin; cd $(RELEASE)/elsewhere && $$bin/toolkit env && \
+	    $$bin/python own_loop.py debug --cpu --num-processes 2 --tracker none --run-dir run
+	sed -i 's/^dynamic = .*/version = "$(VERSION)"/' $(RELEASE)/source/pyproject.toml  # which the SBOM takes from there
+	$(RELEASE)/tools/bin/cyclonedx-py environment --pyproject $(RELEASE)/source/pyproject.toml --output-reproducible \
+	    --output-file dist/moe-toolkit-$(VERSION).cdx.json $(RELEASE)/empty
+	cd dist && sha256sum *
+	@! grep OWNER pyproject.toml || echo "not to be uploaded yet: put the account's name in place of OWNER above"
+
 .PHONY: clean
 clean: ## remove what was built and cached; runs/ and the environment stay
-	rm -rf build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf build dist docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
-	    { echo "error: this needs Python 3.11, 3.12 or 3.13: name one with PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+	    { echo "error: this needs Python 3.11, 3.12, 3.13 or 3.14: name one with PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python

@@ -67,10 +67,12 @@ CONTENTS = {
         "docs/project/related_work",
         "docs/project/matrix",
         "docs/project/upstream/README",
+        "docs/project/stability",
         "benchmarks/README",
         *sorted(f"docs/project/notes/{page.stem}" for page in (ROOT / "docs" / "project" / "notes").glob("*.md")),
         "CHANGELOG",
         "CONTRIBUTING",
+        "SECURITY",
     ],
     "Rooms of the code": sorted(f"{page.relative_to(ROOT).parent}/README" for page in ROOT.glob("toolkit/*/README.md")),
 }

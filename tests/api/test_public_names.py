@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,12 +67,6 @@ def test_importing_the_command_line_loads_nothing_heavy():
     code = "import sys, toolkit, toolkit.run.cli, toolkit.run.launch, toolkit.run.config.run; "
     code += f"print(*{HEAVY!r} & set(sys.modules))"
     assert run_python(code) == []
-
-
-def test_a_wheel_carries_the_types():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    carried = {path.name for pattern in settings["toolkit"] for path in (ROOT / "toolkit").glob(pattern)}
-    assert {"py.typed", "__init__.pyi"} <= carried
 
 
 @pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is a development dependency")

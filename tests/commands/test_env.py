@@ -31,7 +31,7 @@ def test_it_names_versions_machine_and_variables_and_masks_secrets(
     found = told(capsys)
     import torch
 
-    assert f"torch {torch.__version__}" in found["packages"]
+    assert f"torch {torch.__version__.partition('+')[0]}" in found["packages"]  # builds for CUDA do not name it there
     assert {"toolkit", "python", "NCCL", "GPUs", "processor", "memory"} <= set(found)
     assert found["NCCL_DEBUG"].strip() == "INFO"
     assert found["WANDB_API_KEY"].strip() == "***"
