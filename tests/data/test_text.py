@@ -302,7 +302,7 @@ def test_a_tokenizer_of_transformers_encodes_and_counts_its_bytes(tmp_path, save
         ("nobody/nothing", None, "dataset='nobody/nothing': cannot be loaded"),
         ("folder", {}, "holds neither text"),
         ("folder", {"a.txt": b"short"}, "has 0 training blocks of 4 tokens where a batch takes 1"),
-        ("folder", {"a.jsonl": b'{"n": 1}\n{"n": 2}\n'}, "has no column named text, messages or prompt and completion, but n"),
+        ("folder", {"a.jsonl": b'{"n": 1}\n{"n": 2}\n'}, "messages or prompt and completion, but n"),
     ],
 )  # fmt: skip
 def test_text_that_is_not_there_is_refused_in_one_sentence(dataset, arrange, says, tmp_path):
