@@ -105,11 +105,13 @@ def load_images(dataset: str, data_dir: Path | None, *, validation: bool = False
         return data
     if "validation_input" in columns:
         return replace(data, validation=_table(columns, "validation"))
-    held = drawn(data) if is_own(dataset) else held_out(data)
     if is_own(dataset):
+        held = drawn(data)
         said = f"{len(held.test):,} of {len(data.train):,} training images, drawn with seed 0, are for validation."
-        held = replace(held, notice=f"{notice} {said}" if notice else f"{name}: {said}")
-    return replace(held, name=name, test=data.test, validation=held.test)
+        notice = f"{notice} {said}" if notice else f"{name}: {said}"
+    else:
+        held = held_out(data)
+    return replace(data, train=held.train, validation=held.test, notice=notice)
 
 
 def _table(columns: dict[str, Tensor], split: str) -> TensorTable:

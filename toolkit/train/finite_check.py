@@ -27,7 +27,7 @@ MOST_SKIPPED = 3
 REPORT = "nonfinite.json"
 SHOWN_SAMPLES = 8
 REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
-BAD_DATA = "is not finite in the column"
+REMEDY_FOR_DATA = "mend or drop it"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class FiniteCheck:
                 self._waiting.clear()
                 self.skipped += 1
                 if self.skipped == 1:
-                    why = self._explain(step, "skipped")
+                    why, _ = self._explain(step, "skipped")
                     self._trainer.run.print(f"warning: step {step:,} is skipped: its gradients are not finite{why}.")
                 return False
         else:
@@ -105,8 +105,8 @@ class FiniteCheck:
         if bad is not None:
             found = self._found(self._name(bad)) or "the norm of all gradients is not finite"
             again = f" for the {MOST_SKIPPED}rd time in a row" if self._in_a_row == MOST_SKIPPED else ""
-            why = self._explain(bad.step, found) if self.reads_at_once else ""
-            _stop(f"step {bad.step:,}: {found}{again}{why}")
+            why, remedy = self._explain(bad.step, found) if self.reads_at_once else ("", REMEDY)
+            _stop(f"step {bad.step:,}: {found}{again}{why}", remedy)
 
     def check_line(self, step: int, means: Mapping[str, Any]) -> None:
         """Raise UserError for a mean training loss on a line of metrics that is not finite."""
@@ -139,9 +139,9 @@ class FiniteCheck:
     def _first_weight(self) -> str | None:
         return first_not_finite((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def _explain(self, step: int, what: str) -> str:
+    def _explain(self, step: int, what: str) -> tuple[str, str]:
         """The first module with an output that is not finite, and the samples, of the step that was just computed: into
-        `nonfinite.json` of the run's folder, and in half a sentence. A collective."""
+        `nonfinite.json` of the run's folder, and in half a sentence; and the remedy. A collective."""
         trainer = self._trainer
 
         def forward() -> None:
@@ -163,7 +163,7 @@ class FiniteCheck:
             content = {"step": step, "what": what, "module": module, "samples": samples}
             with suppress(OSError):
                 write_text(path, json.dumps(content) + "\n")
-        return " (" + "; ".join(words) + ")"
+        return " (" + "; ".join(words) + ")", REMEDY_FOR_DATA if bad else REMEDY
 
     def _found_in_data(self, samples: list[int]) -> str | None:
         """The first column of the batch that is not finite, and where `samples` are rows, its first. A collective."""
@@ -174,7 +174,7 @@ class FiniteCheck:
                 if isinstance(column, torch.Tensor) and column.is_floating_point() and not column.isfinite().all():
                     row = int((~column[:, None].flatten(1).isfinite().all(1)).nonzero()[0])
                     which = f"row {samples[row]} of the training data" if samples else "the batch"
-                    mine = mine or f"{which} {BAD_DATA} `{name}`"
+                    mine = mine or f"{which} is not finite in the column `{name}`"
         return next(filter(None, together(lambda: mine)), None)
 
     @staticmethod
@@ -216,6 +216,5 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _stop(what: str) -> NoReturn:
-    remedy = "mend or drop it" if BAD_DATA in what else REMEDY
+def _stop(what: str, remedy: str = REMEDY) -> NoReturn:
     raise UserError(f"{what}: {remedy}; checkpoints from before it are kept.")

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import run_distributed
+from tests.commands.doctor.watched import watched
 from toolkit.commands.doctor.causes import diagnose
 from toolkit.commands.doctor.compare import Comparison, Evidence
 from toolkit.commands.doctor.examine import judge
 from toolkit.commands.doctor.record import read_records
-from toolkit.commands.doctor.watch import watch
 
 TOY = Path(__file__).parent / "toy.py"
 
@@ -45,22 +44,12 @@ NOTHING_IN_ONE_PROCESS = {
 }
 
 
-def watch_toy(folder: str, *fault: str) -> None:
-    watch(Path(folder), 3, str(TOY), list(fault))
-
-
-def run_toy(out: Path, world: int, *fault: str) -> Evidence:
-    out.mkdir()
-    run_distributed(watch_toy, world, str(out), *fault)
-    return Evidence(read_records(out))
-
-
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the toy without a fault did in "one" process and in "two"."""
     folder = tmp_path_factory.mktemp("healthy")
-    run_toy(folder / "one", 1)
-    run_toy(folder / "two", 2)
+    watched(folder / "one", 1, TOY)
+    watched(folder / "two", 2, TOY)
     return folder
 
 
@@ -71,8 +60,8 @@ def seen(folder: Path) -> Evidence:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_caught_and_called_by_its_name(fault: str, healthy: Path, tmp_path: Path):
-    one = seen(healthy / "one") if fault in NOTHING_IN_ONE_PROCESS else run_toy(tmp_path / "one", 1, fault)
-    comparison = Comparison(one, run_toy(tmp_path / "two", 2, fault), 1e-6)
+    one = seen(healthy / "one") if fault in NOTHING_IN_ONE_PROCESS else watched(tmp_path / "one", 1, TOY, fault)
+    comparison = Comparison(one, watched(tmp_path / "two", 2, TOY, fault), 1e-6)
     assert not comparison.ok
     first, *others = diagnose(comparison)
     assert first.name == FAULTS[fault], first
@@ -110,8 +99,8 @@ def test_a_factor_of_one_explains_nothing(healthy: Path):
 
 
 def test_a_script_that_is_another_each_time_is_called_that_first(tmp_path: Path):
-    one, many = run_toy(tmp_path / "one", 1, "time"), run_toy(tmp_path / "two", 2, "time")
-    _, findings = judge(one, many, 1e-6, lambda name, world, _: run_toy(tmp_path / name, world, "time"))
+    one, many = watched(tmp_path / "one", 1, TOY, "time"), watched(tmp_path / "two", 2, TOY, "time")
+    _, findings = judge(one, many, 1e-6, lambda name, world, _: watched(tmp_path / name, world, TOY, "time"))
     assert findings[0].name == "not repeatable"
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT, run_distributed
+from tests.commands.doctor.watched import watched
+from tests.support.helpers import ROOT
 from toolkit.commands.doctor.compare import Comparison, Evidence
 from toolkit.commands.doctor.examine import judge
-from toolkit.commands.doctor.record import read_records
-from toolkit.commands.doctor.watch import watch
 
 RECIPE = ["debug", "--dataset", "digits", "--tracker", "none"]
 
@@ -48,18 +47,12 @@ for _ in range(5):
 more. In float64, so that it is the same on every processor."""
 
 
-def watch_script(folder: str, steps: int, script: str, args: list[str], rounding: float = 0.0) -> None:
-    run_dir = ["--run-dir", f"{folder}/run"] if args else []
-    watch(Path(folder), steps, str(ROOT / script), [*args, *run_dir], rounding)
-
-
-def watched(folder: Path, script: str, *args: str) -> Callable[..., Evidence]:
+def runner(folder: Path, script: str, *args: str) -> Callable[..., Evidence]:
     """Runs `script` when it is called with a name, processes and rounding, and reads what they recorded."""
 
     def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
-        (folder / name).mkdir()
-        run_distributed(watch_script, processes, str(folder / name), 3, script, list(args), rounding)
-        return Evidence(read_records(folder / name))
+        run_dir = ["--run-dir", str(folder / name / "run")] if args else []
+        return watched(folder / name, processes, ROOT / script, *args, *run_dir, rounding=rounding)
 
     return run
 
@@ -74,7 +67,7 @@ def watched(folder: Path, script: str, *args: str) -> Callable[..., Evidence]:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_recipe_in_order_raises_no_alarm(world: int, args: list[str], tmp_path: Path):
-    run = watched(tmp_path, "recipes/mnist_moe.py", *RECIPE, *args)
+    run = runner(tmp_path, "recipes/mnist_moe.py", *RECIPE, *args)
     many = run("many", world)
     comparison, findings = judge(run("one", 1), many, 1e-6, run)
     assert comparison.steps == 3
@@ -86,7 +79,7 @@ def test_a_recipe_in_order_raises_no_alarm(world: int, args: list[str], tmp_path
 def test_rounding_errors_that_grow_raise_no_alarm(tmp_path: Path):
     script = tmp_path / "rounded.py"
     script.write_text(ROUNDED)
-    run = watched(tmp_path, str(script))
+    run = runner(tmp_path, str(script))
     one, many = run("one", 1), run("many", 2)
     assert not Comparison(one, many, 1e-6)["gradients"].ok, "this is about gradients beyond the tolerance"
     comparison, findings = judge(one, many, 1e-6, run)
@@ -122,16 +115,14 @@ for step in range(5):
 def test_units_that_are_switched_off_do_not_hide_a_small_fault(tmp_path: Path):
     script = tmp_path / "dead.py"
     script.write_text(DEAD)
-    run = watched(tmp_path, str(script))
+    run = runner(tmp_path, str(script))
     _, findings = judge(run("one", 1), run("many", 2), 1e-6, run)
     assert [finding.name for finding in findings] == ["gradients scaled"]
 
 
 def test_the_example_of_a_plain_loop_raises_no_alarm(tmp_path: Path):
     def run(name: str, processes: int, _: float = 0.0) -> Evidence:
-        (tmp_path / name).mkdir()
-        run_distributed(watch_script, processes, str(tmp_path / name), 3, "docs/examples/plain_accelerate.py", [])
-        return Evidence(read_records(tmp_path / name))
+        return watched(tmp_path / name, processes, ROOT / "docs/examples/plain_accelerate.py")
 
     many = run("many", 2)
     comparison, findings = judge(run("one", 1), many, 1e-6, run)

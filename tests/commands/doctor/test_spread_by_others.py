@@ -6,24 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.doctor.watched import watched
 from tests.matrix.paths import save_model
-from tests.support.helpers import run_distributed
 from toolkit.commands.doctor.causes import diagnose
 from toolkit.commands.doctor.compare import Comparison, Evidence
-from toolkit.commands.doctor.record import read_records
-from toolkit.commands.doctor.watch import watch
 
 SCRIPT = Path(__file__).parent / "spread_by_transformers.py"
-
-
-def watch_script(folder: str, *words: str) -> None:
-    watch(Path(folder), 3, str(SCRIPT), list(words))
-
-
-def run(folder: Path, world: int, *words: str) -> Evidence:
-    folder.mkdir()
-    run_distributed(watch_script, world, str(folder), *words)
-    return Evidence(read_records(folder))
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +23,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def one(saved: str, tmp_path_factory: pytest.TempPathFactory) -> Evidence:
-    return run(tmp_path_factory.mktemp("one") / "run", 1, saved)
+    return watched(tmp_path_factory.mktemp("one") / "run", 1, SCRIPT, saved)
 
 
 def test_experts_that_transformers_spreads_train_as_in_one_process(one: Evidence, saved: str, tmp_path: Path):
-    comparison = Comparison(one, run(tmp_path / "two", 2, saved), 1e-5)
+    comparison = Comparison(one, watched(tmp_path / "two", 2, SCRIPT, saved), 1e-5)
     assert diagnose(comparison) == []
     assert comparison.ok, [check for check in comparison.checks if not check.ok]
     assert {"gradients", "gradient norm", "weights", "optimizer state"} <= {c.quantity for c in comparison.checks}
@@ -47,12 +35,12 @@ def test_experts_that_transformers_spreads_train_as_in_one_process(one: Evidence
 
 
 def test_gradients_of_their_experts_that_are_not_averaged_are_named(one: Evidence, saved: str, tmp_path: Path):
-    comparison = Comparison(one, run(tmp_path / "two", 2, saved, "undivided"), 1e-5)
+    comparison = Comparison(one, watched(tmp_path / "two", 2, SCRIPT, saved, "undivided"), 1e-5)
     first = diagnose(comparison)[0]
     assert first.name == "gradients W times too large", first
     assert "expert" in comparison["gradients"].where
 
 
 def test_a_norm_of_one_rank_is_named(one: Evidence, saved: str, tmp_path: Path):
-    comparison = Comparison(one, run(tmp_path / "two", 2, saved, "own_norm"), 1e-5)
+    comparison = Comparison(one, watched(tmp_path / "two", 2, SCRIPT, saved, "own_norm"), 1e-5)
     assert diagnose(comparison)[0].name == "local clip norm"

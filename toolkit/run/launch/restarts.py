@@ -42,7 +42,7 @@ def command_to_continue(run_dir: Path | None, folder: Path) -> str:
     """What to type to train on in `folder`: this command, and the folder where `run_dir`, its own, does not name it."""
     more = [] if run_dir is not None else ["--run-dir", str(folder)]
     if launched_world() is not None and REPORT_PIPE not in os.environ:  # of which this process is a part only
-        return " ".join(["run the same command", *(["with", *more] if more else ["again"])])
+        return f"run the same command with {' '.join(more)}" if more else "run the same command again"
     return f"run `{shlex.join([*sys.orig_argv, *more])}`"
 
 

@@ -59,7 +59,7 @@ class Preemption(Callback):
     def _store(self, number: int, _frame: FrameType | None) -> None:
         run = self._run
         if number == self._received == signal.SIGINT:
-            raise KeyboardInterrupt(*([stopped_at_once(run.config.run_dir, run.folder)] if run else []))
+            raise KeyboardInterrupt(stopped_at_once(run.config.run_dir, run.folder) if run else "")
         self._received = number
         if number == signal.SIGINT and run is not None:
             with suppress(RuntimeError):  # it came while a line was being written

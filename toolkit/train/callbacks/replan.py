@@ -38,8 +38,8 @@ class Replan(Callback):
         self._refused = self._refused_before = 0
         """Plans refused since the last line, and those of this process up to the last step."""
         self._predicted: dict[str, float] = {}
-        self._since: list[float] = []
-        """The imbalance of each window since the last move."""
+        self._windows = 0
+        """Those since the last move, over which `imbalance_after_moves` of the results is the mean."""
         self._seconds = (0.0, 0.0)
         """Of planning and of migrating up to the last line, in this process."""
 
@@ -82,12 +82,13 @@ class Replan(Callback):
         """Put into the results when experts moved, and how unevenly ranks were busy before and since."""
         results, window = trainer.results, self.replanner.window_imbalance
         if "last_move_step" in results:
-            self._since.append(window)
-            results["imbalance_after_moves"] = fmean(self._since)
+            self._windows += 1
+            mean = results["imbalance_after_moves"]  # before the first window, what the plans predicted
+            results["imbalance_after_moves"] = mean + (window - mean) / self._windows
         if moved:
             if "first_move_step" not in results:
                 results |= {"first_move_step": trainer.state.step, "imbalance_before_moves": window}
-            self._since = []
+            self._windows = 0
             results |= {"last_move_step": trainer.state.step, "imbalance_after_moves": fmean(self._predicted.values())}
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class Replan(Callback):
             "optimizer_bytes": self._optimizer_bytes,
             "refused": self._refused,
             "predicted": self._predicted,
-            "since": self._since,
+            "windows": self._windows,
             "placements": self._placements,
         }
 
@@ -109,5 +110,5 @@ class Replan(Callback):
         self._optimizer_bytes = state["optimizer_bytes"]
         self._predicted = dict(state["predicted"])
         self._refused = state["refused"]
-        self._since = list(state["since"])
+        self._windows = state["windows"]
         self._placements = state["placements"]
