@@ -37,8 +37,8 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
     """Keep the experts' frozen matrices in four bits each: 4bit; none: in --dtype."""
     context: PositiveInt = 128
     """Tokens in a block of text."""
-    offload_folder: Path | None = None
-    """On a CPU: keep frozen experts in files of this folder, which may be more than memory holds; none: in memory."""
+    offload: Literal["memory"] | Path | None = None
+    """Keep frozen experts of a GPU in the host's memory, or of any device in files of a folder; none: on the device."""
     gradient_checkpointing: bool = False
     """Compute blocks again in the backward, in place of keeping what they computed: less memory, more time."""
     force: bool = False
@@ -55,6 +55,8 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
         remedy = "experts in four bits are frozen: leave merge=True, compare=True and lora_rank=0 out"
         packs = self.quantize is not None and (self.merge or self.compare or self.lora_rank == 0)
         require(not packs, "quantize", self.quantize, remedy)
+        remedy = "with lora_rank=0 no expert is frozen: leave it out"
+        require(self.offload is None or self.lora_rank > 0, "offload", self.offload, remedy)
 
 
 def full() -> Config:
@@ -78,7 +80,7 @@ def own() -> Config:
 
 CONTROLS: dict[str, dict[str, Any]] = {
     "attention": {"lora_experts": False, "lr": 4e-2},
-    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "lr": 4e-2},
+    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "offload": None, "lr": 4e-2},
 }
 """What --compare trains beside a run. Their rates, and that of `full`, were chosen on validation text."""
 
@@ -90,7 +92,7 @@ def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     from toolkit.data.hub import model_folder
 
     kernel, dtype = tk.transformers.use_toolkit_kernel(), getattr(torch, config.dtype)
-    with tk.transformers.experts_in_files(quantize=config.quantize, offload_folder=config.offload_folder):
+    with tk.transformers.experts_in_files(quantize=config.quantize, offload=config.offload):
         plain = tk.transformers.causal_lm(
             model_folder(base), dtype=dtype, vocab_size=vocab_size, experts_implementation=kernel
         )

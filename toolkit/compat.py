@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -242,9 +242,12 @@ def wrap_method(cls: type, name: str, wrap: Callable[[Callable[..., Any]], Calla
     setattr(cls, name, functools.wraps(original)(wrap(original)))
 
 
-def move_by(module: nn.Module, move: Callable[[nn.Module, Callable[[Tensor], Tensor]], None]) -> None:
-    """Have `to`, `cuda` and casts of `module` call `move(module, change)` in place of changing its own parameters."""
-    module._apply = functools.partial(_moved_by, module, move)  # type: ignore[method-assign]
+def move_by(
+    module: nn.Module, move: Callable[[nn.Module, Callable[[Tensor], Tensor]], None], names: Collection[str]
+) -> None:
+    """Have `to`, `cuda` and casts of `module` call `move(module, change)` in place of changing the parameters of these
+    names, which are its own."""
+    module._apply = functools.partial(_moved_by, module, move, names)  # type: ignore[method-assign]
 
 
 def move_as_usual(module: nn.Module) -> None:
@@ -252,13 +255,20 @@ def move_as_usual(module: nn.Module) -> None:
     del module._apply
 
 
-def _moved_by(module: nn.Module, move: Callable[..., None], change: Callable[..., Any], recurse: bool = True) -> Any:
+def _moved_by(
+    module: nn.Module,
+    move: Callable[..., None],
+    names: Collection[str],
+    change: Callable[..., Any],
+    recurse: bool = True,
+) -> Any:
     move(module, change)
-    own, module._parameters = module._parameters, {}
+    own = module._parameters
+    module._parameters = {name: parameter for name, parameter in own.items() if name not in names}
     try:
         return type(module)._apply(module, change, recurse)
     finally:
-        module._parameters = own
+        module._parameters = own | module._parameters
 
 
 # --- transformers ------------------------------------------------------------------------------------------------

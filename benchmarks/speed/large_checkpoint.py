@@ -184,7 +184,7 @@ def load_and_train(folder: Path, limit: float, *, offload: bool = False) -> dict
 
     kernel, watch = use_toolkit_kernel(), Watch(limit)
     start = time.perf_counter()
-    with experts_in_files(offload_folder=folder if offload else None):
+    with experts_in_files(offload=folder if offload else None):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=kernel)
     adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)

@@ -68,6 +68,9 @@ def foresee_memory(
     if config.dense_parallel != "ddp":
         return
     settings: Any = config
+    on_cpu = run.device.type == "cpu"
+    remedy = "experts on a CPU are in the host's memory: give a folder, or leave it out"
+    require(not on_cpu or settings.offload != "memory", "offload", settings.offload, remedy)
     layout = Layout(
         ep_size=run.expert_groups.ep_size,
         spare_slots=config.spare_slots,
@@ -75,22 +78,28 @@ def foresee_memory(
         context=settings.context,
         dtype=getattr(torch, settings.dtype),
         quantize=settings.quantize,
-        offloaded=settings.offload_folder is not None,
+        offload=None if settings.offload is None else "file" if on_cpu else "host",
         gradient_checkpointing=settings.gradient_checkpointing,
     )
     adapt = partial(add_adapters, options=settings)
 
     def decide() -> str:
         expected = fine_tuning_memory(read_config(model_folder(base)), layout, adapt, build_optimizer)
-        here, there = expected.total / 2**30, free_memory(run.device, ranks_per_node(run.world_size)) / 2**30
-        require(
-            here <= there or settings.force,
-            "force",
-            settings.force,
-            f"each process is expected to take {here:.1f} GiB and has {there:.1f}: use more processes, "
-            "quantize='4bit', gradient_checkpointing=True or smaller batches, or try with force=True",
-        )
-        return f"memory      {here:.2f} GiB expected in each process, of {there:.1f} that are free"
+        needs = {"": (expected.total, run.device)}
+        if settings.offload == "memory":
+            needs[" of the host's memory"] = expected.host, torch.device("cpu")
+        found = []
+        for of, (taken, device) in needs.items():
+            here, there = taken / 2**30, free_memory(device, ranks_per_node(run.world_size)) / 2**30
+            require(
+                here <= there or settings.force,
+                "force",
+                settings.force,
+                f"each process is expected to take {here:.1f} GiB{of} and has {there:.1f}: use more processes, "
+                "quantize='4bit', gradient_checkpointing=True or smaller batches, or try with force=True",
+            )
+            found.append(f"{here:.2f} GiB{of} expected in each process, of {there:.1f} that are free")
+        return f"memory      {'; '.join(found)}"
 
     run.print(run.on_main_and_share(decide))
 

@@ -77,7 +77,10 @@ def test_ranks_packed_experts_and_recomputed_blocks_take_less():
     plain = expect(layout=layout(dtype=torch.bfloat16))
     assert plain.weights - packed.weights == experts / 2 - (1 / 2 + 4 / 64) * experts / 4
     assert packed.loading == plain.loading
-    assert whole.weights - expect(layout=layout(offloaded=True)).weights == experts
+    in_file, on_host = (expect(layout=layout(offload=place)) for place in ("file", "host"))
+    assert whole.weights - in_file.weights == on_host.host == experts
+    assert on_host.weights - in_file.weights == 2 * experts / len(layers)
+    assert in_file.host == 0
     assert expect(layout=layout(spare_slots=1)).weights > whole.weights
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.commands.arguments import Parser, count, positive
-from toolkit.errors import EXIT_DONE
+from toolkit.errors import EXIT_DONE, UserError
 from toolkit.run.summary import table
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--memory", type=positive, required=True, metavar="GIB", help="of a GPU, such as 80")
     parser.add_argument("--context", type=count, default=1024, metavar="T", help="tokens of a sequence (1024)")
     parser.add_argument("--sequences", type=count, default=1, metavar="B", help="in a GPU's micro-batch (1)")
+    parser.add_argument("--offload", action="store_true", help="experts stay in the host's memory, and come by layers")
     parser.add_argument("--lora-rank", type=int, default=8, metavar="R", help="of adapters; 0: train all weights (8)")
     args = parser.parse_args(argv)
 
@@ -37,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
 
     config = read_config(model_folder(args.model, weights=False))
     trains_all = args.lora_rank == 0
-    ways = layouts(args.gpus, sequences=args.sequences, context=args.context, trains_all=trains_all)
+    if args.offload and trains_all:
+        raise UserError("--offload: with --lora-rank 0 no expert is frozen: leave it out.")
+    ways = layouts(
+        args.gpus, sequences=args.sequences, context=args.context, trains_all=trains_all, offload=args.offload
+    )
     rows = plan(config, ways, args.lora_rank)
     for row in rows:
         row["fits"] = "yes" if float(row["GiB"]) <= args.memory else "no"
@@ -61,13 +66,16 @@ def plan(config: PreTrainedConfig, ways: Iterable[Layout], lora_rank: int) -> li
                 "experts in": layout.quantize or str(layout.dtype).removeprefix("torch."),
                 "checkpointing": "yes" if layout.gradient_checkpointing else "no",
                 **{name: f"{value / GIB:.1f}" for name, value in parts.items()},
+                **({"host": f"{found.host / GIB:.1f}"} if layout.offload else {}),
                 "GiB": f"{found.total / GIB + OF_A_DEVICE:.1f}",
             }
         )
     return rows
 
 
-def layouts(gpus: int, *, sequences: int, context: int, trains_all: bool = False) -> Iterator[Layout]:
+def layouts(
+    gpus: int, *, sequences: int, context: int, trains_all: bool = False, offload: bool = False
+) -> Iterator[Layout]:
     """Returns every way to fine-tune on `gpus`, from the least spread and quantised to the most; experts in four bits
     are frozen, so where a model `trains_all` there are none."""
     import torch
@@ -83,5 +91,6 @@ def layouts(gpus: int, *, sequences: int, context: int, trains_all: bool = False
                     context=context,
                     dtype=torch.bfloat16,
                     quantize=quantize,
+                    offload="host" if offload else None,
                     gradient_checkpointing=recomputes,
                 )

@@ -38,8 +38,9 @@ class Layout:
     """Of the model's weights."""
     quantize: Literal["4bit"] | None = None
     """See `experts_in_files`."""
-    offloaded: bool = False
-    """Whether frozen experts are in files, which take no memory that others need."""
+    offload: Literal["file", "host"] | None = None
+    """Where frozen experts stay: in a file, which takes no memory that others need; or outside of a GPU, which has room
+    for those of two layers."""
     gradient_checkpointing: bool = False
     """Whether blocks are computed again in the backward."""
 
@@ -99,10 +100,12 @@ def _expect(
         adapt=adapted,
         layers=layers,
     )
-    loading, outside = bytes_to_read(model), frozen_bytes(model) if layout.offloaded else 0
+    loading, frozen = bytes_to_read(model), frozen_bytes(model) if layout.offload else [0]
+    outside, two_layers = sum(frozen), 2 * max(frozen) if layout.offload == "host" else 0
     batch = {"tokens": torch.empty(layout.sequences, layout.context + 1, dtype=torch.int64, device="meta")}
     found = expected_memory(model, LanguageModeling(), batch, build_optimizer)
-    return replace(found, weights=found.weights - outside, loading=loading)
+    host = outside if layout.offload == "host" else 0
+    return replace(found, weights=found.weights - outside + two_layers, loading=loading, host=host)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

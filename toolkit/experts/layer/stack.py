@@ -29,7 +29,7 @@ from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.gradients import average_in_backward, average_owned_gradients, stop_averaging
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import unwrapped
-from toolkit.experts.parallel.ownership import RowsInFiles, mark_owned
+from toolkit.experts.parallel.ownership import RowsInFiles, device_of, mark_owned
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.routing.model_inputs import counted_tokens
 from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
@@ -135,6 +135,11 @@ class ExpertStack:
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Returns them by name; dimension 0 counts this rank's slots."""
         return self._parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Returns where the experts are computed, and their rows exchanged."""
+        return device_of(next(iter(self.parameters.values())))
 
     @property
     def placement(self) -> ExpertPlacement:

@@ -47,7 +47,8 @@ class MigrationReport:
     bytes_sent: int
     """By this rank."""
     staging_bytes: int
-    """Memory this rank took for the time of the migration: at most the rows of one expert."""
+    """Memory this rank took for the time of the migration: at most the rows of one expert, and, of rows that are kept
+    in the host's memory, those that it exchanges in a round."""
     rounds: int
     seconds: float
     """On this rank, until it knew what the others sent."""
@@ -83,8 +84,8 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     states = rows_of_states(stack, optimizer)
     _agree(stack, new, weights | states)
     payloads = [
-        _Payload(list(weights.values()), schedule(moves(old, stored)), groups),
-        _Payload(list(states.values()), schedule(owner_moves(old, stored)) if states else [], groups),
+        _Payload(list(weights.values()), schedule(moves(old, stored)), groups, stack.device),
+        _Payload(list(states.values()), schedule(owner_moves(old, stored)) if states else [], groups, stack.device),
     ]
     _carry(payloads)
     for slot, expert in enumerate(stored.slots[groups.ep_rank]):
@@ -97,9 +98,9 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
         parameter.grad = None
     stack.place(new)
     return MigrationReport(
-        cost=_total(payloads, groups, next(iter(weights.values())).device),
+        cost=_total(payloads, groups, stack.device),
         bytes_sent=sum(payload.bytes_sent for payload in payloads),
-        staging_bytes=sum(buffer.nbytes for payload in payloads for buffer in payload.buffer),
+        staging_bytes=sum(sum(row.nbytes for row in each.buffer) + each.most_staged for each in payloads),
         rounds=max(len(payload.rounds) for payload in payloads),
         seconds=time.perf_counter() - started,
     )
@@ -167,8 +168,7 @@ def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
     """Raise UserError, on every rank alike, where experts have gradients that no step has taken."""
     parameters = [p for stack in stacks if stack.awaits_step for p in stack.parameters.values()]
     mine = any(bool((p.grad != 0).any()) for p in parameters if p.grad is not None)
-    device = next(p.device for stack in stacks for p in stack.parameters.values())
-    most, _ = extremes_over_ranks(torch.tensor(int(mine), device=device))
+    most, _ = extremes_over_ranks(torch.tensor(int(mine), device=next(iter(stacks)).device))
     if most:
         raise UserError(
             "experts cannot be placed between a backward and optimizer.step(), which would lose their gradients: place "
@@ -226,8 +226,7 @@ def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) ->
         return
     layout = [(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()]
     digest = zlib.crc32(repr((stack.placement.slots, new.slots, layout)).encode())
-    device = next(iter(rows.values())).device
-    largest, smallest = extremes_over_ranks(torch.tensor(digest, device=device), group)
+    largest, smallest = extremes_over_ranks(torch.tensor(digest, device=stack.device), group)
     if largest != smallest:
         raise ValueError("ranks disagree on the placement to migrate to, or on which optimizer states the experts have")
 
@@ -242,8 +241,14 @@ class _Payload:
     tensors: list[Tensor]
     rounds: list[Round]
     groups: ExpertGroups
+    device: torch.device
+    """Where rows are exchanged, also those that are kept in the host's memory."""
     buffer: list[Tensor] = field(default_factory=list)
     """One row of each tensor, allocated when first needed."""
+    staged: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    """What is exchanged on the device in this round for rows that are kept elsewhere, and the row if it receives."""
+    most_staged: int = 0
+    """Bytes."""
     sends: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -269,6 +274,7 @@ class _Payload:
                 rows = self._goal(transfer)
                 operations += [self._operation(dist.irecv, row, move.source_rank) for row in rows]
                 self.bytes_received += sum(row.nbytes for row in rows)
+        self.most_staged = max(self.most_staged, sum(here.nbytes for here, _ in self.staged))
         return operations
 
     def copy_within(self, now: Round) -> None:
@@ -278,6 +284,10 @@ class _Payload:
                 _copy(self._goal(transfer), self._origin(transfer))
 
     def settle(self, now: Round) -> None:
+        for here, row in self.staged:
+            if row is not None:
+                row.copy_(here)
+        self.staged = []
         for transfer in now.transfers:
             if transfer.move.rank == self.groups.ep_rank and transfer.into_buffer:
                 _copy(self._rows(transfer.move.slot), self.buffer)
@@ -301,7 +311,12 @@ class _Payload:
         return self.buffer
 
     def _operation(self, op: Callable[..., Any], row: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(op, row, group=self.groups.ep_group, group_peer=peer)
+        here = row
+        if row.device != self.device:
+            receives = op is dist.irecv
+            here = torch.empty_like(row, device=self.device) if receives else row.to(self.device)
+            self.staged.append((here, row if receives else None))
+        return dist.P2POp(op, here, group=self.groups.ep_group, group_peer=peer)
 
 
 def _copy(goal: list[Tensor], origin: list[Tensor]) -> None:

@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.compat import exclude_from_ddp, holders_of_process_group
 from toolkit.errors import UserError
-from toolkit.experts.parallel.ownership import is_owned
+from toolkit.experts.parallel.ownership import is_owned, stays_on_host
 
 
 def leave_out_of_ddp(model: nn.Module) -> None:
-    """Puts owned parameters, and buffers that are equal on all ranks for ever, on the list of what DDP leaves alone.
+    """Puts owned parameters, those that stay in the host's memory, and buffers that are equal on all ranks for ever, on
+    the list of what DDP leaves alone.
 
     DDP then neither overwrites them with the first rank's nor averages their gradients. Without DDP it changes nothing.
 
@@ -25,7 +26,7 @@ def leave_out_of_ddp(model: nn.Module) -> None:
         ValueError: For an owned parameter on the root module: DDP makes the names that it ignores from those of
             sub-modules, so it would skip the broadcast of such a parameter and still average its gradient.
     """
-    names = [name for name, parameter in model.named_parameters() if is_owned(parameter)]
+    names = [name for name, p in model.named_parameters() if is_owned(p) or stays_on_host(p)]
     for name in names:
         if "." not in name:
             raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")

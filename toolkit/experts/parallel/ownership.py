@@ -85,6 +85,8 @@ class Ownership:
     """Whether micro-batches accumulated a gradient that no backward has averaged yet."""
     optimizer: Callable[[], Optimizer | None] | None = None
     """Gives the one optimizer that may step it; None: any may."""
+    computed_on: torch.device | None = None
+    """Where its rows are computed with, if they are kept in the host's memory; None: where they are."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without its holder, which holds the parameter, and marks it again when it is loaded."""
@@ -170,12 +172,32 @@ def mark_owned(
     if (before := ownership_of(parameter)) is not None:
         record.rows_in_use, record.optimizer = before.rows_in_use, before.optimizer
         record.averaging, record.awaits_average = before.averaging, before.awaits_average
+        record.computed_on = before.computed_on
     parameter.ownership = record  # type: ignore[attr-defined]
 
 
 def ownership_of(parameter: Tensor) -> Ownership | None:
     """Returns how `parameter` is owned, or None where every rank has a replica."""
     return getattr(parameter, "ownership", None)
+
+
+def compute_on(parameter: Tensor, device: torch.device) -> None:
+    """Declares that an owned `parameter` of the host's memory is computed with on `device`, and stays where it is."""
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    ownership.computed_on = device
+
+
+def stays_on_host(parameter: Tensor) -> bool:
+    """Whether `parameter` is kept in the host's memory, wherever it is computed with."""
+    ownership = ownership_of(parameter)
+    return ownership is not None and ownership.computed_on is not None
+
+
+def device_of(parameter: Tensor) -> torch.device:
+    """Returns where `parameter` is computed with, and its rows are exchanged."""
+    ownership = ownership_of(parameter)
+    return parameter.device if ownership is None or ownership.computed_on is None else ownership.computed_on
 
 
 def mark_rows_in_use(parameter: Tensor, rows: int | None) -> None:

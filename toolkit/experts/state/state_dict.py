@@ -75,12 +75,12 @@ def gather_experts(stack: ExpertStack, name: str) -> Tensor | None:
     rows = parameter.detach().index_select(0, torch.tensor(here, dtype=torch.int64, device=parameter.device))
     if rank > 0:
         if here:
-            dist.send(rows, group=groups.ep_group, group_dst=0)
+            dist.send(rows.to(stack.device), group=groups.ep_group, group_dst=0)
         return None
     whole = torch.empty(placement.num_experts, *parameter.shape[1:], dtype=parameter.dtype)
     for peer, held in enumerate(owned):
         if peer > 0 and held:
-            rows = parameter.new_empty(len(held), *parameter.shape[1:])
+            rows = parameter.new_empty(len(held), *parameter.shape[1:], device=stack.device)
             dist.recv(rows, group=groups.ep_group, group_src=peer)
         if held:
             whole[[expert for _, expert in held]] = rows.cpu()

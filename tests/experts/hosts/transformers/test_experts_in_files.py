@@ -20,7 +20,7 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.spreading.spread import require_experts, spread_experts
-from toolkit.experts.hosts.transformers import causal_lm, experts_in_files, place_experts
+from toolkit.experts.hosts.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement
 
@@ -38,7 +38,7 @@ def saved(folder: Path, family: str = "qwen3_moe", **options: Any) -> Path:
 def unread(folder: Path, **options: Any) -> Any:
     """The model of `folder`, with its experts in their files."""
     with experts_in_files(**options):
-        return causal_lm(folder)
+        return causal_lm(folder, experts_implementation=use_toolkit_kernel() if "offload" in options else None)
 
 
 def losses(folder: Path, result: Path, *, adapters: bool, options: dict[str, Any] | None) -> list[float]:
@@ -75,7 +75,7 @@ def test_ranks_that_read_their_own_experts_train_and_save_as_with_a_model_read_w
     assert len(list(folder.glob("*.safetensors"))) > 2
     ways: dict[str, Any] = {"whole": None, "in files": {}}
     if adapters:
-        ways["offloaded"] = {"offload_folder": tmp_path}
+        ways["offloaded"] = {"offload": tmp_path}
     found = {name: run_distributed(_losses, 2, folder, tmp_path / name, adapters, way) for name, way in ways.items()}
     files = sorted(path.name for path in (tmp_path / "whole").glob("*.safetensors"))
     for way in ways:
@@ -99,7 +99,7 @@ def _mapped_bytes(folder: Path) -> int:
 def test_frozen_experts_are_kept_in_files_that_have_no_names(tmp_path: Path):
     folder, where = saved(tmp_path / "model"), tmp_path / "offloaded"
     where.mkdir()
-    model = unread(folder, offload_folder=where).requires_grad_(False)
+    model = unread(folder, offload=where).requires_grad_(False)
     for module in require_experts(model).values():
         module.down_proj.requires_grad_(True)  # to be trained, and so in memory
     spread_experts(model, ExpertGroups())
@@ -112,13 +112,13 @@ def test_frozen_experts_are_kept_in_files_that_have_no_names(tmp_path: Path):
 
 def test_folders_that_cannot_hold_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = saved(tmp_path / "model")
-    with pytest.raises(UserError, match=r"offload_folder=.*nowhere cannot be written \(.*\): give another"):
-        unread(folder, offload_folder=tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"offload=.*nowhere cannot be written \(.*\): give another"):
+        unread(folder, offload=tmp_path / "nowhere")
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    model = unread(folder, offload_folder=tmp_path).requires_grad_(False)
+    model = unread(folder, offload=tmp_path).requires_grad_(False)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match=r"has no room for experts \(No space left on device\)"):
         spread_experts(model, ExpertGroups())

@@ -27,7 +27,7 @@ class _Meeting:
         self.layers = layers
         self.serving = False
         stack = layers[0][2]
-        self.device = next(iter(stack.parameters.values())).device
+        self.device = stack.device
         self.group = stack.groups.ep_group
 
     def announce(self, number: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.experts.hosts.loop.pretrained_files import by_layer, write_pretrained
+from toolkit.experts.parallel.ownership import device_of
 from toolkit.experts.state.state_dict import Gatherer
 
 
@@ -71,7 +72,7 @@ def _merged(layer: nn.Module, wrappers: list[Any]) -> Iterator[None]:
     merged = [list(wrapper.merged_adapters) for wrapper in wrappers]
     try:
         for parameter, data in before:
-            parameter.data = data.clone()
+            parameter.data = data.to(device_of(parameter), copy=True)
         for wrapper in wrappers:
             if not wrapper.merged:
                 wrapper.merge()

@@ -23,6 +23,7 @@ from toolkit.experts.hosts.spreading.adapted_experts import (
 )
 from toolkit.experts.hosts.spreading.contract import check_experts
 from toolkit.experts.hosts.spreading.foreign import layers_with_experts, num_experts, run_experts
+from toolkit.experts.hosts.spreading.host_memory import stay_on_host
 from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.hosts.spreading.waiting_rows import rows_from_files
 from toolkit.experts.layer.moe_layer import MoE
@@ -88,12 +89,19 @@ def spread_experts(
         here = place.slots[groups.ep_rank]
         read = rows_from_files(module, here)
         parameters, in_files = stacked_parameters(module)
+        device = next(iter(parameters.values())).device
         for key, parameter in parameters.items():
-            parameter.data = read[key] if key in read else rows_of(parameter.data, here)
+            rows = read[key] if key in read else rows_of(parameter.data, here)
+            if rows.device == parameter.device:
+                parameter.data = rows
+            else:
+                parameters[key] = nn.Parameter(rows, requires_grad=False)
+                setattr(module, key, parameters[key])
         module.expert_stack = ExpertStack(parameters, place, groups, in_files=in_files)  # type: ignore[assignment]
         if not isinstance(module, MoE):
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
             hook_state(module)
+    stay_on_host(list(layers.values()), device)
     leave_out_of_ddp(model)
     return expert_stacks(model)
 

@@ -26,7 +26,7 @@ def wait_for_rows(module: nn.Module, read: ReadRows) -> None:
         module.register_forward_pre_hook(_refuse_forward),
         module.register_state_dict_post_hook(_without_values),
     )
-    move_by(module, _move_numbers)
+    move_by(module, _move_numbers, [name for name, _ in module.named_parameters(recurse=False)])
 
 
 def is_waiting(module: nn.Module) -> bool:

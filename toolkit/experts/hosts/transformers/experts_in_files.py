@@ -26,10 +26,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from toolkit.compat import experts_implementation, mark_as_loaded, weights_loaded_by
-from toolkit.errors import UserError, one_line, require_choice
+from toolkit.errors import UserError, one_line, require, require_choice
+from toolkit.experts.hosts.spreading.host_memory import keep_on_host, page_locked
+from toolkit.experts.hosts.spreading.libraries import library_that_multiplies
 from toolkit.experts.hosts.spreading.spread import require_experts, stacked_parameters
 from toolkit.experts.hosts.spreading.waiting_rows import wait_for_rows
-from toolkit.experts.hosts.transformers.four_bits import pack_rows, require_library
+from toolkit.experts.hosts.transformers.four_bits import SCALES, pack_rows, require_library
 from toolkit.experts.hosts.transformers.kernel import NAME
 from toolkit.experts.layer.stack import clear_empty
 from toolkit.experts.parallel.ownership import RowsInFiles, as_in_files, stacked
@@ -50,7 +52,7 @@ def experts_at_a_time(bytes_of_one: int) -> int:
 
 @contextmanager
 def experts_in_files(
-    *, quantize: Literal["4bit"] | None = None, offload_folder: str | os.PathLike[str] | None = None
+    *, quantize: Literal["4bit"] | None = None, offload: Literal["memory"] | str | os.PathLike[str] | None = None
 ) -> Iterator[None]:
     """Has `from_pretrained` of transformers leave experts in their files, until they are spread.
 
@@ -60,21 +62,23 @@ def experts_in_files(
     Args:
         quantize: Packs the matrices of experts when they are read, see `toolkit.experts.hosts.transformers.four_bits`:
             they are frozen, and adapters train.
-        offload_folder: Where frozen experts are kept in files of their own, as they are computed with, so that they
-            may be more than memory holds: the system keeps in memory those that are used most. On a CPU alone. The
-            files have no names, and go with the process. None keeps experts in memory.
+        offload: Where the matrices of frozen experts stay. A CPU computes with them there; to a GPU those of a layer
+            come when it is computed: see `toolkit.experts.hosts.spreading.host_memory`. "memory" is the host's. A
+            folder gets files, which have no names and go with the process. They are mapped into memory, so that experts
+            may be more than it holds: the system keeps there those that are used most. None keeps experts where they
+            are computed.
 
     Raises:
         UserError: In `from_pretrained`, the same on every rank, for files that are no safetensors, are quantised, are
             damaged, or lack experts, and for a model without experts that can be spread. For `quantize` without
-            bitsandbytes, or in a model whose experts are not computed by `use_toolkit_kernel()`. For an
-            `offload_folder` that cannot be written, and, when experts are spread, on a GPU.
+            bitsandbytes. For `quantize` and `offload` in a model whose experts are not computed by
+            `use_toolkit_kernel()`, and for a folder that cannot be written.
     """
     if quantize is not None:
         require_choice("quantize", quantize, Literal["4bit"])
         require_library()
-    if offload_folder is not None:
-        _require_folder(offload_folder)
+    if offload not in (None, "memory"):
+        _require_folder(offload)
 
     def load_all_but_experts(
         load: Callable[..., Any],
@@ -90,9 +94,11 @@ def experts_in_files(
             raise UserError("experts_in_files() reads no quantised files: save the model dequantised.")
         if len(set((load_config.device_map or {}).values())) > 1:
             raise UserError("experts_in_files() puts a model on one device: leave device_map out.")
-        if quantize is not None and experts_implementation(model.config) != NAME:
-            raise UserError('quantize="4bit" needs experts_implementation=use_toolkit_kernel() of from_pretrained.')
         layers = require_experts(model)
+        ours = experts_implementation(model.config) == NAME and all(map(library_that_multiplies, layers.values()))
+        remedy = "it needs experts_implementation=use_toolkit_kernel() of from_pretrained, and experts that follow it"
+        require(quantize is None or ours, "quantize", quantize, remedy)
+        require(offload is None or ours, "offload", offload, remedy)
         with ExitStack() as opened:
             files = _Files.of(checkpoint_files, opened)
             reader = _Reader(
@@ -101,7 +107,7 @@ def experts_in_files(
                 files,
                 layers,
                 packs=quantize is not None,
-                offload_folder=offload_folder,
+                offload=offload,
             )
             others = {key: files.slices[key] for key in files.slices.keys() - reader.keys}
             found = load(model, others, None, load_config, *rest)
@@ -174,10 +180,10 @@ class _Reader:
         layers: Mapping[str, nn.Module],
         *,
         packs: bool,
-        offload_folder: str | os.PathLike[str] | None,
+        offload: str | os.PathLike[str] | None,
     ):
         self.skeleton, self.load_config, self.path_of = skeleton, load_config, files.path_of
-        self.packs, self.offload_folder = packs, offload_folder
+        self.packs, self.offload = packs, offload
         self.parameters: dict[str, RowsInFiles] = {}
         """How files have each parameter of experts, by name."""
         for layer, module in layers.items():
@@ -281,9 +287,7 @@ class _LayerInFiles:
 
     def __call__(self, module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
         like = dict(module.named_parameters(recurse=False))
-        device, folder = next(iter(like.values())).device, self.reader.offload_folder
-        if folder is not None and device.type != "cpu":
-            raise UserError(f"offload_folder={folder}: experts on {device.type} stay in its memory: leave it out.")
+        device, offload = next(iter(like.values())).device, self.reader.offload
         step = experts_at_a_time(sum(p.shape[1:].numel() * p.itemsize for p in like.values()))
         kept: dict[str, Tensor] = {}
         for begin in range(0, max(1, len(experts)), step):
@@ -291,17 +295,23 @@ class _LayerInFiles:
             rows = self.reader.read(self.layer, some, device)
             rows = {name: value.to(like[name].dtype) for name, value in rows.items()}
             rows = pack_rows(module, rows) if self.reader.packs else rows
-            if len(some) == len(experts) and folder is None:
+            if len(some) == len(experts) and offload is None:
                 return rows
             for name, value in rows.items():
                 if begin == 0:
-                    shape = torch.Size((len(experts), *value.shape[1:]))
-                    if folder is None or module.get_parameter(name).requires_grad:
-                        kept[name] = value.new_empty(shape)
-                    else:
-                        kept[name] = _room_in_a_file(shape, value.dtype, folder)
+                    kept[name] = self._room(module, name, value, len(experts))
                 kept[name][begin : begin + len(some)] = value
         return kept
+
+    def _room(self, module: nn.Module, name: str, value: Tensor, rows: int) -> Tensor:
+        """Return where so many rows like those of `value` are kept."""
+        shape, offload = torch.Size((rows, *value.shape[1:])), self.reader.offload
+        library = library_that_multiplies(module)
+        is_matrix = library is not None and name.removesuffix(SCALES) in library.projections(module)
+        if offload is None or not is_matrix or module.get_parameter(name).requires_grad:
+            return value.new_empty(shape)
+        keep_on_host(module, name)
+        return page_locked(shape, value.dtype) if offload == "memory" else _room_in_a_file(shape, value.dtype, offload)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerInFiles:
         return self
@@ -338,7 +348,7 @@ def _require_folder(folder: str | os.PathLike[str]) -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"offload_folder={folder} cannot be written ({one_line(error)}): give another.") from error
+        raise UserError(f"offload={folder} cannot be written ({one_line(error)}): give another.") from error
 
 
 def _room_in_a_file(shape: torch.Size, dtype: torch.dtype, folder: str | os.PathLike[str]) -> Tensor:
@@ -350,9 +360,7 @@ def _room_in_a_file(shape: torch.Size, dtype: torch.dtype, folder: str | os.Path
             size = shape.numel() * dtype.itemsize
             os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would end the process at a write
         except OSError as error:
-            raise UserError(
-                f"offload_folder={folder} has no room for experts ({error.strerror}): give another."
-            ) from error
+            raise UserError(f"offload={folder} has no room for experts ({error.strerror}): give another.") from error
         return torch.from_file(file.name, shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
 

@@ -10,6 +10,7 @@ wherever it is and whatever is beside it: it is moved, replicated and saved as b
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.grouped_mm import grouped_mm
+from toolkit.experts.hosts.spreading.host_memory import rows_on
 
 BLOCK = 64
 """Numbers that share a scale."""
@@ -90,18 +91,18 @@ def _can_be_packed(rows: Tensor) -> bool:
     return rows.ndim == 3 and rows.shape[1:].numel() % BLOCK == 0
 
 
-def unpacked(module: Any, name: str) -> Float[Tensor, "S A B"]:
-    """Return the rows of a packed parameter, in the type that they had."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+def unpacked(module: Any, name: str, device: torch.device) -> Float[Tensor, "S A B"]:
+    """Return the rows of a packed parameter on `device`, in the type that they had."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
 
     was: Packed = module.packed[name]
-    bits: UInt8[Tensor, "S N"] = getattr(module, name)
-    scales: Int[Tensor, "S M"] = getattr(module, name + SCALES)
+    bits: UInt8[Tensor, "S N"] = rows_on(module, name, device)
+    scales: Int[Tensor, "S M"] = rows_on(module, name + SCALES, device)
     state = QuantState(
         absmax=scales.view(torch.float32).flatten(),
         # As blocks: on a CPU bitsandbytes 0.50 gives other numbers where a matrix has, say, 16 columns.
         shape=torch.Size((2 * bits.numel() // BLOCK, BLOCK)),
-        code=get_4bit_type("nf4", device=bits.device, blocksize=BLOCK),
+        code=_values(device),
         blocksize=BLOCK,
         quant_type="nf4",
         dtype=was.dtype,
@@ -109,31 +110,14 @@ def unpacked(module: Any, name: str) -> Float[Tensor, "S A B"]:
     return dequantize_4bit(bits.view(-1, 1), state).view(len(bits), *was.shape)
 
 
+@cache
+def _values(device: torch.device) -> Float[Tensor, " 16"]:
+    """Return what the sixteen codes stand for, once for each device, because the host waits until they are there."""
+    from bitsandbytes.functional import get_4bit_type
+
+    return get_4bit_type("nf4", device=device, blocksize=BLOCK)
+
+
 def is_packed(module: nn.Module, name: str) -> bool:
     """Return whether the rows of the parameter `name` are packed."""
     return name in getattr(module, "packed", ())
-
-
-class FrozenProduct(torch.autograd.Function):
-    """Rows times the matrices of packed experts, which are unpacked for the forward and again for the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"], module: Any, name: str
-    ) -> Float[Tensor, "N F"]:
-        """(N, F): each row times its slot's matrix."""
-        ctx.save_for_backward(rows_per_slot)
-        ctx.module, ctx.name, ctx.dtype = module, name, rows_ND.dtype
-        return grouped_mm(rows_ND, _matrices(module, name, rows_ND.dtype), rows_per_slot)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradient of the rows alone."""
-        (rows_per_slot,) = ctx.saved_tensors
-        matrices = _matrices(ctx.module, ctx.name, ctx.dtype).transpose(1, 2)
-        return grouped_mm(grads[0].contiguous(), matrices, rows_per_slot), None, None, None
-
-
-def _matrices(module: Any, name: str, dtype: torch.dtype) -> Float[Tensor, "S D F"]:
-    rows = unpacked(module, name).to(dtype)
-    return rows if module.is_transposed else rows.transpose(1, 2)

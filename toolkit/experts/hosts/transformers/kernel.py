@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from toolkit.compat import apply_gate, has_default_gate, register_experts_function
 from toolkit.errors import UserError
 from toolkit.experts.hosts.spreading.foreign import LowRank, in_order_of_slots, slots_of_rows
+from toolkit.experts.hosts.spreading.host_memory import is_on_host, rows_on
 from toolkit.experts.hosts.spreading.libraries import Library
-from toolkit.experts.hosts.transformers.four_bits import FrozenProduct, is_packed
+from toolkit.experts.hosts.transformers.four_bits import is_packed, unpacked
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 
@@ -68,7 +69,7 @@ def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: In
     dtype = rows_ND.dtype
     first, last = TransformersLibrary().projections(experts)
     low_rank: dict[str, list[LowRank]] = getattr(experts, "low_rank", {})
-    if not low_rank and not is_packed(experts, first) and _is_plain(experts):
+    if not low_rank and not is_packed(experts, first) and not is_on_host(experts, first) and _is_plain(experts):
         (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
         if accepts(rows_ND, up) and accepts(rows_ND, down):
             ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
@@ -93,8 +94,9 @@ def _project(
     experts: Any, name: str, x_ND: Tensor, rows_per_slot: Int[Tensor, " S"], low_rank: list[LowRank]
 ) -> Tensor:
     """(N, out): each row times its slot's matrix and what is added to it, and its bias."""
-    if is_packed(experts, name):
-        x_ND, like = cast_as_autocast_would(x_ND, x_ND.new_empty(0, dtype=experts.packed[name].dtype))
+    if is_packed(experts, name) or is_on_host(experts, name):
+        dtype = experts.packed[name].dtype if is_packed(experts, name) else getattr(experts, name).dtype
+        x_ND, like = cast_as_autocast_would(x_ND, x_ND.new_empty(0, dtype=dtype))
         x_ND = x_ND.to(like.dtype)
         out = FrozenProduct.apply(x_ND, rows_per_slot, experts, name)
     else:
@@ -106,6 +108,33 @@ def _project(
     if experts.has_bias:
         out = out + getattr(experts, f"{name}_bias")[slots_of_rows(rows_per_slot, len(x_ND)).squeeze(1)]
     return out
+
+
+class FrozenProduct(torch.autograd.Function):
+    """Rows times the matrices of frozen experts, which are brought to the device and unpacked for the forward, and
+    again for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"], module: Any, name: str
+    ) -> Float[Tensor, "N F"]:
+        """(N, F): each row times its slot's matrix."""
+        ctx.save_for_backward(rows_per_slot)
+        ctx.module, ctx.name = module, name
+        return grouped_mm(rows_ND, _matrices(module, name, rows_ND), rows_per_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradient of the rows alone."""
+        (rows_per_slot,) = ctx.saved_tensors
+        matrices = _matrices(ctx.module, ctx.name, grads[0]).transpose(1, 2)
+        return grouped_mm(grads[0].contiguous(), matrices, rows_per_slot), None, None, None
+
+
+def _matrices(module: Any, name: str, like: Tensor) -> Float[Tensor, "S D F"]:
+    rows = unpacked(module, name, like.device) if is_packed(module, name) else rows_on(module, name, like.device)
+    rows = rows.to(like.dtype)
+    return rows if module.is_transposed else rows.transpose(1, 2)
 
 
 def _is_plain(experts: Any) -> bool:

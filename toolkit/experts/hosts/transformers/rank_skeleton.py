@@ -104,10 +104,17 @@ def _bytes_at_a_time(module: nn.Module) -> int:
     return TIMES_HELD * min(rows, experts_at_a_time(total // rows)) * total // rows
 
 
-def frozen_bytes(skeleton: nn.Module) -> int:
-    """Return the bytes of all frozen rows of experts, as they are kept."""
-    parameters = [p for module in experts_modules(skeleton).values() for p in module.parameters(recurse=False)]
-    return sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
+def frozen_bytes(skeleton: nn.Module) -> list[int]:
+    """Return the bytes of the frozen matrices of experts of each layer, as they are kept."""
+    return [
+        sum(
+            parameter.nbytes
+            for name, parameter in module.named_parameters(recurse=False)
+            if name.removesuffix(SCALES) in library.projections(module) and not parameter.requires_grad
+        )
+        for module in experts_modules(skeleton).values()
+        if (library := library_that_multiplies(module)) is not None
+    ]
 
 
 def _bytes_in_files(module: nn.Module) -> Iterator[int]:
