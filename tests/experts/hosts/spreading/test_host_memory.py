@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,7 +91,7 @@ def train(
     experts.load(folder / "saved")
     again = whole_state_dict(model)
     assert all(torch.equal(value.cpu(), whole[name]) for name, value in again.items())
-    return {"losses": losses, "copied": copied, "waits": waits, "whole": whole}
+    return {"losses": losses, "copied": copied, "waits": waits, "whole": whole, "place": offload}
 
 
 def compare(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -100,7 +101,7 @@ def compare(folder: Path, name: str) -> list[dict[str, Any]]:
     device = emulate() if name == "emulated" else use_gpu()
     with device:
         ways: list[dict[str, Any]] = [{"offload": "memory"}, {"offload": "memory", "recompute": True}]
-        if collectives.world_size() == 1:
+        if collectives.world_size() == 1 and find_spec("bitsandbytes") is not None:
             ways.append({"offload": folder, "quantize": "4bit"})
         return [train(folder, device, **each) for way in ways for each in (way | {"offload": None}, way)]
 
@@ -116,9 +117,12 @@ def test_experts_of_the_hosts_memory_train_as_those_of_the_device_and_are_copied
     awaken(causal_lm(settings)).save_pretrained(tmp_path)
     found = run_distributed(compare, processes, tmp_path, device)[0]
     for inside, outside in zip(found[::2], found[1::2], strict=True):
-        assert outside["losses"] == inside["losses"]
-        assert all(torch.equal(value, outside["whole"][name]) for name, value in inside["whole"].items())
-        assert inside["copied"] == outside["waits"] == []
+        # Another product of a GPU's library rounds otherwise.
+        close = {"rtol": 0, "atol": 0} if device == "emulated" else {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(outside["losses"], inside["losses"], **close)
+        torch.testing.assert_close(outside["whole"], inside["whole"], **close)
+        assert inside["copied"] == []
+        assert outside["waits"] == [] or (device == "gpu" and outside["place"] != "memory")  # of a file it waits
         # In a step from the third on that follows none that moved experts, each layer but two is copied on the way up,
         # while the one before it is computed, and the others on the way down.
         copied = [(layer, ahead) for step, layer, ahead in outside["copied"] if step == 4]
