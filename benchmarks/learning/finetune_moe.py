@@ -30,6 +30,7 @@ from benchmarks.report import sd, write_report
 from recipes.finetune_moe import CONTROLS, Config, full, main
 from toolkit.data.text import split
 from toolkit.run.folder import results_of
+from toolkit.run.tracking.jsonl import read_metrics
 
 ARMS: dict[str, dict[str, Any]] = {"experts": {}, **CONTROLS}
 SMALLER: dict[str, dict[str, Any]] = {
@@ -43,6 +44,8 @@ RATES = {
     "weights": (2e-3, 5e-3, 1e-2, 2e-2, 4e-2),
 }
 """Those that `choose` tries."""
+CURVE = (60, 120, 180, 240, 300)
+"""Steps after which the training loss of the last 20 is recorded."""
 
 
 def run(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -92,6 +95,13 @@ def row(trained: str, runs: list[dict[str, Any]], parameters: int, when: str = "
     }
 
 
+def curve(folder: Path, arm: str, seeds: int) -> list[float]:
+    """The mean training loss over seeds, at the steps of `CURVE`."""
+    logs = [read_metrics(folder / f"{arm}-seed{seed}" / "metrics.jsonl") for seed in range(seeds)]
+    losses = [{line["step"]: line["train/loss"] for line in log if "train/loss" in line} for log in logs]
+    return [round(statistics.mean(each[step] for each in losses), 3) for step in CURVE]
+
+
 def compare(folder: Path, seeds: int) -> None:
     """Write a row for the base and each arm, over seeds."""
     runs = {
@@ -99,10 +109,10 @@ def compare(folder: Path, seeds: int) -> None:
         for arm, changes in (ARMS | SMALLER).items()
     }
     first = next(iter(runs.values()))
-    rows = [row("nothing", first[:1], 0, "_at_start")]
+    rows = [row("nothing", first[:1], 0, "_at_start") | {"curve": None}]
     for arm, each in runs.items():
         trained = each[0]["trained"] + (f", {arm}" if arm in SMALLER else "")
-        rows.append(row(trained, each, each[0]["trained_parameters"]))
+        rows.append(row(trained, each, each[0]["trained_parameters"]) | {"curve": curve(folder, arm, seeds)})
     write_report("finetune_moe", rows, seeds=seeds)
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.experts.hosts.transformers.families import awaken, config, tokens
 from tests.support.emulated_device import EmulatedDevice, emulate
@@ -61,12 +62,16 @@ def train(
         copied.append((len(losses), layer, held is layers._held[1]))
         fill(layers, held, layer, *rest)
 
-    exchange = migrate._Payload._operation
+    exchange, send = migrate._Payload._operation, dist.send
 
     def operation(payload: Any, *args: Any) -> Any:
         result = exchange(payload, *args)
         assert result.tensor.device.type == device.device.type  # NCCL has no others
         return result
+
+    def checked_send(rows: Any, **options: Any) -> None:
+        assert rows.device.type == device.device.type
+        send(rows, **options)
 
     with (
         mock.patch.object(host_memory.LayersOnHost, "_copy", copy),
@@ -85,7 +90,8 @@ def train(
             losses.append(loss.item())
             if step in (1, 2):
                 place_experts(model, (MOVED[ranks], contiguous(8, ranks))[step % 2], optimizer)
-    whole = {name: value.cpu() for name, value in whole_state_dict(model).items()}
+    with mock.patch.object(dist, "send", checked_send):
+        whole = {name: value.cpu() for name, value in whole_state_dict(model).items()}
     experts.save(folder / "saved")
     place_experts(model, MOVED[ranks], optimizer)
     experts.load(folder / "saved")
