@@ -78,18 +78,18 @@ PARTS = {
     "leaves": "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, 'is left')",
     "hangs": """
 import time
-print("the first", flush=True)
+print("the", "first", flush=True)
 try:
     time.sleep(60)
 except KeyboardInterrupt:
-    print("and what it found")
+    print("and what", "it found")
     time.sleep(60)
 """,
 }
 
 
 def report(parts: dict[str, str], folder: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    """The exit code and the page of a report of 3 s at most, whose parts are these programs."""
+    """The exit code and the page, which has the programs, too, of a report of 3 s at most whose parts they are."""
     monkeypatch.setattr(
         gpu_report, "PARTS", [gpu_report.Part(name, ("-c", code), (), 1.0) for name, code in parts.items()]
     )
@@ -115,7 +115,7 @@ def test_the_report_of_a_gpu_keeps_what_a_part_had_when_it_failed_or_its_time_wa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_report_of_a_gpu_that_a_signal_ends_has_what_there_was_until_then(tmp_path, monkeypatch, number):
-    asks = f"import os, time; print('the first', flush=True); os.kill({os.getpid()}, {int(number)}); time.sleep(60)"
+    asks = f"import os, time; print('the', 'first', flush=True); os.kill({os.getpid()}, {int(number)}); time.sleep(60)"
     code, page = report({"asks": asks, "later": "print('not' + 'begun')"}, tmp_path, monkeypatch)
     assert code == 128 + number
     assert f"ended, by {number.name}," in page

@@ -12,7 +12,7 @@ docs/images/scaling.png and the table of docs/experts/scaling.md.
 
 With `--gpus` the recipe is `lm_moe`, a process for each GPU, with NCCL, in bfloat16 under autocast: 1.2 billion
 parameters, two layers with the sizes of Qwen3-30B-A3B's experts, which with gradients, the states of AdamW, DDP's
-buckets and activations take some 45 GiB of a GPU. Each GPU gets the same tokens however many there are (weak scaling).
+buckets and activations take some 42 GiB of a GPU. Each GPU gets the same tokens however many there are (weak scaling).
 All experts are on every GPU, under DDP, or spread over all; the efficiency is the tokens per second of a GPU over those
 of one alone. Some ten minutes on eight GPUs. A run that fails, or that had to cut its batch because memory ran out, is
 a row that says so. Writes benchmarks/results/scaling_gpus.json, anew after each run.
