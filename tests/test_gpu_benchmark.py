@@ -93,6 +93,7 @@ def report(parts: dict[str, str], folder: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         gpu_report, "PARTS", [gpu_report.Part(name, ("-c", code), (), 1.0) for name, code in parts.items()]
     )
+    monkeypatch.setattr(gpu_report, "GRACE", 0.5)
     monkeypatch.setattr(gpu_report, "PAGE", folder / "build" / "gpu-report.md")
     monkeypatch.setattr("sys.argv", ["gpu_report.py", "--rehearse", "--minutes", "0.05"])
     return gpu_report.main(), gpu_report.PAGE.read_text()
