@@ -39,6 +39,8 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "few_labels.py": ("recipes/digits/",),
     "finetune_moe.py": (f"{EXPERTS}hosts/peft/", "recipes/language/"),
     "force_balanced.py": (*LAYER, "toolkit/train/"),
+    "gpu_layer.py": LAYER,
+    "gpu_training.py": (*SPREAD, f"{EXPERTS}hosts/transformers/", *TRAINS),
     "har_folds.py": ("recipes/activity/",),
     "inject.py": ("toolkit/run/", *TRAINS),
     "large_checkpoint.py": (f"{EXPERTS}hosts/transformers/", f"{EXPERTS}hosts/spreading/"),

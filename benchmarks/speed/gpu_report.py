@@ -4,9 +4,10 @@
     python benchmarks/speed/gpu_report.py --minutes 10   the same, ended earlier
     python benchmarks/speed/gpu_report.py --rehearse     anywhere: tiny sizes, no records
 
-Parts run one after another, each in a process of its own that is ended where its time is over: what it printed and
-recorded until then stays. The page, build/gpu-report.md, is written anew after each part. Records are those of the
-benchmarks, in benchmarks/results/. Exit code 1 where a part failed.
+Parts run one after another, each in a process of its own that is interrupted where its time is over, as by Ctrl-C,
+which has pytest say what it found: what a part printed and recorded until then stays. The page, build/gpu-report.md, is
+written anew after each part, and after Ctrl-C or SIGTERM, which end the report. Records are those of the benchmarks, in
+benchmarks/results/. Exit code 1 where a part failed or missed a goal.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import COMMIT, machine
+from toolkit.run.launch.children import Children
 from toolkit.run.summary import duration
 
 PAGE = ROOT / "build" / "gpu-report.md"
+GRACE = 0.05
+"""Of a part's time: how long it may take to end once it was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,8 @@ class Part:
 
 def _gpu_tests() -> tuple[str, ...]:
     marked = sorted(path for path in (ROOT / "tests").rglob("*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
-    return ("-m", "pytest", "-q", "-m", "gpu", *(str(path.relative_to(ROOT)) for path in marked))
+    words = ("-m", "pytest", "-m", "gpu", "-rs", "--tb=short", "--durations=10")
+    return (*words, *(str(path.relative_to(ROOT)) for path in marked))
 
 
 SHORT = ("--rehearse", "--rounds", "1", "--steps", "2", "--warmup", "1", "--curve", "10")
@@ -64,14 +71,15 @@ class Outcome:
     part: Part
     seconds: float
     code: int | None
-    """None where its time was over."""
+    """None where it was interrupted."""
+    received: signal.Signals | None
+    """What ended the report meanwhile."""
     printed: str
 
     def text(self) -> str:
         """Its section of the page."""
-        ends = {None: "ended, because its time was over", 0: "done"}.get(
-            self.code, f"failed with exit code {self.code}"
-        )
+        over = "because its time was over" if self.received is None else f"by {self.received.name}"
+        ends = {None: f"ended, {over},", 0: "done"}.get(self.code, f"ended with exit code {self.code}")
         words = " ".join(["python", *self.part.words])
         return f"## {self.part.title}\n\n`{words}`: {ends} after {duration(self.seconds)}.\n\n{self.printed.strip()}\n"
 
@@ -80,17 +88,22 @@ def run(part: Part, seconds: float, *, rehearse: bool) -> Outcome:
     """Run `part` for at most so many seconds."""
     began = time.monotonic()
     words = [sys.executable, *part.words, *(part.rehearsal if rehearse else ())]
-    process = subprocess.Popen(
-        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        printed, _ = process.communicate(timeout=seconds)
-        code: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
-        printed, _ = process.communicate()
-        code = None
-    return Outcome(part, time.monotonic() - began, code, printed)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what is killed keeps what it has printed
+    # A file, because a process that outlives the part would hold a pipe open.
+    with tempfile.TemporaryFile() as output, Children() as children:
+        process = children.start(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        children.wait(timeout_s=(1 - GRACE) * seconds)
+        over = process.poll() is None
+        if over:
+            process.send_signal(signal.SIGINT)
+            children.wait(timeout_s=GRACE * seconds)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
+        code = process.wait()
+        received = signal.Signals(children.received[0]) if children.received else None
+        output.seek(0)
+        printed = output.read().decode(errors="replace")
+    return Outcome(part, time.monotonic() - began, None if over or received else code, received, printed)
 
 
 def write_page(outcomes: Sequence[Outcome]) -> None:
@@ -114,6 +127,9 @@ def main() -> int:
         outcomes.append(run(part, max(0.0, left * part.share / shares), rehearse=options.rehearse))
         print(outcomes[-1].text(), flush=True)
         write_page(outcomes)
+        if (received := outcomes[-1].received) is not None:
+            print(f"ended by {received.name}: the page, {os.path.relpath(PAGE)}, has what there was until then")
+            return 128 + received
     print(f"the page is {os.path.relpath(PAGE)}")
     return int(any(outcome.code not in (0, None) for outcome in outcomes))
 
