@@ -90,6 +90,11 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
     outcome = stopped_and_continued(folder, 15, "SIGTERM", Preempted, **settings)
     outcome.samples = uninterrupted.samples
     outcome.assert_equals(uninterrupted)
+    # It has no results yet: the same command, which may have been stopped just before them, gets there.
+    with small_trainer(small_config(folder, max_steps=20, extend=True)) as trainer:
+        assert trainer.run.finish(trainer.fit()).items() >= uninterrupted.results.items()
+    with pytest.raises(tk.UserError, match="extend=True: the run has 20 steps already"):
+        train(small_config(folder, max_steps=20, extend=True))
     assert "extended to step 20: the schedule is that of a run of this length; the learning rate goes from" in (
         capsys.readouterr().out
     )

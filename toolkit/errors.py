@@ -18,6 +18,7 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "Cannot allocate memory",
+    "MemoryError",  # of another rank: `toolkit.experts.parallel.collectives.together`
     "std::bad_alloc",
     "out of memory",  # CUDA's own, where an operation and not the allocator asked for it
     "CUBLAS_STATUS_ALLOC_FAILED",

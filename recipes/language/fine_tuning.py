@@ -127,15 +127,11 @@ def save_trained(model: nn.Module, folder: Path, options: AdapterOptions, tokeni
     Raises UserError on every rank alike where a folder cannot be written.
     """
     whole = folder / ("merged" if options.lora_rank else "model")
-
-    def write_tokenizer() -> None:
-        if whole.is_dir():
-            tokenizer.save_pretrained(whole)
-
     save_pretrained(model, folder / "adapter" if options.lora_rank else whole)
     if options.merge:
         save_merged(model, whole)
-    write_on_main(whole, write_tokenizer)
+    if options.merge or not options.lora_rank:
+        write_on_main(whole, tokenizer.save_pretrained)
 
 
 def compare(

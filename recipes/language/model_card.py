@@ -64,9 +64,9 @@ def export_language_model(
     """Write weights that any `from_pretrained` reads, the tokenizer, and a model card of `facts`, which are the fields
     of `CARD`. A collective. Raises UserError on every rank alike where the folder cannot be written."""
 
-    def write() -> None:
-        tokenizer.save_pretrained(Path(folder))
-        (Path(folder) / "README.md").write_text(model_card(facts, samples), encoding="utf-8")
+    def write(new: Path) -> None:
+        tokenizer.save_pretrained(new)
+        (new / "README.md").write_text(model_card(facts, samples), encoding="utf-8")
 
     save_pretrained(model, folder)
     write_on_main(folder, write)

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
+from language import fine_tuning
 from language.small_models import language_model_config
 from recipes import finetune_moe
 from tests.support.equality import IN_FLOAT64, in_float64
@@ -26,6 +28,7 @@ from tests.support.helpers import run_distributed
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer
 from toolkit.errors import Preempted, UserError
+from toolkit.experts.hosts.peft.merged_weights import save_merged
 from toolkit.experts.hosts.peft.verify import verify_adapter
 from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_kernel
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -73,8 +76,19 @@ def main_in_float64(config: finetune_moe.Config) -> None:
         finetune_moe.main(config)
 
 
+def merge_on_a_full_disk(*args: Any) -> None:
+    """As `save_merged`, while no file can get longer than a part of the model."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        save_merged(*args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def train(folder: Path, alone: bool) -> None:
-    """Runs that are left alone, one with everything on; and one that is stopped and continued."""
+    """Runs that are left alone, one with everything on; and one that is stopped, ends on a full disk, and is
+    continued."""
     os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
     if alone:
         main_in_float64(config(folder, "one", freeze_router=False))
@@ -94,6 +108,10 @@ def train(folder: Path, alone: bool) -> None:
     with pytest.raises(Preempted):
         main_in_float64(config(folder, "stopped", **moved))
     Trainer.train_step = train_step  # type: ignore[method-assign]
+    with mock.patch.object(fine_tuning, "save_merged", merge_on_a_full_disk):
+        with pytest.raises(UserError, match=r"model folder .*/merged cannot be written \(.*\): make room"):
+            main_in_float64(config(folder, "stopped", **moved))
+        assert not any((folder / "stopped" / "merged").iterdir())
     main_in_float64(config(folder, "stopped", **moved))
 
 

@@ -50,7 +50,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
         result = work()
     except Exception as error:
         failure = error
-    report = None if failure is None else (_KINDS.index(_kind(failure)), str(failure))
+    report = None if failure is None else (_KINDS.index(_kind(failure)), str(failure) or type(failure).__name__)
     outcomes = gather_objects((result, report), group)
     failures = [(*report, rank) for rank, (_, report) in enumerate(outcomes) if report is not None]
     if failures:
@@ -68,4 +68,5 @@ def on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
 def _kind(failure: Exception) -> type[Exception]:
     if isinstance(failure, UserError):
         return UserError
-    return OSError if isinstance(failure, (OSError, SafetensorError)) else RuntimeError
+    of_rust = "(os error " in str(failure)  # whose libraries have no type for errors of the system
+    return OSError if of_rust or isinstance(failure, (OSError, SafetensorError)) else RuntimeError

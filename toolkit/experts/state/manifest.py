@@ -57,12 +57,12 @@ def publish(writing: Path, final: Path, manifest: dict[str, Any], names: Collect
     """
     write_canonical(writing / NAME, manifest | {"digest": digest(manifest)})
     seal(writing / NAME)
-    _sync_folder(writing)
+    sync(writing)
     if damage := find_damage(writing, names):
         raise OSError(f"{damage} when read back")
     hidden = _hide(final) if final.exists() else None
     writing.rename(final)
-    _sync_folder(final.parent)
+    sync(final.parent)
     if hidden is not None:
         shutil.rmtree(hidden)
 
@@ -177,8 +177,9 @@ def digest(value: dict[str, Any]) -> str:
     return hashlib.sha256(_canonical(value).encode()).hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

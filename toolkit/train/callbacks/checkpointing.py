@@ -12,6 +12,7 @@ from toolkit.checkpoint.finding import fetch_checkpoint, find_checkpoint
 from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
+from toolkit.run.folder import is_finished
 from toolkit.run.launch.children import STOP_SIGNALS
 from toolkit.run.tracking.metric_names import is_share, result_name
 from toolkit.train.callbacks.base import Callback
@@ -177,6 +178,8 @@ def is_preempted(trainer: Trainer) -> bool:
 def _describe_extension(trainer: Trainer) -> None:
     """Say what the schedule of the longer run does to the learning rate. Raises UserError where it is no longer."""
     run, step = trainer.run, trainer.state.step
+    if step == trainer.max_steps and not run.on_main_and_share(lambda: is_finished(run.folder)):
+        return  # it was stopped after its last step, before it had its results
     if step >= trainer.max_steps:
         raise UserError(f"extend=True: the run has {step:,} steps already: give it more epochs or max_steps.")
     if not run.is_main:

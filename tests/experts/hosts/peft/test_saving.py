@@ -118,11 +118,15 @@ def trained_experts(folder: Path) -> dict[str, Any]:
         }
 
 
-def test_experts_trained_whole_under_peft_are_saved(tmp_path: Path):
+def test_experts_trained_whole_under_peft_are_saved_beside_what_a_card_said(tmp_path: Path):
+    (tmp_path / "README.md").write_text("How they were trained")
     for found in run_distributed(trained_experts, 2, tmp_path):
         assert found["rows"] == 0
         assert found["changed"] > 1e-3
         assert found["logits"] < 1e-6
+    card = (tmp_path / "README.md").read_text()
+    assert "How they were trained" in card
+    assert "library_name: peft" in card
 
 
 def continued(folder: Path, first: int, last: int, loads: bool) -> tuple[list[float], dict[str, Tensor]]:

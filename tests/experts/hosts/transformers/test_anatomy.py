@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +22,9 @@ from torch import nn
 from tests.experts.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
 from tests.experts.hosts.transformers.mixtures import build, outputs
 from tests.support.helpers import run_distributed
-from toolkit.errors import UserError
+from toolkit.errors import UserError, is_out_of_memory
 from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.loop.pretrained_files import Tensors, write_pretrained
+from toolkit.experts.hosts.loop.pretrained_files import Tensors, write_on_main, write_pretrained
 from toolkit.experts.hosts.spreading.spread import spread_experts
 from toolkit.experts.hosts.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
 from toolkit.experts.hosts.transformers.router_watch import has_sigmoid_scores
@@ -221,43 +224,71 @@ def test_a_models_own_savers_write_the_whole_model(tmp_path: Path):
 
 
 class Unsavable(nn.Module):
-    """Cannot be written, for a reason that is not the disk's."""
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
-        raise ValueError("a setting that cannot be saved")
+        raise self.error
 
 
-def error_of_saving() -> str:
-    try:
-        write_pretrained(Unsavable(), "nowhere", [Tensors(0, lambda _: None)])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+def errors_of_saving(folder: Path) -> list[Exception]:
+    found = []
+    for error in (
+        ValueError("a setting that cannot be saved"),
+        Exception("No space left on device (os error 28)"),  # as of the library tokenizers
+        MemoryError(),
+    ):
+        with pytest.raises((RuntimeError, UserError)) as raised:
+            write_pretrained(Unsavable(error), folder, [Tensors(0, lambda _: None)])
+        found.append(raised.value)
+    return found
 
 
-def test_a_model_that_rank_0_cannot_write_ends_all_ranks():
-    assert run_distributed(error_of_saving, 2) == ["RuntimeError: a setting that cannot be saved on rank 0"] * 2
+def test_a_model_that_rank_0_cannot_write_ends_all_ranks_with_the_reason(tmp_path: Path):
+    for bug, disk, memory in run_distributed(errors_of_saving, 2, tmp_path):
+        assert (type(bug), str(bug)) == (RuntimeError, "a setting that cannot be saved on rank 0")
+        assert isinstance(disk, UserError)
+        assert f"model folder {tmp_path} cannot be written (No space left on device (os error 28)" in str(disk)
+        assert is_out_of_memory(memory)
+    assert not any(tmp_path.iterdir())
 
 
-def in_parts(folder: Path, fails: Callable[[], None] | None = None) -> None:
-    """Save a small mixture as more than five files; with `fails` one of other values, after two parts of it."""
+class Uploaded(nn.Module):
+    """Notes where it is saved, of which transformers makes the name of an upload."""
+
+    def save_pretrained(self, folder: Path, **_: Any) -> None:
+        self.folders = [*getattr(self, "folders", ()), folder]
+
+
+def test_a_model_that_is_uploaded_as_it_is_saved_is_whole_and_has_the_name_of_its_folder(tmp_path: Path):
+    model = Uploaded()
+    two_files = [Tensors(10, lambda _: None), Tensors(10, lambda _: None)]
+    write_pretrained(model, tmp_path / "mine", two_files, max_shard_size="10B", push_to_hub=True)
+    assert [folder.name for folder in model.folders] == ["mine"]
+
+
+SIZES = {"one file": "1GB", "in parts": "20KB"}
+
+
+def saved_as(files: str, folder: Path, fails: Callable[[], None] | None = None) -> None:
+    """Save a small mixture as one file, or as more than five; with `fails` one of other values, after the first part
+    of it."""
     model = model_of("mixtral")
     spread_experts(model, ExpertGroups())
     if fails is None:
-        save_pretrained(model, folder, max_shard_size="20KB")
+        save_pretrained(model, folder, max_shard_size=SIZES[files])
         return
     with torch.no_grad():
         next(model.parameters()).zero_()
-    save, calls = type(model).save_pretrained, []
+    save = type(model).save_pretrained
 
-    def save_twice(*args: Any, **options: Any) -> None:
-        calls.append(args)
-        if len(calls) > 2:
-            fails()
+    def save_and_fail(*args: Any, **options: Any) -> None:
         save(*args, **options)
+        fails()
 
-    with mock.patch.object(type(model), "save_pretrained", save_twice):
-        save_pretrained(model, folder, max_shard_size="20KB")
+    with mock.patch.object(type(model), "save_pretrained", save_and_fail):
+        save_pretrained(model, folder, max_shard_size=SIZES[files])
 
 
 def _has_no_room() -> None:
@@ -272,17 +303,80 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_a_save_in_parts_that_fails_midway_leaves_the_model_that_was_there(tmp_path: Path):
-    in_parts(tmp_path)
+@pytest.mark.parametrize("files", SIZES)
+def test_a_save_that_fails_midway_leaves_the_model_that_was_there(files: str, tmp_path: Path):
+    saved_as(files, tmp_path)
     before = _files(tmp_path)
-    assert len(before) > 5
+    assert (len(before) > 5) == (files == "in parts")
     with pytest.raises(UserError, match=r"cannot be written \(.*No space left"):
-        in_parts(tmp_path, _has_no_room)
+        saved_as(files, tmp_path, _has_no_room)
     with pytest.raises(AssertionError, match="died without a word"):
-        run_distributed(in_parts, 1, tmp_path, _is_killed)
+        run_distributed(saved_as, 1, files, tmp_path, _is_killed)
     assert _files(tmp_path) == before
-    in_parts(tmp_path)  # clears away what is left
+    saved_as(files, tmp_path)  # clears away what is left
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_model(version: str, count: int, folder: Path) -> None:
+    """Files of a model as `count` of them, all of which say which version they are of."""
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    for name in names if count > 1 else ["model.safetensors"]:
+        (folder / name).write_text(version)
+    if count > 1:
+        (folder / INDEX).write_text(json.dumps({"weight_map": {name: name for name in names}}))
+
+
+def versions_in(folder: Path) -> set[str]:
+    """Those of which `from_pretrained` would read files; none where it would find no model."""
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists():
+        index = folder / INDEX
+        names = list(json.loads(index.read_text())["weight_map"].values()) if index.exists() else []
+    return {(folder / name).read_text() for name in names}
+
+
+@contextmanager
+def stopped_after(count: int) -> Iterator[list[str]]:
+    """Lets `count` files be renamed or removed, and no more; yields what was called."""
+    called: list[str] = []
+
+    def watched(name: str) -> Callable[..., Any]:
+        call = getattr(Path, name)
+
+        def unless_stopped(*args: Any, **options: Any) -> Any:
+            called.append(name)
+            if len(called) > count:
+                raise KeyboardInterrupt
+            return call(*args, **options)
+
+        return unless_stopped
+
+    methods = {name: watched(name) for name in ("replace", "unlink")}
+    with mock.patch.multiple(Path, **methods), suppress(KeyboardInterrupt):
+        yield called
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 1), (3, 4), (3, 3)])
+def test_a_save_that_is_stopped_at_any_moment_leaves_no_files_of_two_models(before: int, after: int, tmp_path: Path):
+    write_on_main(tmp_path / "new", partial(write_model, "new", after))
+    found: list[set[str]] = []
+    for count in itertools.count():
+        folder = tmp_path / str(count)
+        write_on_main(folder, partial(write_model, "old", before))
+        with stopped_after(count) as called:
+            write_on_main(folder, partial(write_model, "new", after))
+        found.append(versions_in(folder))
+        if len(called) <= count:
+            break
+    assert found[0] == {"old"}
+    assert found[-1] == {"new"}
+    assert _files(folder) == _files(tmp_path / "new")
+    # While files of the same names are replaced, there is no model.
+    between = [set()] if before == after > 1 else []
+    assert all(versions in [{"old"}, {"new"}, *between] for versions in found)
 
 
 def test_a_transformers_model_has_the_scopes_of_our_own_layers():

@@ -21,7 +21,7 @@ from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.spreading.spread import require_experts, spread_experts
 from toolkit.experts.hosts.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
-from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
 
 PLACED = ExpertPlacement(((6, 0, 3, 1), (5, 2, 7, 4)))
@@ -159,13 +159,17 @@ def _truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def _forget_an_expert(folder: Path) -> None:
+def _forget(folder: Path, names: str) -> None:
+    """Remove the tensors whose names begin so."""
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
-    state = load_file(file)
-    del state["model.layers.1.mlp.experts.5.up_proj.weight"]
+    state = {name: value for name, value in load_file(file).items() if not name.startswith(names)}
     save_file(state, file, metadata={"format": "pt"})
+
+
+def _forget_an_expert(folder: Path) -> None:
+    _forget(folder, "model.layers.1.mlp.experts.5.up_proj")
 
 
 def _count_more_experts(folder: Path) -> None:
@@ -174,9 +178,16 @@ def _count_more_experts(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings | more))
 
 
+def _lose_a_file(folder: Path) -> None:
+    saved(folder, max_shard_size="30KB")
+    (folder / "model.safetensors").unlink()
+    next(folder.glob("model-00002-*")).unlink()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_lose_a_file, r"model file .*model-00002.* cannot be read \(.*\): download or copy it again\."),
         (_truncate, r"model file .*model\.safetensors cannot be read \(.*\): download or copy it again\."),
         (_forget_an_expert, r"model files have 7 rows or tensors like 'model\.layers\.1\..*up_proj.*' for 8 experts"),
         (_count_more_experts, r"model files have 8 rows or tensors like .* for 16 experts"),
@@ -187,6 +198,32 @@ def test_damaged_files_are_refused_before_anything_is_read(tmp_path: Path, damag
     damage(folder)
     with pytest.raises(UserError, match=message):
         unread(folder)
+
+
+def test_a_layer_that_no_file_has_is_named_when_it_is_read(tmp_path: Path):
+    _forget(saved(tmp_path), "model.layers.1.mlp.experts")
+    model = unread(tmp_path)
+    with pytest.raises(UserError, match=r"files lack 'model\.layers\.1\.mlp\.experts\..*': download or copy the model"):
+        spread_experts(model, ExpertGroups())
+
+
+def read_by_ranks_with_files_of_their_own(folder: Path) -> str:
+    """What this rank is told where the files of rank 1 are cut after the model was made."""
+    rank = dist.get_rank()
+    model = unread(folder / str(rank))
+    if rank == 1:
+        _truncate(folder / "1")
+    with pytest.raises(UserError) as error:
+        spread_experts(model, make_expert_groups(2))
+    return str(error.value)
+
+
+def test_what_one_rank_cannot_read_is_said_on_all(tmp_path: Path):
+    for rank in range(2):
+        saved(tmp_path / str(rank))
+    first, second = run_distributed(read_by_ranks_with_files_of_their_own, 2, tmp_path)
+    assert first == second
+    assert str(tmp_path / "1" / "model.safetensors") in first
 
 
 def test_models_without_experts_and_quantised_files_are_refused(tmp_path: Path):

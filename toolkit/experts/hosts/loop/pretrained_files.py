@@ -23,6 +23,7 @@ from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.layer.stack import only_names_are_read
 from toolkit.experts.parallel.collectives import is_main, on_main
 from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.state.manifest import sync
 from toolkit.experts.state.state_dict import Gatherer
 
 MOST_IN_A_FILE = "5GB"
@@ -43,9 +44,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options:
 
     A model of PEFT is saved as PEFT does: its adapters, without the base. Rank 0 gathers and writes as many layers of
     experts at a time as fit twice into `max_shard_size` (5 GB), because transformers may copy them as it names each
-    expert's tensors, and needs main memory for no more, or for a layer twice. A model of several such parts replaces
-    what is in the folder when all of it is written. Raises UserError on every rank alike where the
-    folder cannot be written.
+    expert's tensors, and needs main memory for no more, or for a layer twice. What is in the folder is replaced when
+    all of the model is written. Raises UserError on every rank alike where the folder cannot be written.
     """
     inner: Any = getattr(model, "module", model)
     write_pretrained(inner, folder, _tensors(inner), _records(inner), **options)
@@ -108,7 +108,7 @@ def save_as_called(
                     f"state_dict: its {name!r} has the experts of one rank: leave it out, or pass "
                     "accelerator.get_state_dict(model), and call both on every rank."
                 )
-        _write(model, folder, state_dict, (), **options)
+        _replace(Path(folder), partial(_write, model, state_dict, (), options))
 
 
 def push_as_called(model: Any, *args: Any, **options: Any) -> None:
@@ -116,9 +116,12 @@ def push_as_called(model: Any, *args: Any, **options: Any) -> None:
     main memory. A collective."""
     state, records = _gathered(_tensors(model)), _records(model)
 
+    def save(folder: str, **saving: Any) -> None:
+        _replace(Path(folder), partial(_write, model, state, records, saving))
+
     def push() -> None:
         with Patches() as meanwhile:
-            meanwhile.replace(model, "save_pretrained", partial(_write, model, state=state, records=records))
+            meanwhile.replace(model, "save_pretrained", save)
             type(model).push_to_hub(model, *args, **options)
 
     on_main(push)
@@ -135,22 +138,21 @@ def write_pretrained(
 
     Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
     """
-    # Files of a variant have other names than those that are made here.
-    limit = (
-        math.inf if "variant" in options else convert_file_size_to_int(options.get("max_shard_size", MOST_IN_A_FILE))
-    )
+    # Files of a variant have other names than those that are made here, and parts are no model to be uploaded.
+    is_one = "variant" in options or options.get("push_to_hub")
+    limit = math.inf if is_one else convert_file_size_to_int(options.get("max_shard_size", MOST_IN_A_FILE))
     parts = _in_parts(tensors, limit / 2)
     if len(parts) == 1:
-        state = _gathered(parts[0])
-        write_on_main(folder, partial(_write, model, folder, state, records, **options))
+        write_on_main(folder, partial(_write, model, _gathered(parts[0]), records, options))
         return
-    scratch = Path(folder) / ".writing"
-    write_on_main(folder, partial(_make_empty, scratch))
+    scratch = _scratch(Path(folder))
+    _on_main(folder, partial(_make_empty, scratch))
     try:
         for number, part in enumerate(parts):
             state = _gathered(part)
-            write_on_main(folder, partial(_write, model, scratch / f"{number:05d}", state, (), **options))
-        write_on_main(folder, partial(_join_parts, scratch, Path(folder), records))
+            _on_main(folder, partial(_write, model, state, (), options, scratch / f"{number:05d}"))
+        _on_main(folder, partial(_join_parts, scratch, records))
+        _on_main(folder, partial(_move, scratch / "00000", Path(folder)))
     finally:
         if is_main():
             shutil.rmtree(scratch, ignore_errors=True)
@@ -173,60 +175,105 @@ def _gathered(part: Iterable[Tensors]) -> dict[str, Tensor]:
     return state
 
 
+def _scratch(folder: Path) -> Path:
+    """Where files for `folder` are written first, on the same disk."""
+    return folder / ".writing"
+
+
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def _join_parts(scratch: Path, folder: Path, records: Iterable[Callable[[Path], None]]) -> None:
-    """Make one model, with an index, of the models that the folders below `scratch` are parts of."""
-    parts = sorted(scratch.iterdir())
+def _join_parts(scratch: Path, records: Iterable[Callable[[Path], None]]) -> None:
+    """Make one model, with an index, of the models in the folders below `scratch`, in the first of them."""
+    first, *_ = parts = sorted(scratch.iterdir())
     files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", files[0].stem)
-    name_of = {file: f"{stem}-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, 1)}
-    for stale in folder.glob(f"{stem}*.safetensors"):
-        if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors", stale.name):
-            stale.unlink()
+    stem = _stem(files[0].name)
     weight_map: dict[str, str] = {}
     size = 0
-    for file, name in name_of.items():
+    for number, file in enumerate(files, 1):
+        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
         with safe_open(file, "pt") as opened:
             weight_map |= dict.fromkeys(opened.keys(), name)
         with file.open("rb") as opened:  # its header is as long as its first eight bytes say
             size += file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
-        file.replace(folder / name)
-    for other in parts[0].iterdir():  # such as the configuration
-        if not other.name.endswith(".index.json"):
-            other.replace(folder / other.name)
+        file.rename(first / name)
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (first / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for write_record in records:
-        write_record(folder)
+        write_record(first)
+
+
+def _stem(name: str) -> str:
+    """Of the name of a file of weights: `model` of `model-00001-of-00003.safetensors`; empty where it is another."""
+    match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name)
+    return match[1] if match else ""
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a folder, and then have its files replace those of the same names in `folder`."""
+    scratch = _scratch(folder)
+    new = scratch / os.path.basename(os.path.abspath(folder))  # of which transformers makes the name of an upload
+    try:
+        _make_empty(new)
+        for card in folder.glob("README.md"):  # to which PEFT adds
+            shutil.copy(card, new)
+        write(new)
+        _move(new, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _move(new: Path, folder: Path) -> None:
+    """Have the files below `new` replace those of the same names in `folder`, and all that is left of an older model's
+    weights. Whatever moment the process is killed at, `folder` has the older model or the new one, or no index: never
+    files of both under one."""
+    files = sorted(file for file in new.rglob("*") if file.is_file())
+    for file in files:
+        sync(file)  # a disk elsewhere says only now that it is full
+    names = [file.relative_to(new) for file in files]
+    indices = [name for name in names if name.name.endswith(".index.json")]
+    if any(_stem(name.name) and name not in indices and (folder / name).exists() for name in names):
+        for name in indices:
+            (folder / name).unlink(missing_ok=True)
+    for name in sorted(names, key=indices.__contains__):  # an index last
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (new / name).replace(folder / name)
+    stems = {_stem(name.name) for name in names} - {""}
+    for path in folder.iterdir():
+        if _stem(path.name) in stems and Path(path.name) not in names:
+            path.unlink()
 
 
 def _write(
     model: Any,
-    folder: str | os.PathLike[str],
     state: dict[str, Tensor],
     records: Iterable[Callable[[Path], None]],
-    **options: Any,
+    options: Mapping[str, Any],
+    folder: Path,
 ) -> None:
     # Not the instance's own, which is a collective where experts are spread. PEFT reads names of the state dict of what
     # `modules_to_save` has, and takes the values of `state`.
     with only_names_are_read(model):
         type(model).save_pretrained(model, folder, state_dict=state, **options)
     for write_record in records:
-        write_record(Path(folder))
+        write_record(folder)
 
 
-def write_on_main(folder: str | os.PathLike[str], write: Callable[[], None]) -> None:
-    """Have rank 0 `write` below the model's `folder`. A collective.
+def write_on_main(folder: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
+    """Have rank 0 `write` into the model's `folder`: it is given another one, whose files replace those of the same
+    names when all are there. A collective.
 
     Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
     """
+    _on_main(folder, partial(_replace, Path(folder), write))
+
+
+def _on_main(folder: str | os.PathLike[str], work: Callable[[], None]) -> None:
     try:
-        on_main(write)
+        on_main(work)
     except OSError as error:
         raise UserError(
-            f"model folder {os.fspath(folder)} cannot be written ({error}): use one that can be."
+            f"model folder {os.fspath(folder)} cannot be written ({error}): make room, or use another."
         ) from error

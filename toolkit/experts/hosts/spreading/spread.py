@@ -46,7 +46,7 @@ def spread_experts(
     spare_slots: int = 0,
     placement: InitialPlacement | PlacementOf = "contiguous",
 ) -> dict[str, ExpertStack]:
-    """Keeps this rank's experts of each layer of `model`, in place.
+    """Keeps this rank's experts of each layer of `model`, in place. A collective where they are still in files.
 
     Args:
         model: The same on all ranks. An optimizer that was made before stays valid if it has not stepped.
@@ -60,7 +60,7 @@ def spread_experts(
 
     Raises:
         UserError: For a model without experts, for a placement that does not fit a layer, and for experts that would
-            compute something else once they are spread.
+            compute something else once they are spread. On every rank alike for files of which one can read no rows.
     """
     layers = require_experts(model)
     _refuse_what_is_spread(layers)

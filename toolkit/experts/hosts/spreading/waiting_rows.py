@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.compat import move_as_usual, move_by
 from toolkit.errors import UserError
+from toolkit.experts.parallel.collectives import together
 
 ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
 """(experts module, experts) to their rows by the name of the parameter, with zeros for an `EMPTY_ROW`: on the device
@@ -36,10 +37,11 @@ def is_waiting(module: nn.Module) -> bool:
 
 def rows_from_files(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
     """Return the rows of `experts` by the name of the parameter, of a module that waits no more; nothing for one that
-    did not."""
+    did not. A collective where it waits: what one rank cannot read is raised on all."""
     if not is_waiting(module):
         return {}
-    rows = module.read_rows(module, experts)  # type: ignore[operator]
+    rows: dict[str, Tensor] = {}
+    together(lambda: rows.update(module.read_rows(module, experts)))  # type: ignore[operator]
     for hook in module.hooks_while_waiting:  # type: ignore[union-attr]
         hook.remove()
     move_as_usual(module)

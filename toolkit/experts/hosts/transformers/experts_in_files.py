@@ -264,7 +264,9 @@ class _Reader:
                 info, _ = convert_and_load_state_dict_in_model(self.skeleton, state, config)
             for name in whole:
                 if getattr(module, name).is_meta:
-                    reason = str(next(iter(info.conversion_errors.values()), "it is not there"))
+                    reason = str(next(iter(info.conversion_errors.values()), ""))
+                    if not reason:
+                        raise UserError(f"model files lack '{layer}.{name}': download or copy the model again.")
                     raise UserError(
                         f"experts' parameter '{layer}.{name}' cannot be read from files ({' '.join(reason.split())}): "
                         "load the model without experts_in_files()."
