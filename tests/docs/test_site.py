@@ -39,14 +39,23 @@ def test_every_public_name_has_a_docstring():
     assert [public.home for public in OURS if not public.doc] == []
 
 
-def test_the_reference_has_every_name_that_toolkit_lists(tmp_path: Path):
+def test_the_pages_of_toolkit_and_its_experts_list_every_name_of_theirs(tmp_path: Path):
     import toolkit
 
-    rooms = REFERENCE["write_pages"]("toolkit", tmp_path / "api")
-    text = "".join((tmp_path / "api" / f"{room}.rst").read_text() for room in rooms)
-    shown = set(re.findall(r"\{py:obj\}`toolkit\.(\w+)`", text))
-    modules = {name for name in toolkit.__all__ if type(getattr(toolkit, name)) is type(sys)}
-    assert shown == {name for name in toolkit.__all__ if not name.startswith("__")} - modules
+    REFERENCE["write_pages"]("toolkit", tmp_path / "api")
+    for package in (toolkit, toolkit.experts):
+        text = (tmp_path / "api" / f"{package.__name__}.rst").read_text()
+        shown = set(re.findall(rf"\{{py:obj\}}`{package.__name__}\.(\w+) <", text))
+        modules = {name for name in package.__all__ if type(getattr(package, name)) is type(sys)}
+        assert shown == {name for name in package.__all__ if not name.startswith("__")} - modules
+
+
+def test_what_docstrings_say_of_arguments_is_a_list():
+    with_lists = runpy.run_path(str(ROOT / "docs" / "extensions" / "markdown_docstrings.py"))["with_lists"]
+    arguments = "Args:\n    one: The first: not\n        the last.\n    *two: More."
+    said = f"Adds.\n\n{arguments}\n\nReturns:\n    A sum: all.\n\nDone:\n    so"
+    listed = "**Args**\n\n- `one`: The first: not\n  the last.\n- `*two`: More.\n\n**Returns**\n\nA sum: all."
+    assert "\n".join(with_lists(said.split("\n"))) == f"Adds.\n\n{listed}\n\nDone:\n    so"
 
 
 @pytest.fixture
