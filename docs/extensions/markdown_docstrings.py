@@ -17,7 +17,6 @@ from myst_parser.parsers.mdit import create_md_parser
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-
 LISTS = {"Args:": True, "Raises:": True, "Returns:": False, "Yields:": False}
 """Headings of docstrings, and whether each entry below one begins with a name."""
 

@@ -128,7 +128,7 @@ def write_pages(root: str, folder: Path) -> list[str]:
 
 def page(package: ModuleType, names: list[PublicName]) -> str:
     """reStructuredText, because that is what autodoc's directives are; the prose in it is Markdown. Empty for a package
-    that has nothing to show. A name is described on the page of the folder that holds it, and linked from the others."""
+    that has nothing to show. A name is described on the page of the folder that holds it; others lead there."""
     held = [public for public in names if public.room == package.__name__]
     target = {public.home: public.path for public in names}
     links = {public.home: public for public in [*held, *listed(package)]}.values()  # under the package's own path

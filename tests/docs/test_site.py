@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands.report.chromium import chromium
 from tests.support.helpers import ROOT
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
@@ -125,12 +126,33 @@ def test_a_dead_link_fails_the_build(is_there: bool, tmp_path: Path):
     assert (tmp_path / "built" / "source" / "code.py.html").exists() == is_there
 
 
-def test_the_site_loads_nothing_from_elsewhere(tmp_path: Path):
-    """One page is written, as all have the same frame. `make check` reads all and follows their links."""
-    places = ["--conf-dir", ROOT / "docs", "--doctree-dir", tmp_path / "doctrees", ROOT, tmp_path / "site"]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pages of it, as all have the same frame. `make check` reads all and follows their links."""
+    folder = tmp_path_factory.mktemp("pages")
+    places = ["--conf-dir", ROOT / "docs", "--doctree-dir", folder / "doctrees", ROOT, folder / "site"]
     sphinx("-D", "include_patterns=README.md,docs/index.md", *places)  # which warns of links to the others
-    built = list((tmp_path / "site").rglob("*.html"))
-    assert tmp_path / "site" / "docs" / "index.html" in built
+    return folder / "site"
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path):
+    built = list(site.rglob("*.html"))
+    assert site / "docs" / "index.html" in built
     for file in built:
         loaded = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:https?:)?//[^>]*>", file.read_text())
         assert loaded == [], file
+
+
+@pytest.mark.browser
+def test_a_search_from_a_disk_shows_excerpts(site: Path, tmp_path: Path):
+    with chromium(tmp_path / "profile") as tab:
+        tab.open(site / "search.html")
+        tab.run("location.search = '?q=forkserver'")
+        while not tab.run("location.search && document.readyState === 'complete'"):
+            pass
+        excerpt = tab.run(
+            "new Promise(done => { const wait = () => { const found = "
+            "document.querySelector('#search-results .context'); found ? done(found.textContent) : setTimeout(wait, 20); }; wait(); })"
+        )
+    assert "processes of --num-workers are started by forkserver" in excerpt
+    assert tab.console == []
