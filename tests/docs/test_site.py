@@ -152,7 +152,8 @@ def test_a_search_from_a_disk_shows_excerpts(site: Path, tmp_path: Path):
             pass
         excerpt = tab.run(
             "new Promise(done => { const wait = () => { const found = "
-            "document.querySelector('#search-results .context'); found ? done(found.textContent) : setTimeout(wait, 20); }; wait(); })"
+            "document.querySelector('#search-results .context'); "
+            "found ? done(found.textContent) : setTimeout(wait, 20); }; wait(); })"
         )
     assert "processes of --num-workers are started by forkserver" in excerpt
     assert tab.console == []
