@@ -191,14 +191,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	@echo "installing into $(VENV): about three minutes"
+	@echo "installing into $(VENV): a few minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
 	$(PIP) $(EDITABLE) .
 	@touch $@
 	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	@echo "installing into $(VENV): about three minutes"
+	@echo "installing into $(VENV): a few minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
 	$(PIP) $(EDITABLE) '.[dev]'
 	@touch $(VENV)/.installed $@
