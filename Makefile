@@ -77,6 +77,13 @@ families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md 
 matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md anew: which expert parallelism of which library trains as one process does
 	$(PY) -m tests.matrix.test_matrix
 
+.PHONY: notebooks
+notebooks: export PYTHONPATH := $(CURDIR)
+notebooks: export PATH := $(abspath $(VENV))/bin:$(PATH)
+notebooks: $(VENV)/.installed-dev ## run the notebooks in docs/notebooks, and store in them what they show
+	for notebook in $(CURDIR)/docs/notebooks/*.ipynb; do cd "$$(mktemp -d)" && \
+	    MPLBACKEND=agg python $(CURDIR)/tests/support/notebook.py $$notebook --store || exit; done
+
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS= times
 	@for round in $$(seq $(ROUNDS)); do \
@@ -116,11 +123,11 @@ check: $(VENV)/.installed-dev ## style, types, import rules, and links of the do
 	    --doctree-dir build/doctrees . build/dummy
 
 .PHONY: test-browser
-test-browser: $(VENV)/.installed-dev ## the page of `toolkit report` in headless Chromium
+test-browser: $(VENV)/.installed-dev ## the page of `toolkit report`, and the site's search, in headless Chromium
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
 	    apt-get install -y --no-install-recommends chromium || \
 	    { echo "error: Chromium is missing and could not be installed: apt-get install chromium, as root." >&2; exit 2; }
-	$(PY) -m pytest -m browser tests/commands/report
+	$(PY) -m pytest -m browser tests/commands/report tests/docs/test_site.py
 
 # In need of a folder or a GPU, or hours long.
 BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py gpu_report.py) \
@@ -191,14 +198,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	@echo "installing into $(VENV): about three minutes"
+	@echo "installing into $(VENV): a few minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
 	$(PIP) $(EDITABLE) .
 	@touch $@
 	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	@echo "installing into $(VENV): about three minutes"
+	@echo "installing into $(VENV): a few minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
 	$(PIP) $(EDITABLE) '.[dev]'
 	@touch $(VENV)/.installed $@

@@ -81,7 +81,14 @@ project = "toolkit"
 html_title = "toolkit"
 root_doc = "README"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "markdown_docstrings", "notebook_pages", "source_pages"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "markdown_docstrings",
+    "notebook_pages",
+    "search_excerpts",
+    "source_pages",
+]
 source_suffix = {".md": "markdown", ".ipynb": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["build", "runs", "tests", "**/.*", ".*", "**/site-packages"]
 
@@ -106,7 +113,7 @@ html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
-html_show_sphinx = False
+html_show_copyright = html_show_sphinx = False
 html_domain_indices = False
 templates_path: list[str] = []
 

@@ -1,11 +1,13 @@
 """Docstrings are Markdown, as their authors write them: `code` in single backticks, indented blocks as they stand.
 
 autodoc takes docstrings for reStructuredText. Each is wrapped in a directive `markdown`, which gives its content to the
-parser of the pages.
+parser of the pages. What stands below `Args:` and its like becomes a list.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,6 +16,27 @@ from myst_parser.mdit_to_docutils.sphinx_ import SphinxRenderer
 from myst_parser.parsers.mdit import create_md_parser
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+
+LISTS = {"Args:": True, "Raises:": True, "Returns:": False, "Yields:": False}
+"""Headings of docstrings, and whether each entry below one begins with a name."""
+
+
+def with_lists(lines: list[str]) -> Iterator[str]:
+    """The lines, with a Markdown list in place of what is indented below a heading."""
+    heading = ""
+    for line in lines:
+        if line in LISTS:
+            heading = line
+            yield from (f"**{line[:-1]}**", "")
+            continue
+        heading = heading if not line or line.startswith(" ") else ""
+        named = re.match(r"    (\S+): ", line)
+        if not heading:
+            yield line
+        elif LISTS[heading] and named:
+            yield f"- `{named[1]}`: {line[named.end() :]}"
+        else:
+            yield ("  " if line and LISTS[heading] else "") + line.strip()
 
 
 class Markdown(SphinxDirective):
@@ -34,7 +57,7 @@ class Markdown(SphinxDirective):
 
 def wrap(_app: Sphinx, _what: str, _name: str, _value: Any, _options: Any, lines: list[str]) -> None:
     if any(lines):
-        lines[:] = [".. markdown::", "", *(f"   {line}" for line in lines), ""]
+        lines[:] = [".. markdown::", "", *(f"   {line}" for line in with_lists(lines)), ""]
 
 
 def shorten(

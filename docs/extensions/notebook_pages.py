@@ -1,4 +1,4 @@
-"""A notebook is a page: its words, and its code in blocks."""
+"""A notebook is a page: its words, its code in blocks, and below each block what it printed and drew."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def blocks(cells: list[dict[str, Any]]) -> Iterator[str]:
             yield text
         else:
             yield f"```{'bash' if text.startswith('!') else 'python'}\n{text}\n```"
+            yield from map(shown, cell["outputs"])
+
+
+def shown(output: dict[str, Any]) -> str:
+    if output["output_type"] == "stream":
+        return f"```{{code-block}} none\n:class: output\n\n{''.join(output['text'])}\n```"
+    return f"![what the code drew](data:image/png;base64,{output['data']['image/png']})"
 
 
 def read_notebook(app: Sphinx, page: str, text: list[str]) -> None:

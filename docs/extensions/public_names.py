@@ -1,4 +1,4 @@
-"""The public names of the package, and a page of reference for each folder that holds some.
+"""The public names of the package, and a page of reference for each folder that holds or lists some.
 
 Public is what `toolkit.__all__` lists, and what the packages below it list in theirs. Nothing here is written by hand
 for one name: a name that moves, or is new, is found where it stands. Only the standard library is needed, so that the
@@ -49,12 +49,15 @@ def public_names(root: str) -> list[PublicName]:
     """Every public name of the package called `root` once, under its shortest path, sorted by path."""
     found: dict[str, PublicName] = {}
     for package in packages(root):  # the root comes first, so its shorter paths win
-        for name in getattr(package, "__all__", ()):
-            value = getattr(package, name)
-            if not inspect.ismodule(value) and not name.startswith("__"):
-                public = describe(package, name, value)
-                found.setdefault(public.home, public)
+        for public in listed(package):
+            found.setdefault(public.home, public)
     return sorted(found.values(), key=lambda public: public.path.casefold())
+
+
+def listed(package: ModuleType) -> list[PublicName]:
+    """The names that a package lists, without modules."""
+    values = {name: getattr(package, name) for name in getattr(package, "__all__", ()) if not name.startswith("__")}
+    return [describe(package, name, value) for name, value in values.items() if not inspect.ismodule(value)]
 
 
 def describe(package: ModuleType, name: str, value: Any) -> PublicName:
@@ -111,23 +114,35 @@ def first_sentence(doc: str) -> str:
 
 
 def write_pages(root: str, folder: Path) -> list[str]:
-    """A page for each room into `folder`, which is emptied first; returns their names, the root's first."""
+    """A page for each package that lists names or holds some, into `folder`, which is emptied first; returns their
+    names, the root's first."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    rooms: dict[str, list[PublicName]] = {}
-    for public in public_names(root):
-        rooms.setdefault(public.room, []).append(public)
-    for room, names in rooms.items():
-        (folder / f"{room}.rst").write_text(page(room, names))
-    return sorted(rooms)
+    names = public_names(root)
+    pages = {package.__name__: page(package, names) for package in packages(root)}
+    written = {name: text for name, text in pages.items() if text}
+    for name, text in written.items():
+        (folder / f"{name}.rst").write_text(text)
+    return sorted(written)
 
 
-def page(room: str, names: list[PublicName]) -> str:
-    """reStructuredText, because that is what autodoc's directives are; the prose in it is Markdown."""
-    summary = "\n".join(f"- {{py:obj}}`{public.path}`: {first_sentence(public.doc)}" for public in names)
-    intro = inspect.cleandoc(importlib.import_module(room).__doc__ or "")
-    parts = [f"{room}\n{'=' * len(room)}", markdown(intro), markdown(summary), *map(entry, names)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+def page(package: ModuleType, names: list[PublicName]) -> str:
+    """reStructuredText, because that is what autodoc's directives are; the prose in it is Markdown. Empty for a package
+    that has nothing to show. A name is described on the page of the folder that holds it; others lead there."""
+    held = [public for public in names if public.room == package.__name__]
+    target = {public.home: public.path for public in names}
+    links = {public.home: public for public in [*held, *listed(package)]}.values()  # under the package's own path
+    summary = "\n".join(
+        f"- {{py:obj}}`{public.path} <{target[public.home]}>`: {first_sentence(public.doc)}"
+        for public in sorted(links, key=lambda public: public.path.casefold())
+    )
+    title = f"{package.__name__}\n{'=' * len(package.__name__)}"
+    intro = inspect.cleandoc(package.__doc__ or "")
+    return (
+        "\n\n".join(filter(None, [title, markdown(intro), markdown(summary), *map(entry, held)])) + "\n"
+        if links
+        else ""
+    )
 
 
 def entry(public: PublicName) -> str:

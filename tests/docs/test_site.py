@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands.report.chromium import chromium
 from tests.support.helpers import ROOT
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
@@ -39,14 +40,23 @@ def test_every_public_name_has_a_docstring():
     assert [public.home for public in OURS if not public.doc] == []
 
 
-def test_the_reference_has_every_name_that_toolkit_lists(tmp_path: Path):
+def test_the_pages_of_toolkit_and_its_experts_list_every_name_of_theirs(tmp_path: Path):
     import toolkit
 
-    rooms = REFERENCE["write_pages"]("toolkit", tmp_path / "api")
-    text = "".join((tmp_path / "api" / f"{room}.rst").read_text() for room in rooms)
-    shown = set(re.findall(r"\{py:obj\}`toolkit\.(\w+)`", text))
-    modules = {name for name in toolkit.__all__ if type(getattr(toolkit, name)) is type(sys)}
-    assert shown == {name for name in toolkit.__all__ if not name.startswith("__")} - modules
+    REFERENCE["write_pages"]("toolkit", tmp_path / "api")
+    for package in (toolkit, toolkit.experts):
+        text = (tmp_path / "api" / f"{package.__name__}.rst").read_text()
+        shown = set(re.findall(rf"\{{py:obj\}}`{package.__name__}\.(\w+) <", text))
+        modules = {name for name in package.__all__ if type(getattr(package, name)) is type(sys)}
+        assert shown == {name for name in package.__all__ if not name.startswith("__")} - modules
+
+
+def test_what_docstrings_say_of_arguments_is_a_list():
+    with_lists = runpy.run_path(str(ROOT / "docs" / "extensions" / "markdown_docstrings.py"))["with_lists"]
+    arguments = "Args:\n    one: The first: not\n        the last.\n    *two: More."
+    said = f"Adds.\n\n{arguments}\n\nReturns:\n    A sum: all.\n\nDone:\n    so"
+    listed = "**Args**\n\n- `one`: The first: not\n  the last.\n- `*two`: More.\n\n**Returns**\n\nA sum: all."
+    assert "\n".join(with_lists(said.split("\n"))) == f"Adds.\n\n{listed}\n\nDone:\n    so"
 
 
 @pytest.fixture
@@ -107,7 +117,7 @@ def test_a_dead_link_fails_the_build(is_there: bool, tmp_path: Path):
     )
     (tmp_path / "other.md").write_text("# Other\n\n## A heading\n")
     (tmp_path / "code.py").write_text("print()\n")
-    (tmp_path / "picture.png").write_bytes((ROOT / "docs" / "images" / "loss.png").read_bytes())
+    (tmp_path / "picture.png").write_bytes((ROOT / "docs" / "images" / "overlap.png").read_bytes())
     settings = ["--isolated", "-D", "extensions=myst_parser,source_pages", "-D", "myst_heading_anchors=4"]
     done = sphinx(*settings, tmp_path, tmp_path / "built")
     assert done.returncode == (0 if is_there else 1), done.stderr
@@ -116,12 +126,34 @@ def test_a_dead_link_fails_the_build(is_there: bool, tmp_path: Path):
     assert (tmp_path / "built" / "source" / "code.py.html").exists() == is_there
 
 
-def test_the_site_loads_nothing_from_elsewhere(tmp_path: Path):
-    """One page is written, as all have the same frame. `make check` reads all and follows their links."""
-    places = ["--conf-dir", ROOT / "docs", "--doctree-dir", tmp_path / "doctrees", ROOT, tmp_path / "site"]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pages of it, as all have the same frame. `make check` reads all and follows their links."""
+    folder = tmp_path_factory.mktemp("pages")
+    places = ["--conf-dir", ROOT / "docs", "--doctree-dir", folder / "doctrees", ROOT, folder / "site"]
     sphinx("-D", "include_patterns=README.md,docs/index.md", *places)  # which warns of links to the others
-    built = list((tmp_path / "site").rglob("*.html"))
-    assert tmp_path / "site" / "docs" / "index.html" in built
+    return folder / "site"
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path):
+    built = list(site.rglob("*.html"))
+    assert site / "docs" / "index.html" in built
     for file in built:
         loaded = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:https?:)?//[^>]*>", file.read_text())
         assert loaded == [], file
+
+
+@pytest.mark.browser
+def test_a_search_from_a_disk_shows_excerpts(site: Path, tmp_path: Path):
+    with chromium(tmp_path / "profile") as tab:
+        tab.open(site / "search.html")
+        tab.run("location.search = '?q=forkserver'")
+        while not tab.run("location.search && document.readyState === 'complete'"):
+            pass
+        excerpt = tab.run(
+            "new Promise(done => { const wait = () => { const found = "
+            "document.querySelector('#search-results .context'); "
+            "found ? done(found.textContent) : setTimeout(wait, 20); }; wait(); })"
+        )
+    assert "processes of --num-workers are started by forkserver" in excerpt
+    assert tab.console == []

@@ -134,12 +134,27 @@ def test_help_has_presets_and_flags_and_does_not_load_torch():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_help_is_a_screen(recipe: ModuleType, capsys: pytest.CaptureFixture[str]):
+def test_help_is_a_screen(recipe: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         cli.parse(recipe.PRESETS, ["--help"], recipe.__doc__)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
+
+
+def test_help_has_the_first_sentence_of_a_preset_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def cited() -> Config:
+        """The network of Voelker et al. 2019: 1.8 million parameters, of which a token uses a third. No more."""
+        return full()
+
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit):
+        cli.parse({"cited": cited}, ["--help"])
+    line = "  cited  The network of Voelker et al. 2019: 1.8 million parameters, of which a token uses a third"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -99,10 +99,10 @@ def summary(
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({}, "the balance loss has the weight 0.007: raise balance_weight=0.007"),
+        ({}, "the balance loss has the weight 0.007: take more than balance_weight=0.007"),
         ({"balance": "none"}, "use balance='loss'"),
-        ({"max_steps": 9}, "the balance loss has the weight 0.007: raise balance_weight=0.007"),
-        ({"balance_within": 50}, "the balance loss has the weight 0.035: raise balance_weight=0.007"),
+        ({"max_steps": 9}, "the balance loss has the weight 0.007: take more than balance_weight=0.007"),
+        ({"balance_within": 50}, "the balance loss has the weight 0.035: take more than balance_weight=0.007"),
         ({"kind": AdapterConfig}, "routers are frozen: freeze_router=False trains them"),
         ({"kind": AdapterConfig, "freeze_router": False}, "give the task a RouterPenalty with a balance_weight"),
     ],

@@ -11,6 +11,7 @@ import contextlib
 import io
 import itertools
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -174,7 +175,8 @@ def _description(presets: Mapping[str, Any], doc: str | None) -> str:
     """Returns what --help says above the flags."""
     about, _, examples = (doc or "").strip().partition("\n\n")
     width = max(map(len, presets))
-    names = [f"{name:{width}}  {(build.__doc__ or '').strip().partition('.')[0]}" for name, build in presets.items()]
+    said = {name: " ".join((build.__doc__ or "").split()) for name, build in presets.items()}
+    names = [f"{name:{width}}  {re.split(r'[.](?: (?=[A-Z])|$)', text)[0]}" for name, text in said.items()]
     lines = [*examples.splitlines(), "", "presets, of which one may come first:", *names]
     return "\n".join([about, "", *(f"  {line}" if line else "" for line in lines)])
 
@@ -190,7 +192,7 @@ def _short_help(presets: Mapping[str, Any], default: RunConfig, doc: str | None)
     more = f"--help all lists every flag, those of {', '.join(groups)} too"
     lines = [*_description(presets, doc).splitlines(), "", "common flags:", *rows, "", more]
     lines.append(f"{CONFIG} FILE reads flags from a file")
-    wrap = partial(textwrap.fill, width=80, break_on_hyphens=False)
+    wrap = partial(textwrap.fill, width=shutil.get_terminal_size().columns, break_on_hyphens=False)
     filled = [wrap(line, subsequent_indent=20 * " " if line in rows else 4 * " ") for line in lines]
     return "\n".join([*filled, ""])
 

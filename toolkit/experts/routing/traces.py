@@ -113,7 +113,7 @@ def read_trace(path: Path) -> Trace:
             if metadata["format"] != FORMAT:
                 raise UserError(f"trace {path} has format {metadata['format']}: record it anew for format {FORMAT}.")
     except FileNotFoundError:
-        raise UserError(f"trace {path} does not exist: record one with a TraceRecorder.") from None
+        raise UserError(f"trace {path} does not exist: record one with record_traces, or a TraceRecorder.") from None
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:

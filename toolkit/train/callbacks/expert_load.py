@@ -101,7 +101,7 @@ class ExpertLoad(Callback):
         penalty = getattr(trainer.task, "penalty", None)
         if isinstance(penalty, RouterPenalty) and hasattr(config, "balance_weight"):
             weight = f"{penalty.balance_weight:.2g}"
-            return f"the balance loss has the weight {weight}: raise balance_weight={config.balance_weight:g}"
+            return f"the balance loss has the weight {weight}: take more than balance_weight={config.balance_weight:g}"
         return "give the task a RouterPenalty with a balance_weight"
 
     def _add(self, window: Window | None) -> None:
