@@ -51,6 +51,7 @@ def test_a_file_whose_name_is_no_utf_8_is_named_as_it_is(tmp_path: Path):
 )
 def test_a_run_is_not_continued_with_other_settings(tmp_path: Path, config: Own, says: str):
     write_json(tmp_path / "config.json", recorded_config("own", Own()))
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=says):
         reopen(tmp_path, config)
 

@@ -144,13 +144,24 @@ def test_a_run_that_begins_anew_in_its_folder_writes_its_record_anew(tmp_path):
 
 def test_another_config_is_not_a_continuation_and_the_field_is_named(tmp_path):
     with start_run("toy", config(run_dir=tmp_path)) as run:
-        pass
+        run.log({"loss": 1.0}, 1)
     changed = run.config.replace(optimizer=run.config.optimizer.replace(weight_decay=0.5))
     with pytest.raises(UserError, match=r"optimizer.weight_decay=0.5: .* started with 0.01: .* another run_dir"):
         start_run("toy", changed)
     with pytest.raises(UserError, match="a run of the recipe toy"):
         start_run("other", run.config)
     start_run("toy", run.config.replace(num_workers=3, log_every=7)).close()
+
+
+def test_a_run_that_made_no_step_begins_anew_with_other_settings(tmp_path):
+    for weight_decay in (0.5, 0.1):
+        wanted = config(run_dir=tmp_path, optimizer=OptimizerOptions(weight_decay=weight_decay))
+        with start_run("toy", wanted) as run:
+            assert not run.continues
+        assert json.loads((tmp_path / "config.json").read_text())["optimizer"]["weight_decay"] == weight_decay
+    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"was started with 0.1"):
+        start_run("toy", config(run_dir=tmp_path))
 
 
 def test_how_tokens_reach_experts_may_change(tmp_path):

@@ -257,10 +257,18 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     new = _trajectory(now)
     for field in old | new:
         if old.get(field) != new.get(field) and not (config.extend and field in LENGTH):
+            if not _has_begun(folder):
+                return None
             remedy = "give the same value to continue it, or another run_dir"
             started = f"the run in {folder} was started with {old.get(field)}"
             raise UserError(field=field, value=new.get(field), remedy=f"{started}: {remedy}")
     return before
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether the run in `folder` made a step; one that was refused before may begin anew with other settings."""
+    metrics = folder / "metrics.jsonl"
+    return any(folder.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _trajectory(config: Mapping[str, Any]) -> dict[str, Any]:
