@@ -12,14 +12,23 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.experts.hosts.peft.models import adapted, base, rows
 from tests.experts.hosts.peft.test_parity import together
-from tests.experts.hosts.transformers.families import awaken, config, tokens
-from tests.experts.hosts.transformers.trainers import STEPS, adapters, make, quiet_float64, world
+from tests.experts.hosts.transformers.families import EXPERTS, awaken, config, tokens
+from tests.experts.hosts.transformers.trainers import (
+    STEPS,
+    adapters,
+    make,
+    quiet_float64,
+    usage_by_hand,
+    usage_of,
+    world,
+)
 from tests.support.equality import IN_FLOAT64, assert_equal_rows, relative_difference
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
@@ -79,6 +88,29 @@ def classes(number: int = 96) -> dict[str, list[Any]]:
     }
 
 
+class Chosen:
+    """Counts the experts that tokens choose in forwards that are learnt from, padding left out, from the arguments of
+    modules alone."""
+
+    def __init__(self, model: Any) -> None:
+        self.load_FLE: list[list[list[int]]] = []
+        """Of each forward."""
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, module in model.named_modules():
+            if name.endswith("mlp.experts"):
+                module.register_forward_pre_hook(self._add)
+
+    def _begin(self, model: Any, _: Any, inputs: dict[str, Any]) -> None:  # noqa: ARG002
+        self.mask = inputs.get("attention_mask")
+        if torch.is_grad_enabled():
+            self.load_FLE.append([])
+
+    def _add(self, experts: Any, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
+        if torch.is_grad_enabled():
+            ids = arguments[1] if self.mask is None else arguments[1][self.mask.flatten().bool()]
+            self.load_FLE[-1].append(torch.bincount(ids.flatten(), minlength=EXPERTS).tolist())
+
+
 def train(folder: Path, case: Case) -> dict[str, Any]:
     from datasets import Dataset
     from peft import PeftModel
@@ -91,6 +123,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
         torch.manual_seed(1)
         more["peft_config"] = adapters()
     trainer = make(case.kind, folder, model, spread=dict(case.spread), **more)
+    chosen = Chosen(trainer.model)
     trainer.train()
     saved = folder / f"{CASES.index(case)}-{world()}"
     trainer.save_model(str(saved))
@@ -106,6 +139,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
         "weights": rows(trainer.model),
         "loaded": rows(loaded),
         "moved": len(trainer.experts.migrations),
+        "chosen": chosen.load_FLE,
     }
 
 
@@ -122,13 +156,27 @@ def test_two_processes_train_what_one_trains(case: Case, runs: Runs):
         for rank in ranks:
             found = torch.tensor([line[name] for line in rank["logs"][:STEPS]], dtype=torch.float64)
             assert relative_difference(found, wanted) < ROUNDED, name
+    for line, alone in zip(ranks[0]["logs"], expected["logs"], strict=True):
+        assert usage_of(line) == pytest.approx(usage_of(alone), rel=1e-12)
     weights = together([rank["weights"] for rank in ranks])
     assert_equal_rows(weights, expected["weights"], ROUNDED)
     for name, row in ranks[0]["loaded"].items():
         assert torch.equal(row, weights[name]), f"{name} was saved otherwise"
     assert ranks[0]["loaded"].keys() == weights.keys()
-    assert all("moe/rank_imbalance" in line for line in ranks[0]["logs"][:STEPS])
     assert bool(ranks[0]["moved"]) == ("replan" in case.spread)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logs_have_the_load_of_all_ranks_experts_in_five_numbers(case: Case, runs: Runs):
+    for number in (1, 2):
+        ranks = [rank[CASES.index(case)] for rank in runs[number, train_all]]
+        chosen_FLE = np.sum([rank["chosen"] for rank in ranks], 0)
+        load_SLE = chosen_FLE.reshape(STEPS, -1, *chosen_FLE.shape[1:]).sum(1)
+        for rank in ranks:
+            *lines, last = rank["logs"]
+            assert not usage_of(last)
+            for line, load_LE in zip(lines, load_SLE.tolist(), strict=True):
+                assert usage_of(line) == pytest.approx(usage_by_hand(load_LE), rel=1e-12)
 
 
 def interrupted(folder: Path) -> list[dict[str, Any]]:

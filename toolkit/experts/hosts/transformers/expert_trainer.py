@@ -46,10 +46,11 @@ def expert_trainer(
 ) -> type:
     """Returns a subclass of `trainer` that spreads the model's experts, and is called as `trainer` is.
 
-    Experts are spread when `train` begins, with any adapters that were added before, and stay spread. Load metrics are
-    among the training logs. Text is generated within `ExpertParallel.join`, so that it may have unequal lengths on the
-    ranks. Call `save_model` on every rank. The other parameters are replicated. The instance of `ExpertParallel` is the
-    trainer's `experts`, a new one for each model that `model_init` makes.
+    Experts are spread when `train` begins, with any adapters that were added before, and stay spread. The load of
+    experts is among the training logs, in five numbers over all layers and ranks. Text is generated within
+    `ExpertParallel.join`, so that it may have unequal lengths on the ranks. Call `save_model` on every rank. The other
+    parameters are replicated. The instance of `ExpertParallel` is the trainer's `experts`, a new one for each model
+    that `model_init` makes.
 
     Args:
         trainer: transformers' Trainer, or a class that is derived from it.
@@ -171,8 +172,8 @@ def expert_trainer(
             return share / self.current_gradient_accumulation_steps if is_scaled else share
 
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            if "loss" in logs:
-                logs |= self.experts.metrics()
+            if "loss" in logs and self._saving is not None:
+                logs |= self._saving.load_metrics()
             super().log(logs, start_time)
 
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
