@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests.experts.hosts.peft.models import adapted, base, rows
 from tests.experts.hosts.peft.test_parity import together
+from tests.experts.hosts.transformers import examples
 from tests.experts.hosts.transformers.families import EXPERTS, awaken, config, tokens
 from tests.experts.hosts.transformers.trainers import (
     STEPS,
@@ -511,9 +512,41 @@ def test_policies_learn_with_the_experts_that_generated_texts_of_unequal_lengths
     assert len(again["flipped"]) == 2
 
 
+@pytest.mark.parametrize("project", ["accelerate", "trl", "axolotl"])
+def test_files_for_other_projects_train_on_two_processes_what_they_train_on_one(project: str, runs: Runs):
+    (alone,), ranks = (runs[number, examples.run] for number in (1, 2))
+    expected = alone[project]
+    assert len(set(expected.losses)) > 2
+    for found in (rank[project] for rank in ranks):
+        assert found.moved > 0
+        if found.losses:  # Accelerate prints on rank 0
+            assert found.losses == pytest.approx(expected.losses, rel=ROUNDED)
+        assert_equal_rows(found.weights, expected.weights, ROUNDED)
+    assert ranks[0][project].losses
+
+
+@pytest.mark.parametrize("other", [{"rl": "grpo"}, {"expert_parallel_size": 2}])
+def test_the_plugin_of_axolotl_refuses_what_it_is_not_for(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(examples.FOLDER)
+    with examples.stand_in_for_axolotl():
+        plugin, cfg = examples.loaded_plugin(expert_placement={"ep_size": 2}, **other)
+        with pytest.raises(UserError, match=r"remove one\.$"):
+            plugin.get_trainer_cls(cfg)
+        plugin, cfg = examples.loaded_plugin(**other)
+        assert plugin.get_trainer_cls(cfg) is plugin.get_training_args(cfg) is None
+
+
 LAUNCHES: dict[int, list[Callable[[Path], Any]]] = {
-    1: [train_all, train_two_models, curves_with_z_loss, refused],
-    2: [train_all, saved_and_resumed, train_two_models, train_after_evaluation, second_stages, learn_from_rollouts],
+    1: [train_all, train_two_models, curves_with_z_loss, refused, examples.run],
+    2: [
+        train_all,
+        saved_and_resumed,
+        train_two_models,
+        train_after_evaluation,
+        second_stages,
+        learn_from_rollouts,
+        examples.run,
+    ],
 }
 """By number of processes, which import TRL once for all of them."""
 Runs = dict[tuple[int, Callable[[Path], Any]], list[Any]]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from toolkit.compat import undo_prepare_for_evaluation
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
+from toolkit.experts.hosts.loop.patches import Patches
 from toolkit.experts.hosts.loop.route_hooks import record_routes
 from toolkit.experts.hosts.loop.route_hooks import replay_routes as replaying_routes
 from toolkit.experts.hosts.spreading.spread import PlacementOf
@@ -177,9 +178,12 @@ def expert_trainer(
             super().log(logs, start_time)
 
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-            if self.model is self._spread_model and not self.args.should_save:
-                self.model.save_pretrained(output_dir or self.args.output_dir)  # Trainer does on the others
-            super().save_model(output_dir, _internal_call)
+            with Patches() as meanwhile:
+                if self.model is self._spread_model and not self.args.should_save:
+                    self.model.save_pretrained(output_dir or self.args.output_dir)  # Trainer does on the others
+                    # Trainer's returns at once on these ranks; those of derived trainers, as Axolotl's, may save again.
+                    meanwhile.replace(self, "_save", lambda *_, **__: None)
+                super().save_model(output_dir, _internal_call)
 
     ExpertTrainer.__name__ = ExpertTrainer.__qualname__ = f"Expert{trainer.__name__}"
     return ExpertTrainer
