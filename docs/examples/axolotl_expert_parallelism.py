@@ -13,12 +13,13 @@ In the configuration, with the folder of this file in PYTHONPATH (or the file in
         every: 200
 
 Without `expert_placement` the plugin does nothing. It is for one process per GPU under DDP: FSDP, DeepSpeed and
-Axolotl's own `expert_parallel_size` divide experts themselves. Tried with Axolotl 0.19.0: full fine-tuning, on one CPU
-process and on two. Not tried with it: adapters, sample packing, quantised weights, GPUs.
+Axolotl's own `expert_parallel_size` divide experts themselves. Tried with Axolotl 0.19.0, on one CPU process and on
+two: full fine-tuning, and LoRA of experts and attention. Not tried with it: sample packing, quantised weights, GPUs.
 """
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
+from transformers import set_seed
 
 from toolkit.errors import UserError
 from toolkit.experts import ReplanOptions
@@ -45,6 +46,11 @@ class ExpertPlacementPlugin(BasePlugin):
 
     def get_input_args(self):
         return f"{__name__}.ExpertPlacementArgs"
+
+    def pre_lora_load(self, cfg, model):  # noqa: ARG002
+        # Axolotl seeds its trainer, later. Adapters of an expert that several processes have must begin alike.
+        if cfg.expert_placement:
+            set_seed(42 if cfg.seed is None else cfg.seed)
 
     def get_training_args(self, cfg):
         # Checkpoints can be resumed nevertheless: the optimizer of all processes is in their folder `toolkit`.

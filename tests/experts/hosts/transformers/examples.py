@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from tests.experts.hosts.peft.models import base
 from tests.experts.hosts.transformers.families import tokens
-from tests.experts.hosts.transformers.trainers import quiet_float64, tokenizer, world
+from tests.experts.hosts.transformers.trainers import adapters, quiet_float64, tokenizer, world
 from tests.support.helpers import ROOT
 
 FOLDER = ROOT / "docs" / "examples"
@@ -32,7 +32,7 @@ GLOBAL_BATCH = 8
 class Found(NamedTuple):
     losses: list[float]
     weights: dict[str, torch.Tensor]
-    """Of the model that was saved."""
+    """Of the model that was saved, or of its adapters."""
     moved: int
 
 
@@ -102,7 +102,8 @@ def found(out: Path, losses: list[float], moved: int) -> Found:
 
     if dist.is_initialized():
         dist.barrier()
-    return Found(losses, load_file(out / "model.safetensors"), moved)
+    (file,) = out.glob("*model.safetensors")
+    return Found(losses, load_file(file), moved)
 
 
 # --- what Axolotl 0.19.0, which pins other versions of the libraries, does with a plugin, in its order -------------
@@ -161,6 +162,7 @@ def loaded_plugin(**given: Any) -> tuple[Any, Settings]:
 
 def axolotl(folder: Path) -> Found:
     from datasets import Dataset
+    from peft import get_peft_model
     from transformers import PrinterCallback, TrainingArguments
 
     out = folder / f"axolotl-{world()}"
@@ -169,6 +171,9 @@ def axolotl(folder: Path) -> Found:
         placed = {"balance_weight": 0.01, "replan": {"planner": "lpt", "every": 1, "guarded": False}}
         plugin, cfg = loaded_plugin(output_dir=str(out), expert_placement=placed)
         model = base("qwen3_moe")
+        torch.seed()  # each rank has a state of its own
+        plugin.pre_lora_load(cfg, model)
+        model = get_peft_model(model, adapters())
         given: dict[str, Any] = {
             "output_dir": str(out),
             "use_cpu": True,
