@@ -45,6 +45,7 @@ def run(folder: Path) -> dict[str, Found]:
 
 def script_in_float64(name: str) -> Any:
     """A new module of the script, with experts that know float64 and plans that need not pay."""
+    torch.seed()  # as a new process has it: other random numbers on each
     script = importlib.import_module(name)
     script.Qwen3MoeConfig = partial(script.Qwen3MoeConfig, experts_implementation="eager")
     script.ReplanOptions = partial(script.ReplanOptions, guarded=False)
@@ -171,7 +172,7 @@ def axolotl(folder: Path) -> Found:
         placed = {"balance_weight": 0.01, "replan": {"planner": "lpt", "every": 1, "guarded": False}}
         plugin, cfg = loaded_plugin(output_dir=str(out), expert_placement=placed)
         model = base("qwen3_moe")
-        torch.seed()  # each rank has a state of its own
+        torch.seed()
         plugin.pre_lora_load(cfg, model)
         model = get_peft_model(model, adapters())
         given: dict[str, Any] = {
