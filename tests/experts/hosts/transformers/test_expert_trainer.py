@@ -12,14 +12,24 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.experts.hosts.peft.models import adapted, base, rows
 from tests.experts.hosts.peft.test_parity import together
-from tests.experts.hosts.transformers.families import awaken, config, tokens
-from tests.experts.hosts.transformers.trainers import STEPS, adapters, make, quiet_float64, world
+from tests.experts.hosts.transformers import examples
+from tests.experts.hosts.transformers.families import EXPERTS, awaken, config, tokens
+from tests.experts.hosts.transformers.trainers import (
+    STEPS,
+    adapters,
+    make,
+    quiet_float64,
+    usage_by_hand,
+    usage_of,
+    world,
+)
 from tests.support.equality import IN_FLOAT64, assert_equal_rows, relative_difference
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
@@ -79,6 +89,29 @@ def classes(number: int = 96) -> dict[str, list[Any]]:
     }
 
 
+class Chosen:
+    """Counts the experts that tokens choose in forwards that are learnt from, padding left out, from the arguments of
+    modules alone."""
+
+    def __init__(self, model: Any) -> None:
+        self.load_FLE: list[list[list[int]]] = []
+        """Of each forward."""
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, module in model.named_modules():
+            if name.endswith("mlp.experts"):
+                module.register_forward_pre_hook(self._add)
+
+    def _begin(self, model: Any, _: Any, inputs: dict[str, Any]) -> None:  # noqa: ARG002
+        self.mask = inputs.get("attention_mask")
+        if torch.is_grad_enabled():
+            self.load_FLE.append([])
+
+    def _add(self, experts: Any, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
+        if torch.is_grad_enabled():
+            ids = arguments[1] if self.mask is None else arguments[1][self.mask.flatten().bool()]
+            self.load_FLE[-1].append(torch.bincount(ids.flatten(), minlength=EXPERTS).tolist())
+
+
 def train(folder: Path, case: Case) -> dict[str, Any]:
     from datasets import Dataset
     from peft import PeftModel
@@ -91,6 +124,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
         torch.manual_seed(1)
         more["peft_config"] = adapters()
     trainer = make(case.kind, folder, model, spread=dict(case.spread), **more)
+    chosen = Chosen(trainer.model)
     trainer.train()
     saved = folder / f"{CASES.index(case)}-{world()}"
     trainer.save_model(str(saved))
@@ -106,6 +140,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
         "weights": rows(trainer.model),
         "loaded": rows(loaded),
         "moved": len(trainer.experts.migrations),
+        "chosen": chosen.load_FLE,
     }
 
 
@@ -122,13 +157,27 @@ def test_two_processes_train_what_one_trains(case: Case, runs: Runs):
         for rank in ranks:
             found = torch.tensor([line[name] for line in rank["logs"][:STEPS]], dtype=torch.float64)
             assert relative_difference(found, wanted) < ROUNDED, name
+    for line, alone in zip(ranks[0]["logs"], expected["logs"], strict=True):
+        assert usage_of(line) == pytest.approx(usage_of(alone), rel=1e-12)
     weights = together([rank["weights"] for rank in ranks])
     assert_equal_rows(weights, expected["weights"], ROUNDED)
     for name, row in ranks[0]["loaded"].items():
         assert torch.equal(row, weights[name]), f"{name} was saved otherwise"
     assert ranks[0]["loaded"].keys() == weights.keys()
-    assert all("moe/rank_imbalance" in line for line in ranks[0]["logs"][:STEPS])
     assert bool(ranks[0]["moved"]) == ("replan" in case.spread)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logs_have_the_load_of_all_ranks_experts_in_five_numbers(case: Case, runs: Runs):
+    for number in (1, 2):
+        ranks = [rank[CASES.index(case)] for rank in runs[number, train_all]]
+        chosen_FLE = np.sum([rank["chosen"] for rank in ranks], 0)
+        load_SLE = chosen_FLE.reshape(STEPS, -1, *chosen_FLE.shape[1:]).sum(1)
+        for rank in ranks:
+            *lines, last = rank["logs"]
+            assert not usage_of(last)
+            for line, load_LE in zip(lines, load_SLE.tolist(), strict=True):
+                assert usage_of(line) == pytest.approx(usage_by_hand(load_LE), rel=1e-12)
 
 
 def interrupted(folder: Path) -> list[dict[str, Any]]:
@@ -463,9 +512,41 @@ def test_policies_learn_with_the_experts_that_generated_texts_of_unequal_lengths
     assert len(again["flipped"]) == 2
 
 
+@pytest.mark.parametrize("project", ["accelerate", "trl", "axolotl"])
+def test_files_for_other_projects_train_on_two_processes_what_they_train_on_one(project: str, runs: Runs):
+    (alone,), ranks = (runs[number, examples.run] for number in (1, 2))
+    expected = alone[project]
+    assert len(set(expected.losses)) > 2
+    for found in (rank[project] for rank in ranks):
+        assert found.moved > 0
+        if found.losses:  # Accelerate prints on rank 0
+            assert found.losses == pytest.approx(expected.losses, rel=ROUNDED)
+        assert_equal_rows(found.weights, expected.weights, ROUNDED)
+    assert ranks[0][project].losses
+
+
+@pytest.mark.parametrize("other", [{"rl": "grpo"}, {"expert_parallel_size": 2}])
+def test_the_plugin_of_axolotl_refuses_what_it_is_not_for(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(examples.FOLDER)
+    with examples.stand_in_for_axolotl():
+        plugin, cfg = examples.loaded_plugin(expert_placement={"ep_size": 2}, **other)
+        with pytest.raises(UserError, match=r"remove one\.$"):
+            plugin.get_trainer_cls(cfg)
+        plugin, cfg = examples.loaded_plugin(**other)
+        assert plugin.get_trainer_cls(cfg) is plugin.get_training_args(cfg) is None
+
+
 LAUNCHES: dict[int, list[Callable[[Path], Any]]] = {
-    1: [train_all, train_two_models, curves_with_z_loss, refused],
-    2: [train_all, saved_and_resumed, train_two_models, train_after_evaluation, second_stages, learn_from_rollouts],
+    1: [train_all, train_two_models, curves_with_z_loss, refused, examples.run],
+    2: [
+        train_all,
+        saved_and_resumed,
+        train_two_models,
+        train_after_evaluation,
+        second_stages,
+        learn_from_rollouts,
+        examples.run,
+    ],
 }
 """By number of processes, which import TRL once for all of them."""
 Runs = dict[tuple[int, Callable[[Path], Any]], list[Any]]

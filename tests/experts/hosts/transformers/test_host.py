@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.experts.hosts.transformers.families import EXPERTS, FAMILIES, awaken, config, tokens
+from tests.experts.hosts.transformers.trainers import usage_by_hand, usage_of
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.hosts.transformers import (
@@ -70,9 +72,16 @@ def fit(model: Any, world: int, callbacks: list[Any], *, resume: str | None = No
     lines: list[tuple[float, float]] = []
 
     class Trace(TrainerCallback):
-        def on_log(self, *_: Any, logs: Any, **__: Any) -> None:
+        def __init__(self) -> None:
+            self.usage: list[dict[str, float]] = []
+            self.load_SLE: list[list[list[int]]] = []
+            """Of this rank, since training began."""
+
+        def on_log(self, *_: Any, logs: Any, model: Any, **__: Any) -> None:
             if "loss" in logs:
                 lines.append((logs["loss"], float(logs["grad_norm"])))
+                self.usage.append(usage_of(logs))
+                self.load_SLE.append([stack.log.load_E.tolist() for stack in expert_stacks(model).values()])
 
     given: dict[str, Any] = {
         "use_cpu": True,
@@ -90,9 +99,10 @@ def fit(model: Any, world: int, callbacks: list[Any], *, resume: str | None = No
         "seed": 0,
     }
     settings = TrainingArguments(**(given | arguments))
-    trainer = Trainer(model, settings, train_dataset=Samples(), callbacks=[Trace(), *callbacks])
+    trainer = Trainer(model, settings, train_dataset=Samples(), callbacks=[*callbacks, trace := Trace()])
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
+    trainer.trace = trace
     return trainer, lines
 
 
@@ -122,6 +132,9 @@ def train(folder: Path, world: int, ep_size: int, family: str, placement: str) -
         "held": [stack.placement.slots for stack in expert_stacks(model).values()],
         "refused": refused,
         "load": [stack.log.load_E.tolist() for stack in expert_stacks(model).values()],
+        "usage": trainer.trace.usage,
+        "history": [usage_of(line) for line in trainer.state.log_history],
+        "load_by_step": trainer.trace.load_SLE,
     }
 
 
@@ -245,6 +258,19 @@ def test_loads_are_counted_by_expert(runs: Any):
         again = torch.tensor([rank["load"] for rank in runs[(2, 2, "qwen3_moe", other)]]).sum(0)
         assert torch.equal(total, again), other
     assert total.sum(1).tolist() == [STEPS * SAMPLES * 12 * 2] * 2
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[3] == "replanned"], ids=str)
+def test_logs_have_the_load_of_all_ranks_experts_in_five_numbers(runs: Any, case: tuple[int, int, str, str]):
+    ranks = runs[case]
+    summed_SLE = np.sum([rank["load_by_step"] for rank in ranks], 0)
+    of_step_SLE = np.diff(summed_SLE, axis=0, prepend=0)
+    for rank in ranks:
+        *lines, last = rank["history"]
+        assert rank["usage"] == lines, "what a tracker after the callback is given"
+        assert last == {}
+        for line, load_LE in zip(lines, of_step_SLE.tolist(), strict=True):
+            assert line == pytest.approx(usage_by_hand(load_LE), rel=1e-12)
 
 
 RESUMED = [(2, 2, reverse, False), (4, 2, reverse, False), (2, 2, "lpt", True)]

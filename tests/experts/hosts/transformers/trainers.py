@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,24 @@ def make(kind: str, folder: Path, model: Any, *, spread: dict[str, Any] | None =
     made = trainer(model, args=config(**settings), **more)
     made.remove_callback(transformers.PrinterCallback)
     return made
+
+
+def usage_by_hand(loads: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What a line of Trainer's logs says of the load of each layer's experts."""
+    shares = [[load / sum(layer) for load in layer] for layer in loads]
+    entropies = [sum(-share * math.log(share, len(layer)) for share in layer if share) for layer in shares]
+    return {
+        "expert_usage/normalized_entropy_mean": sum(entropies) / len(entropies),
+        "expert_usage/normalized_entropy_min": min(entropies),
+        "expert_usage/max_share_mean": sum(map(max, shares)) / len(shares),
+        "expert_usage/max_share_max": max(map(max, shares)),
+        "expert_usage/active_fraction_mean": sum(sum(map(bool, layer)) / len(layer) for layer in shares) / len(shares),
+    }
+
+
+def usage_of(line: dict[str, float]) -> dict[str, float]:
+    """What a line of Trainer's logs has that Trainer and TRL do not write."""
+    return {name: value for name, value in line.items() if name.startswith(("expert_usage/", "moe/"))}
 
 
 def different_words(completions: list[str], **_: Any) -> list[float]:

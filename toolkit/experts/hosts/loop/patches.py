@@ -14,8 +14,8 @@ By `engine.py`:
 
 By `prepared_optimizer.py`: an optimizer's state dict, which says whose rows it has.
 
-By `transformers/expert_trainer.py`: `prepare` of a Trainer's `Accelerator`, which spreads the experts, and its model's
-`generate`.
+By `transformers/expert_trainer.py`: `prepare` of a Trainer's `Accelerator`, which spreads the experts, its model's
+`generate`, and `_save` of the Trainer while a rank gives its experts to the one that writes.
 
 What makes a model one whose experts are on several ranks is not undone, because their rows are there: the `forward` of
 its experts modules (`spread.py`, `adapted_experts.py`, `peft/adapter_rows.py`), hooks of its modules (`route_hooks.py`,

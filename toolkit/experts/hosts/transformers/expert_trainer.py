@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from toolkit.compat import undo_prepare_for_evaluation
 from toolkit.errors import UserError
 from toolkit.experts.hosts.loop.engine import ExpertParallel
+from toolkit.experts.hosts.loop.patches import Patches
 from toolkit.experts.hosts.loop.route_hooks import record_routes
 from toolkit.experts.hosts.loop.route_hooks import replay_routes as replaying_routes
 from toolkit.experts.hosts.spreading.spread import PlacementOf
@@ -46,10 +47,11 @@ def expert_trainer(
 ) -> type:
     """Returns a subclass of `trainer` that spreads the model's experts, and is called as `trainer` is.
 
-    Experts are spread when `train` begins, with any adapters that were added before, and stay spread. Load metrics are
-    among the training logs. Text is generated within `ExpertParallel.join`, so that it may have unequal lengths on the
-    ranks. Call `save_model` on every rank. The other parameters are replicated. The instance of `ExpertParallel` is the
-    trainer's `experts`, a new one for each model that `model_init` makes.
+    Experts are spread when `train` begins, with any adapters that were added before, and stay spread. The load of
+    experts is among the training logs, in five numbers over all layers and ranks. Text is generated within
+    `ExpertParallel.join`, so that it may have unequal lengths on the ranks. Call `save_model` on every rank. The other
+    parameters are replicated. The instance of `ExpertParallel` is the trainer's `experts`, a new one for each model
+    that `model_init` makes.
 
     Args:
         trainer: transformers' Trainer, or a class that is derived from it.
@@ -171,14 +173,17 @@ def expert_trainer(
             return share / self.current_gradient_accumulation_steps if is_scaled else share
 
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            if "loss" in logs:
-                logs |= self.experts.metrics()
+            if "loss" in logs and self._saving is not None:
+                logs |= self._saving.load_metrics()
             super().log(logs, start_time)
 
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-            if self.model is self._spread_model and not self.args.should_save:
-                self.model.save_pretrained(output_dir or self.args.output_dir)  # Trainer does on the others
-            super().save_model(output_dir, _internal_call)
+            with Patches() as meanwhile:
+                if self.model is self._spread_model and not self.args.should_save:
+                    self.model.save_pretrained(output_dir or self.args.output_dir)  # Trainer does on the others
+                    # Trainer's returns at once on these ranks; those of derived trainers, as Axolotl's, may save again.
+                    meanwhile.replace(self, "_save", lambda *_, **__: None)
+                super().save_model(output_dir, _internal_call)
 
     ExpertTrainer.__name__ = ExpertTrainer.__qualname__ = f"Expert{trainer.__name__}"
     return ExpertTrainer

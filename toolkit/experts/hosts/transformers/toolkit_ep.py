@@ -164,12 +164,14 @@ def use_toolkit_ep() -> str:
 
 
 def replan_callback(options: ReplanOptions) -> TrainerCallback:
-    """Returns a callback of transformers' Trainer that moves experts between steps.
+    """Returns a callback of transformers' Trainer that moves experts between steps, and adds their load to its logs.
 
     Its `replanner` is a `toolkit.experts.moving.replan.Replanner`. Trainer does not resume models that were sharded
     when they were loaded. With this callback it does: pass `save_only_model=True`, and the callback adds parameters,
     optimizer, scheduler, random states, placement and guard to each checkpoint, and restores them after
-    `trainer.train(resume_from_checkpoint=...)`. Rank 0 prints which balance penalty is active when training begins.
+    `trainer.train(resume_from_checkpoint=...)`. Rank 0 prints which balance penalty is active when training begins. The
+    load of experts, in five numbers over all layers and ranks, is in `log_history`, and in what callbacks after this
+    one are given.
 
     Args:
         options: When experts are moved, and by which planner.
@@ -210,6 +212,12 @@ def replan_callback(options: ReplanOptions) -> TrainerCallback:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
             self.replanner.after_step(state.global_step, trainer["optimizer"])
+
+        def on_log(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+            if "loss" in (logs := trainer["logs"]):
+                metrics = self.load_metrics()
+                logs.update(metrics)
+                state.log_history[-1].update(metrics)  # which Trainer wrote before it called this
 
     return Replan(replanner)
 

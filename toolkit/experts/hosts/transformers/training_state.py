@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer with experts on several ranks, and where they are: saved, and loaded again."""
+"""What transformers' Trainer lacks with experts on several ranks: whole checkpoints, and the load of experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan import Replanner
+from toolkit.experts.routing.metrics import usage_metrics
+from toolkit.experts.routing.routing_log import Cursor, take_loads
 from toolkit.experts.state import checkpoint_files
 from toolkit.experts.state.random_states import random_states, restore_random_states
 
@@ -19,7 +22,8 @@ FOLDER = "toolkit"
 
 
 class TrainingState:
-    """Those events of a `TrainerCallback` at which it adds what Trainer's own checkpoints lack, and restores it.
+    """Those events of a `TrainerCallback` at which it adds what Trainer's own checkpoints lack, and restores it; and
+    the load of experts since training began or was last asked for.
 
     Added are parameters, optimizer, scheduler, random states, placement, and the guard of `replanner` where there is
     one. Its checkpoints load on any number of processes. Raises UserError on resuming from a checkpoint outside
@@ -30,8 +34,14 @@ class TrainingState:
         self.replanner = replanner
         self._random: dict[str, Any] | None = None
         """Of the checkpoint that training continues from, until it is restored."""
+        self._cursors: list[Cursor] = []
+
+    def load_metrics(self) -> dict[str, float]:
+        """Returns `usage_metrics` over all ranks since the last call. A collective, one reduction."""
+        return usage_metrics([load_E.cpu().numpy() for load_E in take_loads(self._cursors)])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+        self._cursors = [stack.log.cursor() for stack in expert_stacks(trainer["model"]).values()]
         if state.global_step == 0:
             return
         scheduler, optimizer = trainer["lr_scheduler"], trainer["optimizer"]
@@ -91,7 +101,6 @@ class ExpertTrainingState(TrainingState):
             )
         super().on_train_begin(args, state, control, **trainer)
         self.experts.steps = state.global_step
-        self.experts.metrics()  # begins to count
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
