@@ -58,6 +58,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "overlap.py": LAYER,
     "placement_lab.py": PLANS,
     "planners.py": (f"{EXPERTS}placement/",),
+    "quality.py": TRAINS,
     "ray_faults.py": ("toolkit/run/",),
     "report_page.py": ("toolkit/commands/report/",),
     "router_replay.py": (f"{EXPERTS}routing/", f"{EXPERTS}hosts/loop/"),

@@ -12,12 +12,12 @@ makes two steps of training on 64 tokens; `stock` loads it with `from_pretrained
 memory passes its share of what the machine has ends, as it would at the hands of the system.
 
 Memory is what a process has of its own (proportional set size, anonymous pages: pages of files can be dropped), beyond
-what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is the experts of this
-rank and those of one layer more, which is being read; of `stock`, all weights. A plain read is the time to read all
-files once, with nothing done to them, and nothing of them in the page cache. With `--offload` ours keeps its experts
-in a file, and with `--leave` another process holds all but so many GB of the memory that is free. With `--save` ours
-is loaded, spread and saved again, in files of at most 3 GB, and each tensor is compared with the checkpoint's; expected
-is then what a process has, and on rank 0 the tensors of a file.
+what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is what `toolkit plan`
+says of loading and training, from the configuration alone; of `stock`, all weights. A plain read is the time to read
+all files once, with nothing done to them, and nothing of them in the page cache. With `--offload` ours keeps its
+experts in a file, and with `--leave` another process holds all but so many GB of the memory that is free. With `--save`
+ours is loaded, spread and saved again, in files of at most 3 GB, and each tensor is compared with the checkpoint's;
+expected is then what a process has, and on rank 0 the tensors of a file.
 Writes benchmarks/results/large_checkpoint.json.
 """
 
@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from torch import Tensor
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
+from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 
 DIM, HIDDEN, EXPERTS, TOP_K, VOCAB = 2048, 768, 128, 8, 32_000
 EXPERT_BYTES = 3 * DIM * HIDDEN * 2
@@ -173,10 +175,17 @@ class Watch:
             time.sleep(0.02)
 
 
+def adapted(model: Any) -> Any:
+    """The model with adapters of one matrix of its experts."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    return get_peft_model(model, adapters, autocast_adapter_dtype=False)
+
+
 def load_and_train(folder: Path, limit: float, *, offload: bool = False) -> dict[str, float]:
     """One rank of ours."""
     from accelerate import Accelerator
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     from toolkit.experts.hosts.loop.engine import ExpertParallel
@@ -186,8 +195,7 @@ def load_and_train(folder: Path, limit: float, *, offload: bool = False) -> dict
     start = time.perf_counter()
     with experts_in_files(offload=folder if offload else None):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=kernel)
-    adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    model = adapted(model)
     accelerator = Accelerator(cpu=True)
     experts = ExpertParallel(accelerator)
     wrapped, optimizer = experts.prepare(
@@ -262,9 +270,11 @@ def load_stock(folder: Path, limit: float) -> dict[str, float]:
 def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dict[str, Any]:
     """What a case takes, of the rank that takes most."""
     part = LAYER_BYTES / processes
+    layout = Layout(ep_size=processes, sequences=1, context=TOKENS)
+    expected_of = partial(fine_tuning_memory, settings(layers), adapt=adapted)
     cases: dict[str, tuple[Callable[..., dict[str, float]], float]] = {
-        "ours": (load_and_train, (layers + 1) * part),
-        OFFLOADED: (partial(load_and_train, offload=True), part),
+        "ours": (load_and_train, expected_of(layout).total),
+        OFFLOADED: (partial(load_and_train, offload=True), expected_of(replace(layout, offload="file")).total),
         SAVED: (load_and_save, layers * part + FILE * 1e9),
         "stock": (load_stock, total),
     }

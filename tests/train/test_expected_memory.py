@@ -16,7 +16,6 @@ from toolkit.experts.hosts.spreading.libraries import libraries
 from toolkit.experts.hosts.spreading.spread import require_experts
 from toolkit.experts.hosts.transformers import causal_lm, rank_skeleton, use_toolkit_kernel
 from toolkit.experts.hosts.transformers.language_models import recompute_blocks
-from toolkit.experts.hosts.transformers.rank_skeleton import TIMES_HELD
 from toolkit.train.expected_memory import ExpectedMemory, _Allocated, expected_memory
 from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
@@ -70,7 +69,7 @@ def test_ranks_packed_experts_and_recomputed_blocks_take_less():
     experts = sum(parameter.nbytes for module in layers for parameter in module.parameters())
     frozen = whole.weights - half.weights
     assert frozen > experts / 2  # and the adapters of half of them
-    assert half.loading == whole.loading / 2 == TIMES_HELD * experts / len(layers) / 2
+    assert half.loading == whole.loading / 2 == experts / len(layers) / 2  # all at once, held a second time
     with mock.patch.object(rank_skeleton, "experts_at_a_time", return_value=2):
         assert expect(layout=layout()).loading == whole.loading * 2 / EXPERTS
     packed = expect(layout=layout(quantize="4bit", dtype=torch.bfloat16))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,24 +13,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.compat import exclude_from_ddp, holders_of_process_group
 from toolkit.errors import UserError
-from toolkit.experts.parallel.ownership import is_owned, stays_on_host
+from toolkit.experts.parallel.ownership import is_owned
 
 
-def leave_out_of_ddp(model: nn.Module) -> None:
-    """Puts owned parameters, those that stay in the host's memory, and buffers that are equal on all ranks for ever, on
-    the list of what DDP leaves alone.
+def leave_out_of_ddp(model: nn.Module, equal: Sequence[str] = ()) -> None:
+    """Puts owned parameters, and what is equal on all ranks for ever, on the list of what DDP leaves alone.
 
     DDP then neither overwrites them with the first rank's nor averages their gradients. Without DDP it changes nothing.
+
+    Args:
+        model: Which DDP will wrap.
+        equal: The names of frozen parameters that all ranks read from the same files.
 
     Raises:
         ValueError: For an owned parameter on the root module: DDP makes the names that it ignores from those of
             sub-modules, so it would skip the broadcast of such a parameter and still average its gradient.
     """
-    names = [name for name, p in model.named_parameters() if is_owned(p) or stays_on_host(p)]
+    names = [name for name, parameter in model.named_parameters() if is_owned(parameter)]
     for name in names:
         if "." not in name:
             raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
-    if excluded := names + constant_buffers(model):
+    if excluded := [*names, *equal, *constant_buffers(model)]:
         exclude_from_ddp(model, excluded)
 
 

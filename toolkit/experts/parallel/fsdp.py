@@ -60,7 +60,7 @@ def fully_shard_dense(
     mesh = _make_mesh(device.type, fsdp_size)
     # FSDP2 moves what it shards.
     for parameter in ignored:
-        if not stays_on_host(parameter):
+        if device.type != "cpu" and not stays_on_host(parameter):
             parameter.data = parameter.data.to(device)
     # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
     # resharded, too, so that between two steps the model has the parameters that the optimizer has.

@@ -62,6 +62,8 @@ def prepare(
     refuse_coupled_rows(optimizer)
     if is_parallel:
         end_after_gloo_threads()
+    # The CPU of a process has its number in Accelerate, so that torch would copy all parameters to it.
+    moves = accelerator.device_placement and accelerator.device.type != "cpu"
     if dense == "fsdp2" and is_parallel:
         if not experts and any(ownership_of(p) for p in model.parameters()):
             raise UserError(
@@ -80,8 +82,9 @@ def prepare(
         mark_as_prepared(model)  # or Accelerate would wrap it in DDP, and move it
     elif is_parallel and experts and all(is_owned(p) for p in model.parameters() if p.requires_grad):
         # DDP refuses a model of which it would average nothing, and nothing else of it is needed.
-        return accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
-    model, optimizer = accelerator.prepare(model, optimizer)
+        model = accelerator.prepare_model(model, device_placement=moves, evaluation_mode=True)
+        return model, accelerator.prepare(optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer, device_placement=[moves, moves])
     if isinstance(model, DistributedDataParallel):
         keep_group_longer_than(model)
     return model, optimizer

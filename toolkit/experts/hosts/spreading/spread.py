@@ -75,6 +75,7 @@ def spread_experts(
         )
     for library in libraries():
         library.stack_adapters(model, layers.values())
+    equal: list[str] = []
     for name, module in layers.items():
         experts, ranks = num_experts(module), groups.ep_size
         if isinstance(placement, str):
@@ -88,6 +89,7 @@ def spread_experts(
             place = ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in place.slots))
         here = place.slots[groups.ep_rank]
         read = rows_from_files(module, here)
+        equal += [f"{name}.{key}" for key in read if not module.get_parameter(key).requires_grad]
         parameters, in_files = stacked_parameters(module)
         device = next(iter(parameters.values())).device
         for key, parameter in parameters.items():
@@ -102,7 +104,7 @@ def spread_experts(
             _dispatch_tokens(module, module.expert_stack)  # type: ignore[arg-type]
             hook_state(module)
     stay_on_host(list(layers.values()), device)
-    leave_out_of_ddp(model)
+    leave_out_of_ddp(model, equal)
     return expert_stacks(model)
 
 

@@ -303,6 +303,7 @@ class _LayerInFiles:
                 if begin == 0:
                     kept[name] = self._room(module, name, value, len(experts))
                 kept[name][begin : begin + len(some)] = value
+            del rows, value  # before the next are read
         return kept
 
     def _room(self, module: nn.Module, name: str, value: Tensor, rows: int) -> Tensor:
