@@ -90,6 +90,11 @@ def _files(fields: Iterator[str]) -> Iterator[tuple[str, int]]:
             yield path, int(added) + int(removed)
 
 
+def script_of(command: str) -> str:
+    """The name of the script that a record's command starts."""
+    return next(Path(word).name for word in shlex.split(command) if word.endswith(".py"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--since", type=int, default=0, metavar="LINES")
@@ -99,7 +104,7 @@ def main() -> int:
         record = json.loads(path.read_text())
         if "command" not in record:
             continue
-        script = next(Path(word).name for word in shlex.split(record["command"]) if word.endswith(".py"))
+        script = script_of(record["command"])
         commit = record["commit"].removesuffix("-dirty")
         lines = sum(many for file, many in changed_lines(commit) if file.startswith(MEASURED[script]))
         rows.append((lines, path.stem, script, record["commit"], record["machine"]["date"]))

@@ -182,7 +182,9 @@ def plans() -> list[dict[str, Any]]:
         moe_intermediate_size=768,
         norm_topk_prob=True,
     )
-    return plan(config, layouts(8, sequences=1, context=4096), lora_rank=8)
+    asked: dict[str, Any] = {"sequences": 1, "context": 4096}
+    rows = plan(config, [*layouts(8, **asked), *layouts(8, **asked, offload=True)], lora_rank=8)
+    return [{"host": None} | row for row in rows]
 
 
 def main() -> int:

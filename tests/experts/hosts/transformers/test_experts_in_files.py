@@ -154,6 +154,26 @@ def test_experts_that_are_in_files_can_be_neither_called_nor_saved(tmp_path: Pat
     assert not any(value.is_meta for value in model.state_dict().values())
 
 
+def _places(folder: Path) -> None:
+    """Whether `prepare` leaves parameters where they are, and frozen experts out of DDP's broadcast."""
+    from accelerate import Accelerator
+
+    model = unread(folder).requires_grad_(False)
+    trained = [p for name, p in model.named_parameters() if "q_proj" in name]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    rest = {name: p.data_ptr() for name, p in model.named_parameters() if ".experts." not in name}
+    optimizer = torch.optim.AdamW(trained)
+    wrapped, _ = ExpertParallel(Accelerator(cpu=True), ep_size=1).prepare(model, optimizer)
+    found = dict(wrapped.module.named_parameters())
+    assert {name: found[name].data_ptr() for name in rest} == rest
+    assert set(wrapped.parameters_to_ignore) == found.keys() - rest.keys()
+
+
+def test_a_cpu_copies_no_parameter_and_broadcasts_none_that_all_ranks_read(tmp_path: Path):
+    run_distributed(_places, 2, saved(tmp_path))
+
+
 def _truncate(folder: Path) -> None:
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
