@@ -60,6 +60,8 @@ class ExpertStack:
         self._parameters = dict(parameters)
         self._in_files = dict(in_files or {})
         """Of parameters that are not stacked in files."""
+        self._computed_on: dict[str, torch.device] = {}
+        """Of parameters that stay in the host's memory."""
         self.only_names_are_read = False
         """Whether the module's state dict is read for its names alone, so that rows of one rank may be in it."""
         self.groups = groups
@@ -148,6 +150,11 @@ class ExpertStack:
     def in_files(self, name: str) -> RowsInFiles:
         """Returns how files have the rows of the parameter `name`."""
         return self._in_files.get(name, "stacked")
+
+    def compute_on(self, name: str, device: torch.device) -> None:
+        """Note that the parameter `name` stays in the host's memory, and is computed with on `device`."""
+        self._computed_on[name] = device
+        self.mark()
 
     @property
     def is_part(self) -> bool:
@@ -252,6 +259,7 @@ class ExpertStack:
                 rows_of_ranks=stored.slots if stored.has_replicas else None,
                 holder=self,
                 in_files=self.in_files(name),
+                computed_on=self._computed_on.get(name),
             )
 
 

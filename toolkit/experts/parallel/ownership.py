@@ -151,6 +151,7 @@ def mark_owned(
     rows_of_ranks: Sequence[Sequence[int]] | None = None,
     holder: RowHolder | None = None,
     in_files: RowsInFiles = "stacked",
+    computed_on: torch.device | None = None,
 ) -> None:
     """Declares that this rank, and its expert data-parallel group, owns the rows of `parameter`.
 
@@ -161,6 +162,7 @@ def mark_owned(
         rows_of_ranks: What every rank of the EP group holds; needed where rows have replicas there.
         holder: Decides which rows ranks hold, when a checkpoint is read.
         in_files: How files have the rows of all ranks.
+        computed_on: Where rows that stay in the host's memory are computed with; None: where they are.
 
     Raises:
         ValueError: Where `row_ids` are not one for each row.
@@ -168,24 +170,16 @@ def mark_owned(
     if len(row_ids) != len(local_rows(parameter)):
         raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(local_rows(parameter))} rows")
     everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
-    record = Ownership(tuple(row_ids), groups, everywhere, holder, in_files)
+    record = Ownership(tuple(row_ids), groups, everywhere, holder, in_files, computed_on=computed_on)
     if (before := ownership_of(parameter)) is not None:
         record.rows_in_use, record.optimizer = before.rows_in_use, before.optimizer
         record.averaging, record.awaits_average = before.averaging, before.awaits_average
-        record.computed_on = before.computed_on
     parameter.ownership = record  # type: ignore[attr-defined]
 
 
 def ownership_of(parameter: Tensor) -> Ownership | None:
     """Returns how `parameter` is owned, or None where every rank has a replica."""
     return getattr(parameter, "ownership", None)
-
-
-def compute_on(parameter: Tensor, device: torch.device) -> None:
-    """Declares that an owned `parameter` of the host's memory is computed with on `device`, and stays where it is."""
-    ownership = ownership_of(parameter)
-    assert ownership is not None
-    ownership.computed_on = device
 
 
 def stays_on_host(parameter: Tensor) -> bool:

@@ -22,6 +22,7 @@ from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.hosts.spreading.spread import require_experts, spread_experts
 from toolkit.experts.hosts.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.ownership import stays_on_host
 from toolkit.experts.placement.placement import ExpertPlacement
 
 PLACED = ExpertPlacement(((6, 0, 3, 1), (5, 2, 7, 4)))
@@ -108,6 +109,9 @@ def test_frozen_experts_are_kept_in_files_that_have_no_names(tmp_path: Path):
     assert not any(where.iterdir())
     whole = causal_lm(folder).state_dict()
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    for each in (model, copy.deepcopy(model)):
+        stay = {name for name, parameter in each.named_parameters() if stays_on_host(parameter)}
+        assert stay == {name for name in whole if name.endswith("gate_up_proj")}
 
 
 def test_folders_that_cannot_hold_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

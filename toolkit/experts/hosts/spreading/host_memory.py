@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.compat import move_by
-from toolkit.experts.parallel.ownership import compute_on
 
 ALIGNED = 256
 """Bytes of which the place of a matrix in a layer's memory is a multiple."""
@@ -157,11 +156,12 @@ def stay_on_host(modules: Sequence[nn.Module], device: torch.device) -> None:
     layers = LayersOnHost(staying)
     for number, module in enumerate(staying):
         module.on_host = layers, number  # type: ignore[assignment]
-        for parameter in _kept(module).values():
-            compute_on(parameter, device)
+        for name in _kept(module):
+            module.expert_stack.compute_on(name, device)  # type: ignore[union-attr, operator]
         move_by(module, _note_device, list(_kept(module)))
 
 
 def _note_device(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    for parameter in _kept(module).values():
-        compute_on(parameter, change(parameter.new_empty(0)).device)
+    for name, parameter in _kept(module).items():
+        device = change(parameter.new_empty(0)).device
+        module.expert_stack.compute_on(name, device)  # type: ignore[union-attr, operator]
