@@ -320,10 +320,11 @@ def test_wrapped_methods_of_the_accelerator_are_called(monkeypatch: pytest.Monke
 def test_a_module_can_be_moved_by_something_else():
     with relying_on("torch", "nn.Module._apply"):
         moved, module = [], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        compat.move_by(module[0], lambda part, change: moved.append((part, change(torch.zeros(1)).dtype)))
+        compat.move_by(module[0], lambda part, change: moved.append((part, change(torch.zeros(1)).dtype)), ["weight"])
         module.double()
         assert moved == [(module[0], torch.float64)]
         assert [part.weight.dtype for part in module] == [torch.float32, torch.float64]
+        assert {part.bias.dtype for part in module} == {torch.float64}
         compat.move_as_usual(module[0])
         assert {p.dtype for p in module.double().parameters()} == {torch.float64}
 
