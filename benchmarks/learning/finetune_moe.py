@@ -91,7 +91,6 @@ def row(trained: str, runs: list[dict[str, Any]], parameters: int, when: str = "
         "new of each seed": [round(each, 4) for each in new],
         "old of each seed": [round(each, 4) for each in old],
         "steps": runs[0]["steps"],
-        "seconds": None if when else round(statistics.mean(each["wall_seconds"] for each in runs), 1),
     }
 
 
