@@ -5,11 +5,14 @@ The garbage collector leaves what is here alone: else each fork would walk throu
 
 import gc
 import importlib
+import signal
 from importlib.util import find_spec
 from typing import IO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` has every process ignore
 
 MODULES = (
     "tests",
