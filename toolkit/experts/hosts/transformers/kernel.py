@@ -69,7 +69,7 @@ def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: In
     dtype = rows_ND.dtype
     first, last = TransformersLibrary().projections(experts)
     low_rank: dict[str, list[LowRank]] = getattr(experts, "low_rank", {})
-    if not low_rank and not is_packed(experts, first) and not is_on_host(experts, first) and _is_plain(experts):
+    if not low_rank and not _is_brought(experts, first) and _is_plain(experts):
         (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
         if accepts(rows_ND, up) and accepts(rows_ND, down):
             ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
@@ -94,9 +94,9 @@ def _project(
     experts: Any, name: str, x_ND: Tensor, rows_per_slot: Int[Tensor, " S"], low_rank: list[LowRank]
 ) -> Tensor:
     """(N, out): each row times its slot's matrix and what is added to it, and its bias."""
-    if is_packed(experts, name) or is_on_host(experts, name):
-        dtype = experts.packed[name].dtype if is_packed(experts, name) else getattr(experts, name).dtype
-        x_ND, like = cast_as_autocast_would(x_ND, x_ND.new_empty(0, dtype=dtype))
+    if _is_brought(experts, name):
+        rows = experts.packed[name] if is_packed(experts, name) else getattr(experts, name)
+        x_ND, like = cast_as_autocast_would(x_ND, x_ND.new_empty(0, dtype=rows.dtype))
         x_ND = x_ND.to(like.dtype)
         out = FrozenProduct.apply(x_ND, rows_per_slot, experts, name)
     else:
@@ -108,6 +108,11 @@ def _project(
     if experts.has_bias:
         out = out + getattr(experts, f"{name}_bias")[slots_of_rows(rows_per_slot, len(x_ND)).squeeze(1)]
     return out
+
+
+def _is_brought(experts: nn.Module, name: str) -> bool:
+    """Whether the matrices of a frozen parameter are unpacked, or brought to the device, when they are used."""
+    return is_packed(experts, name) or is_on_host(experts, name)
 
 
 class FrozenProduct(torch.autograd.Function):
