@@ -37,11 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import machine
 
-RENAMED_FLAGS: dict[str, str] = {
-    "--replan.planner": "--planner",
-    "--replan.every": "--replan-every",
-    "--replan.no-guarded": "--no-guard",
-}
+RENAMED_FLAGS: dict[str, str] = {}
 """Words of this tree's command lines -> what the older revision takes instead: any number of words, also none.
 
 Names of recipe files and of arguments are words too.
@@ -52,15 +48,10 @@ RENAMED_KEYS: dict[str, str] = {}
 Keys are those of metrics.jsonl and results.json; what is nested in them has its own key: `expert_placement/block`.
 """
 
-CORRECTED: dict[str, str] = {
-    r"expert_placement/.*": "where experts began; now where they ended, without empty slots and inactive experts",
-    r"expert_load_notice": "was not there; now a sentence, where the load of experts is uneven",
-}
+CORRECTED: dict[str, str] = {}
 """Regular expressions that match whole keys whose older values were wrong, and what they are now: not compared."""
 
-ADDED: dict[str, str] = {
-    r"(moe/)?plans_refused": "plans that the guard refused, which went uncounted before",
-}
+ADDED: dict[str, str] = {}
 """Regular expressions that match whole keys that only this tree has, and what they are: not compared."""
 
 SHOWN = 12
