@@ -71,7 +71,7 @@ test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or defa
 
 .PHONY: families
 families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md anew: every mixture of the installed transformers, two minutes
-	$(PY) -m tests.experts.hosts.transformers.test_mixtures
+	$(PY) -m tests.integrations.transformers.test_mixtures
 
 .PHONY: matrix
 matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md anew: which expert parallelism of which library trains as one process does

@@ -45,7 +45,7 @@ ROOMS_BEFORE = {
     "toolkit/parallel": "toolkit/experts/parallel",
     "toolkit/moe/lifecycle/callback.py": "toolkit/train",
     "toolkit/moe/lifecycle/report.py": "toolkit/train",
-    "toolkit/moe/lifecycle": "toolkit/experts/dynamic",
+    "toolkit/moe/lifecycle": "toolkit/dynamic",
     "toolkit/moe/load": "toolkit/experts/routing",
     "toolkit/moe/routes.py": "toolkit/experts/routing",
     "toolkit/moe/migrate.py": "toolkit/experts/moving",
@@ -53,7 +53,7 @@ ROOMS_BEFORE = {
     "toolkit/moe/state_dict.py": "toolkit/experts/state",
     "toolkit/checkpoint/tensor_files.py": "toolkit/experts/state",
     "toolkit/moe": "toolkit/experts/layer",
-    "toolkit/hosts": "toolkit/experts/hosts",
+    "toolkit/hosts": "toolkit/integrations",
 }
 """Folders and files of 0.1.0 -> the rooms of 0.2.0; the longest match counts."""
 

@@ -22,11 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EXPERTS = "toolkit/experts/"
 LAYER = (f"{EXPERTS}layer/",)
-SPREAD = (*LAYER, f"{EXPERTS}parallel/", f"{EXPERTS}hosts/spreading/")
-PLANS = (f"{EXPERTS}placement/", "toolkit/commands/lab/")
+SPREAD = (*LAYER, f"{EXPERTS}parallel/", f"{EXPERTS}sharding/")
+PLANS = (f"{EXPERTS}placement/", "toolkit/lab/")
 TRAINS = ("toolkit/train/", "toolkit/data/")
 MEASURED: dict[str, tuple[str, ...]] = {
-    "adapter_faults.py": (f"{EXPERTS}hosts/peft/",),
+    "adapter_faults.py": ("toolkit/integrations/peft/",),
     "checkpoint_stall.py": ("toolkit/checkpoint/", f"{EXPERTS}state/"),
     "continual_learning.py": (f"{EXPERTS}dynamic/", "recipes/continual/"),
     "dynamic_experts.py": (f"{EXPERTS}dynamic/", "recipes/continual/"),
@@ -34,16 +34,16 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "ep_crossover.py": SPREAD,
     "ep_speed.py": SPREAD,
     "exchanged_bytes.py": LAYER,
-    "expert_adapters.py": (*SPREAD, f"{EXPERTS}hosts/peft/"),
-    "expected_memory.py": (f"{EXPERTS}hosts/", "toolkit/train/"),
+    "expert_adapters.py": (*SPREAD, "toolkit/integrations/peft/"),
+    "expected_memory.py": ("toolkit/integrations/", "toolkit/train/"),
     "few_labels.py": ("recipes/digits/",),
-    "finetune_moe.py": (f"{EXPERTS}hosts/peft/", "recipes/language/"),
+    "finetune_moe.py": ("toolkit/integrations/peft/", "recipes/language/"),
     "force_balanced.py": (*LAYER, "toolkit/train/"),
     "gpu_layer.py": LAYER,
-    "gpu_training.py": (*SPREAD, f"{EXPERTS}hosts/transformers/", *TRAINS),
+    "gpu_training.py": (*SPREAD, "toolkit/integrations/transformers/", *TRAINS),
     "har_folds.py": ("recipes/activity/",),
     "inject.py": ("toolkit/run/", *TRAINS),
-    "large_checkpoint.py": (f"{EXPERTS}hosts/transformers/", f"{EXPERTS}hosts/spreading/"),
+    "large_checkpoint.py": ("toolkit/integrations/transformers/", f"{EXPERTS}sharding/"),
     "large_scale.py": PLANS,
     "lm_bits_per_byte.py": (*LAYER, "recipes/language/"),
     "lmu_forms.py": ("recipes/speech/",),
@@ -61,9 +61,9 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "quality.py": TRAINS,
     "ray_faults.py": ("toolkit/run/",),
     "report_page.py": ("toolkit/commands/report/",),
-    "router_replay.py": (f"{EXPERTS}routing/", f"{EXPERTS}hosts/loop/"),
+    "router_replay.py": (f"{EXPERTS}routing/", "toolkit/integrations/accelerate/"),
     "scaling.py": (*SPREAD, *TRAINS),
-    "score.py": ("toolkit/commands/doctor/", "benchmarks/faults/silent_bugs/"),
+    "score.py": ("toolkit/doctor/", "benchmarks/faults/silent_bugs/"),
     "simulator.py": (*SPREAD, f"{EXPERTS}placement/"),
     "split_mnist.py": (f"{EXPERTS}dynamic/",),
     "trainer_overhead.py": TRAINS,

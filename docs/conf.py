@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "extensions")]
 # The table of contents: captions, and below each its pages in the order in which they are read.
 CONTENTS = {
     "Start": ["docs/index", "docs/start/which_way", "docs/start/tour", "docs/start/config", "recipes/README"],
-    "Notebooks": [f"docs/notebooks/{name}" for name in ("ten_minutes", "spread_experts", "adapters")],
+    "Notebooks": [f"docs/notebooks/{name}" for name in ("ten_minutes", "shard_experts", "adapters")],
     "Train": ["docs/train/recipes", "docs/train/own_data", "docs/train/accelerate", "docs/train/convert"],
     "Experts": [
         "docs/experts/moe",

@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 
 import toolkit as tk
 from toolkit.errors import require
-from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
+from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, base, data.tokenizer.vocab_size)
         run.describe(trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
         placement = config.initial_placement or "contiguous"
-        tk.experts.spread_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
+        tk.experts.shard_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
         optimizer = build_optimizer(config, model)
         routers = tk.transformers.watch_routers(model)
         penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)

@@ -105,7 +105,7 @@ def main(config: Config) -> dict[str, Any]:
         run.describe(dataset=data.name, dataset_notice=data.notice, **describe_language_model(model))
         if config.experts:
             placement = config.initial_placement or "contiguous"
-            tk.experts.spread_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
+            tk.experts.shard_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
         optimizer = build_optimizer(config, model)
         routers = tk.transformers.watch_routers(model) if config.experts else []
         penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import PositiveInt
 
 import toolkit as tk
-from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
+from toolkit.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.options import FractionBelowOne
 
 if TYPE_CHECKING:

@@ -18,23 +18,24 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
 FLOORS = """
 toolkit.__main__
 toolkit.commands  toolkit
+toolkit.doctor  toolkit.lab
+toolkit.dynamic
 toolkit.train
 toolkit.checkpoint
 toolkit.run
 toolkit.data
+toolkit.integrations.transformers  toolkit.integrations.peft
+toolkit.integrations.accelerate
+toolkit.integrations
 toolkit.experts
-toolkit.experts.hosts.transformers  toolkit.experts.hosts.peft
-toolkit.experts.hosts.loop
-toolkit.experts.hosts.spreading
-toolkit.experts.dynamic
 toolkit.experts.moving
+toolkit.experts.sharding
 toolkit.experts.routing
 toolkit.experts.state
 toolkit.experts.layer
-toolkit.experts.routing.routing_log  toolkit.experts.routing.model_inputs
 toolkit.experts.parallel
 toolkit.experts.placement
-toolkit.experts.options
+toolkit.experts.compat  toolkit.experts.options
 toolkit.compat  toolkit.version
 toolkit.errors
 """
@@ -45,15 +46,14 @@ FENCES = {
     "tyro": ("toolkit.run.cli",),
     "wandb": (),
     "accelerate": (
-        "toolkit.compat",
         "toolkit.run",
         "toolkit.data",
-        "toolkit.commands.doctor",
-        "toolkit.experts.hosts.loop",
+        "toolkit.doctor",
+        "toolkit.integrations.accelerate",
     ),
-    "transformers": ("toolkit.compat", "toolkit.experts.hosts.transformers", "toolkit.data.tokenizer"),
-    "peft": ("toolkit.experts.hosts.peft",),
-    "matplotlib": ("toolkit.run.pictures", "toolkit.run.tracking"),
+    "transformers": ("toolkit.integrations.transformers", "toolkit.data.tokenizer"),
+    "peft": ("toolkit.integrations.peft",),
+    "matplotlib": ("toolkit.run.pictures", "toolkit.run.tracking", "toolkit.dynamic"),
     "bokeh": ("toolkit.commands.report",),
     "wandb_workspaces": ("toolkit.commands.report",),
     "ray": ("toolkit.commands.ray",),
@@ -74,13 +74,11 @@ OF_THE_EXPERTS = {
     "jaxtyping",
     "pydantic",
     "safetensors",
-    "scipy",
-    "networkx",
     "lazy_loader",
     "toolkit",
 }
-"""What `toolkit/experts/` imports, its hosts apart."""
-FLAGS_ARE_KNOWN_TO = ("toolkit.commands", "toolkit.train", "toolkit.run", "toolkit.errors")
+"""Libraries that `toolkit/experts/` imports."""
+FLAGS_ARE_KNOWN_TO = ("toolkit.commands", "toolkit.doctor", "toolkit.lab", "toolkit.train", "toolkit.run", "toolkit.errors")
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}
 
 
@@ -204,7 +202,7 @@ def test_modules_form_no_circle():
 
 def test_a_sub_command_can_be_deleted_and_the_others_still_work():
     rooms = {path.stem if path.is_file() else path.name for path in (ROOT / "toolkit" / "commands").iterdir()}
-    shared = {"arguments", "__init__", "__pycache__"}
+    shared = {"__init__", "__pycache__"}
     for name, path in FILES.items():
         for imported in modules_imported(path, FILES, for_types=True) if within(name, "toolkit.commands") else ():
             mine, other = (each.split(".")[2:3] for each in (name, imported))
@@ -243,7 +241,7 @@ def test_a_library_is_imported_only_behind_its_fence():
 
 def test_experts_need_torch_and_small_libraries_only():
     for name, path in FILES.items():
-        if within(name, "toolkit.experts") and not within(name, "toolkit.experts.hosts"):
+        if within(name, "toolkit.experts"):
             for found in imports(path):
                 library = found.module.partition(".")[0]
                 assert library in OF_THE_EXPERTS | sys.stdlib_module_names, f"{name} imports {found.module}"
@@ -313,7 +311,7 @@ def test_private_names_of_libraries_are_used_in_compat_only():
     found = {"_utils", "_private", "torch._foreach_mul_", "model._marked", "_hidden"}
     assert set(private_names_of_others(tree, frozenset({"_ours"}))) == found
     used = {module_name(path) for path in TOOLKIT if set(private_names_of_others(parsed(path), our_private_names()))}
-    assert used == {"toolkit.compat"}
+    assert all(name.endswith(".compat") for name in used), used
 
 
 def test_every_recipe_has_a_debug_preset_and_is_tested():

@@ -1,4 +1,4 @@
-"""Canaries for `toolkit/compat.py`: what we rely on beyond the documented interface of each library still works.
+"""Canaries for the files `compat.py`: what we rely on beyond the documented interface of each library still works.
 
 A failure here names the library and the release that changed it; mend `compat.py`, and nothing else.
 """
@@ -25,7 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from tests.support.helpers import run_distributed
-from toolkit import compat
+from toolkit import compat as other_compat
+from toolkit.doctor import watch
+from toolkit.experts import compat
+from toolkit.integrations.accelerate import compat as accelerate_compat
+from toolkit.integrations.transformers import compat as transformers_compat
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def relying_on(library: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = f"{library} {version(library)} changed {what}: mend toolkit/compat.py ({error!r})"
+        message = f"{library} {version(library)} changed {what}: mend compat.py ({error!r})"
         raise AssertionError(message) from error
 
 
@@ -220,16 +224,16 @@ def test_persistent_workers_are_started_anew_with_a_new_iterator():
 
 @pytest.fixture
 def accelerate_state() -> Iterator[None]:
-    compat.reset_accelerator_state()
+    accelerate_compat.reset_accelerator_state()
     yield
-    compat.reset_accelerator_state()
+    accelerate_compat.reset_accelerator_state()
 
 
 @pytest.mark.usefixtures("accelerate_state")
 def test_a_model_that_is_marked_as_prepared_is_returned_as_it_is():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     plain, marked = nn.Linear(1, 1), nn.Linear(1, 1)
-    compat.mark_as_prepared(marked)
+    accelerate_compat.mark_as_prepared(marked)
     with relying_on("accelerate", "_is_accelerate_prepared"):
         accelerator.prepare(plain)
         accelerator.prepare(marked)
@@ -243,12 +247,12 @@ def test_a_model_prepared_for_evaluation_can_be_prepared_again():
     plain = model.forward
     with relying_on("accelerate", "_is_accelerate_prepared or _original_forward"):
         accelerator.prepare_model(model, evaluation_mode=True)
-        assert compat.is_marked_as_prepared(model)
+        assert accelerate_compat.is_marked_as_prepared(model)
         assert model.forward != plain
-        compat.undo_prepare_for_evaluation(model)
-        assert not compat.is_marked_as_prepared(model)
+        accelerate_compat.undo_prepare_for_evaluation(model)
+        assert not accelerate_compat.is_marked_as_prepared(model)
         assert model.forward == plain
-        compat.undo_prepare_for_evaluation(model)
+        accelerate_compat.undo_prepare_for_evaluation(model)
         assert model.forward == plain
 
 
@@ -257,8 +261,8 @@ def test_saved_states_leave_out_models_and_optimizers(tmp_path: Path):
     accelerator, kept, left_out = Accelerator(cpu=True), nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(left_out.parameters())
     prepared, *_ = accelerator.prepare(kept, left_out, optimizer)
-    assert compat.models_of(accelerator) == [kept, left_out]
-    with compat.without_states(accelerator, left_out, optimizer):
+    assert accelerate_compat.models_of(accelerator) == [kept, left_out]
+    with accelerate_compat.without_states(accelerator, left_out, optimizer):
         accelerator.save_state(str(tmp_path))
         with torch.no_grad():
             weight = kept.weight.clone()
@@ -268,13 +272,13 @@ def test_saved_states_leave_out_models_and_optimizers(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "random_states_0.pkl"}
     assert torch.equal(prepared.weight, weight)
     assert left_out.weight.item() == 7
-    assert compat.models_of(accelerator) == [kept, left_out]
+    assert accelerate_compat.models_of(accelerator) == [kept, left_out]
 
 
 def test_accelerators_state_is_forgotten():
     Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
     with relying_on("accelerate", "AcceleratorState._reset_state or GradientState._reset_state"):
-        compat.reset_accelerator_state()
+        accelerate_compat.reset_accelerator_state()
         states: list[Any] = [AcceleratorState, GradientState, PartialState]
         assert [state._shared_state for state in states] == [{}, {}, {}]
         assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
@@ -291,10 +295,10 @@ def test_the_launch_config_has_the_number_of_processes(tmp_path: Path, monkeypat
     with relying_on("accelerate", "commands.config.config_args"):
         for found in (str(path), None):
             monkeypatch.setattr(config_args, "default_config_file", str(path))
-            config = compat.launch_config(found)
+            config = accelerate_compat.launch_config(found)
             assert (config.num_processes, config.use_cpu) == (3, True)
         monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none"))
-        assert compat.launch_config(None) is None
+        assert accelerate_compat.launch_config(None) is None
 
 
 @pytest.mark.usefixtures("accelerate_state")
@@ -307,7 +311,7 @@ def test_wrapped_methods_of_the_accelerator_are_called(monkeypatch: pytest.Monke
     names = ["__init__", "prepare", "prepare_model", "backward", "clip_grad_norm_"]
     for name in names:
         monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))  # undone after the test
-        compat.wrap_method(Accelerator, name, noting)
+        watch.wrap_method(Accelerator, name, noting)
     with relying_on("accelerate", "the methods of Accelerator that the doctor wraps"):
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(nn.Linear(1, 1))
@@ -373,7 +377,7 @@ def test_a_registered_experts_function_is_called_with_experts_tokens_ids_and_wei
         return hidden_TD * 2
 
     with relying_on("transformers", "ALL_EXPERTS_FUNCTIONS"):
-        compat.register_experts_function("canary", forward)
+        transformers_compat.register_experts_function("canary", forward)
         experts = small_moe("canary")
         out = experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
         assert out.tolist() == torch.full((3, 4), 2.0).tolist()
@@ -383,9 +387,9 @@ def test_a_registered_experts_function_is_called_with_experts_tokens_ids_and_wei
 def test_the_gate_of_an_experts_module_is_applied_to_the_first_half_of_the_columns():
     with relying_on("transformers", "_apply_gate or _default_apply_gate of an experts module"):
         experts = small_moe("eager")
-        assert compat.has_default_gate(experts)
+        assert transformers_compat.has_default_gate(experts)
         hidden = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-        gated = compat.apply_gate(experts, hidden)
+        gated = transformers_compat.apply_gate(experts, hidden)
         assert gated.tolist() == (nn.functional.silu(hidden[:, :2]) * hidden[:, 2:]).tolist()
 
 
@@ -396,7 +400,7 @@ def test_an_experts_module_with_a_gate_of_its_own_is_not_taken_for_the_default()
 
     own = small_moe("eager")
     own.__class__ = Own
-    assert not compat.has_default_gate(own)
+    assert not transformers_compat.has_default_gate(own)
 
 
 def test_a_registered_ep_implementation_is_found_by_its_name():
@@ -407,7 +411,7 @@ def test_a_registered_ep_implementation_is_found_by_its_name():
     class Canary: ...
 
     with relying_on("transformers", "EPImplementationInterface.register"):
-        compat.register_ep_implementation("canary", Canary)
+        transformers_compat.register_ep_implementation("canary", Canary)
         assert interface()["canary"] is Canary
 
 
@@ -421,18 +425,18 @@ def test_weights_of_a_pretrained_model_can_be_loaded_by_something_else(tmp_path)
 
     def load(theirs: Any, model: Any, state: Any, files: Any, config: Any, *rest: Any) -> Any:
         seen.extend([model.norm.weight.is_meta, state, [Path(file).name for file in files]])
-        compat.mark_as_loaded(model.norm.weight)
+        transformers_compat.mark_as_loaded(model.norm.weight)
         return theirs(model, state, files, config, *rest)
 
     with relying_on("transformers", "PreTrainedModel._load_pretrained_model"):
-        with compat.weights_loaded_by(load):
+        with transformers_compat.weights_loaded_by(load):
             model = LlamaModel.from_pretrained(tmp_path)
         assert seen == [True, None, ["model.safetensors"]]
         LlamaModel.from_pretrained(tmp_path)
         assert len(seen) == 3
         assert torch.equal(model.norm.weight, whole.norm.weight)
     with relying_on("transformers", "config._experts_implementation"):
-        assert compat.experts_implementation(whole.config) == "eager"
+        assert transformers_compat.experts_implementation(whole.config) == "eager"
 
 
 # --- datasets and wandb ------------------------------------------------------------------------------------------
@@ -443,17 +447,17 @@ def test_a_dataset_has_a_fingerprint_of_its_content():
 
     with relying_on("datasets", "Dataset._fingerprint"):
         same, again, other = (datasets.Dataset.from_dict({"text": [text]}) for text in ("a", "a", "b"))
-        assert compat.fingerprint(same) == compat.fingerprint(again)
-        assert compat.fingerprint(same) != compat.fingerprint(other)
+        assert other_compat.fingerprint(same) == other_compat.fingerprint(again)
+        assert other_compat.fingerprint(same) != other_compat.fingerprint(other)
         mapped = same.map(lambda row: {"text": row["text"] + "!"})
-        assert compat.fingerprint(mapped) != compat.fingerprint(same)
+        assert other_compat.fingerprint(mapped) != other_compat.fingerprint(same)
 
 
 def test_wandb_knows_the_setting_that_keeps_the_command_line_private():
     wandb = pytest.importorskip("wandb")
     with relying_on("wandb", "the setting x_disable_meta"):
         for has_secrets in (True, False):
-            settings = wandb.Settings(**compat.wandb_privacy(has_secrets=has_secrets))
+            settings = wandb.Settings(**other_compat.wandb_privacy(has_secrets=has_secrets))
             assert settings.x_disable_meta is has_secrets
 
 
@@ -461,7 +465,7 @@ def test_wandb_workspaces_sends_what_we_print():
     ws = pytest.importorskip("wandb_workspaces.workspaces")
     with relying_on("wandb_workspaces", "Workspace._to_model"):
         workspace = ws.Workspace(entity="me", project="digits", sections=[ws.Section(name="Training")])
-        sent = json.loads(compat.workspace_as_json(workspace))
+        sent = json.loads(other_compat.workspace_as_json(workspace))
         assert sent["section"]["panelBankConfig"]["sections"][0]["name"] == "Training"
 
 
@@ -470,5 +474,5 @@ def test_wandbs_service_is_still_called_so():
     with relying_on("wandb", "the name of its service"):
         binaries = [path for path in Path(wandb.__file__).parent.rglob("wandb-core*") if path.is_file()]
         assert binaries
-        assert all(compat.is_wandb_service(path.name) for path in binaries)
-    assert not compat.is_wandb_service("python")
+        assert all(other_compat.is_wandb_service(path.name) for path in binaries)
+    assert not other_compat.is_wandb_service("python")

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.experts.hosts.peft.models import adapted, base
-from tests.experts.hosts.transformers.trainers import make, quiet_float64
+from tests.integrations.peft.models import adapted, base
+from tests.integrations.transformers.trainers import make, quiet_float64
 from tests.recipes.continual.toy import dimmed, toy_config, toy_trainer
 from tests.recipes.test_lm_moe import corpus
 from tests.support.emulated_device import EmulatedDevice, emulate

@@ -8,8 +8,8 @@ from .data.text import load_text as load_text
 from .data.visit_draws import BlankPixels as BlankPixels
 from .errors import UserError as UserError
 from .errors import require as require
-from .experts.hosts import transformers as transformers
-from .experts.hosts.loop.engine import ExpertParallel as ExpertParallel
+from .integrations import transformers as transformers
+from .integrations.accelerate.expert_parallel import ExpertParallel as ExpertParallel
 from .run.cli import run_recipe as run_recipe
 from .run.config.experts import DynamicRunConfig as DynamicRunConfig
 from .run.config.experts import ExpertRunConfig as ExpertRunConfig

@@ -23,13 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from tests.experts.hosts.peft.faults import SETTINGS, WEIGHTS, digests_find_damage, drop_from_merged
+from tests.integrations.peft.faults import SETTINGS, WEIGHTS, digests_find_damage, drop_from_merged
 from tests.support.helpers import run_distributed
 from toolkit.commands import main as run_command
-from toolkit.commands.doctor.compare import TOLERANCES, Evidence
-from toolkit.commands.doctor.examine import judge
-from toolkit.commands.doctor.record import read_records
-from toolkit.commands.doctor.watch import watch
+from toolkit.doctor.compare import TOLERANCES, Evidence
+from toolkit.doctor.examine import judge
+from toolkit.doctor.record import read_records
+from toolkit.doctor.watch import watch
 
 SCRIPT = Path(__file__).with_name("adapter_training.py")
 STEPS = 3
@@ -55,9 +55,9 @@ OF_TRAINING = {
 def make_base(folder: Path) -> None:
     import torch
 
-    from tests.experts.hosts.peft.models import config
-    from tests.experts.hosts.transformers.families import awaken
-    from toolkit.experts.hosts.transformers import causal_lm
+    from tests.integrations.peft.models import config
+    from tests.integrations.transformers.families import awaken
+    from toolkit.integrations.transformers import causal_lm
 
     torch.manual_seed(0)
     model: Any = awaken(causal_lm(config("olmoe")))

@@ -18,18 +18,18 @@ from peft import LoraConfig, get_peft_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.experts.hosts.peft.faults import MATRICES
-from tests.experts.hosts.peft.models import config
-from tests.experts.hosts.transformers.families import EXPERTS, awaken, tokens
+from tests.integrations.peft.faults import MATRICES
+from tests.integrations.peft.models import config
+from tests.integrations.transformers.families import EXPERTS, awaken, tokens
 from tests.support.equality import in_float64
-from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
-from toolkit.experts.hosts.peft.merged_weights import save_merged
-from toolkit.experts.hosts.transformers import causal_lm, place_experts, save_pretrained
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.ownership import is_owned
 from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+from toolkit.integrations.accelerate.replica_check import ReplicaCheck
+from toolkit.integrations.peft.merged_weights import save_merged
+from toolkit.integrations.transformers import causal_lm, place_experts, save_pretrained
 
 STEPS, SAMPLES = 4, 8
 MOVED = ExpertPlacement((tuple(range(EXPERTS // 2, EXPERTS)), tuple(range(EXPERTS // 2))))

@@ -38,7 +38,7 @@ PRELOADED = (
     "tyro",
     "toolkit.run.cli",
     "toolkit.data.images",
-    "toolkit.experts.dynamic.dynamic_layer",
+    "toolkit.dynamic.dynamic_layer",
     "toolkit.train.build",
 )
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h

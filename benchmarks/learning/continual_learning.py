@@ -38,11 +38,11 @@ from toolkit.data.batches import Augment, BatchOrder
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
-from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
+from toolkit.dynamic.drift import DriftWatch
+from toolkit.dynamic.lifecycle_options import LifecycleOptions
+from toolkit.dynamic.remember import Remember, Replay
 from toolkit.run.folder import write_json
 from toolkit.train.build import lifecycle_callbacks
-from toolkit.train.callbacks.drift import DriftWatch
-from toolkit.train.callbacks.remember import Remember, Replay
 
 PAGE = ROOT / "docs" / "recipes" / "continual_learning.md"
 TITLES = {

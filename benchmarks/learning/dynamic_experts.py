@@ -36,15 +36,15 @@ from continual.streams import permuted_stream, split_stream
 from continual.training import stream_task, task_order
 from recipes.mnist_moe import Config, build_model, dynamic, full, main, top2
 from toolkit.data.batches import EvalBatches
-from toolkit.experts.dynamic.dynamic_router import Hyperplane
-from toolkit.experts.dynamic.expert_rows import ExpertRows
-from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
-from toolkit.experts.dynamic.plans import Grow, Merge, free_logical_id
-from toolkit.experts.dynamic.similarity import output_distances, reordered
-from toolkit.experts.dynamic.surgery import DynamicExperts
+from toolkit.dynamic.callback import COUNTED, Lifecycle
+from toolkit.dynamic.dynamic_router import Hyperplane
+from toolkit.dynamic.expert_rows import ExpertRows
+from toolkit.dynamic.lifecycle_options import LifecycleOptions
+from toolkit.dynamic.plans import Grow, Merge, free_logical_id
+from toolkit.dynamic.similarity import output_distances, reordered
+from toolkit.dynamic.surgery import DynamicExperts
 from toolkit.experts.layer.moe_layer import MoE, moe_layers
 from toolkit.train.build import lifecycle_callbacks
-from toolkit.train.callbacks.lifecycle import COUNTED, Lifecycle
 
 MEASURED_TOKENS = 2000
 FIXED = "fixed, 8 experts"

@@ -26,8 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.commands.lab.report import STAY, Case, Rules, case_of_trace, try_planner
-from toolkit.commands.lab.simulate import simulate
 from toolkit.experts.placement.cost_model import CostModel, LayerSeconds
 from toolkit.experts.placement.loads import Floats, Ints, max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
@@ -35,6 +33,8 @@ from toolkit.experts.placement.planners import replicate
 from toolkit.experts.placement.traffic import rows_between_ranks
 from toolkit.experts.routing.routing_log import RowBytes
 from toolkit.experts.routing.traces import read_trace
+from toolkit.lab.report import STAY, Case, Rules, case_of_trace, try_planner
+from toolkit.lab.simulate import simulate
 
 RULES = Rules(every=20)
 ROWS = 8192

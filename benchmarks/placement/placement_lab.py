@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.commands.lab.report import STAY, Rules, case_of_trace, case_of_workload, try_planner
-from toolkit.commands.lab.workloads import WORKLOADS, Sizes
 from toolkit.experts.routing.traces import read_trace
+from toolkit.lab.report import STAY, Rules, case_of_trace, case_of_workload, try_planner
+from toolkit.lab.workloads import WORKLOADS, Sizes
 
 BLOCKS, TURNS = Rules(every=20), Rules(every=20, initial_placement="round_robin")
 PLANNERS = ("lpt", "swap", "few_swaps", "replicate")

@@ -30,14 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.commands.lab.replay import replay, worst_span
-from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard
 from toolkit.experts.placement.loads import rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import PLANNERS, few_swaps, lpt, planner_named, replicate, swap
 from toolkit.experts.placement.planners.bounds import lower_bound
+from toolkit.lab.replay import replay, worst_span
+from toolkit.lab.workloads import WORKLOADS, Sizes, drifting
 
 SEEDS = 5
 SEARCH = 20_000

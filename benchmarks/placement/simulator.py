@@ -1,4 +1,4 @@
-"""Predicted and measured time of training steps: `toolkit.commands.lab.simulate` beside live runs on gloo.
+"""Predicted and measured time of training steps: `toolkit.lab.simulate` beside live runs on gloo.
 
     python benchmarks/placement/simulator.py                      every configuration, eight minutes on two idle cores
     python benchmarks/placement/simulator.py --only 3 7 --rounds 3    two of them
@@ -38,8 +38,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.commands.lab.simulate import Machine, simulate
-from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
@@ -50,6 +48,8 @@ from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import EXCHANGES, Cores
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+from toolkit.lab.simulate import Machine, simulate
 from toolkit.run.process_settings import process_settings
 
 LAYERS, TOP_K = 2, 2

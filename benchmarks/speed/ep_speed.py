@@ -39,13 +39,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.spreading.foreign import slots_of_rows
-from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
-from toolkit.experts.hosts.transformers.kernel import experts_forward
 from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous
+from toolkit.experts.sharding.foreign import slots_of_rows
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+from toolkit.integrations.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
+from toolkit.integrations.transformers.kernel import experts_forward
 from toolkit.run.process_settings import process_settings
 
 DIM, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB = 128, 128, 16, 2, 4, 1024

@@ -33,7 +33,7 @@ from benchmarks.report import write_report
 from benchmarks.speed.large_checkpoint import Watch
 from tests.support.helpers import run_distributed
 from toolkit.commands.plan import layouts, plan
-from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
+from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
 from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
@@ -124,8 +124,8 @@ def take(folder: Path, case: Case) -> float:
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
-    from toolkit.experts.hosts.loop.engine import ExpertParallel
-    from toolkit.experts.hosts.transformers import experts_in_files, recompute_blocks, use_toolkit_kernel
+    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+    from toolkit.integrations.transformers import experts_in_files, recompute_blocks, use_toolkit_kernel
 
     kernel, layout = use_toolkit_kernel(), case.layout
     watch = Watch(limit=float("inf"))

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import peak_bytes
-from toolkit.experts.hosts.transformers import causal_lm
+from toolkit.integrations.transformers import causal_lm
 
 DIM, HIDDEN, TOP_K, LAYERS, VOCAB, RANK = 512, 512, 4, 2, 1024, 8
 TOKENS = (4, 128)
@@ -42,7 +42,7 @@ def build(experts: int, kind: str) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3MoeConfig
 
-    from toolkit.experts.hosts.loop.engine import ExpertParallel
+    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
     torch.manual_seed(0)
     settings: Any = Qwen3MoeConfig(

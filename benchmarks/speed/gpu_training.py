@@ -59,16 +59,16 @@ from benchmarks.report import write_report
 from benchmarks.speed.gpu_layer import matrix_rate
 from benchmarks.speed.trainer_overhead import Tick
 from language.small_models import language_model_config
-from toolkit.compat import FlopCounter
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.data.text import STDLIB, load_text
 from toolkit.errors import one_line
-from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
-from toolkit.experts.hosts.spreading.spread import spread_experts
-from toolkit.experts.hosts.transformers import causal_lm, experts_in_files, use_toolkit_kernel
+from toolkit.experts.compat import FlopCounter
 from toolkit.experts.layer.grouped_mm import cast_as_autocast_would
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.sharding.shard import shard_experts
+from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
+from toolkit.integrations.transformers import causal_lm, experts_in_files, use_toolkit_kernel
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
@@ -139,7 +139,7 @@ class Job:
             base.to(device=self.device)
             adapted = add_adapters(base, AdapterOptions())
             if ours:
-                spread_experts(adapted, ExpertGroups())
+                shard_experts(adapted, ExpertGroups())
             return adapted
         return from_scratch(self.sizes, self.device, experts_implementation)
 

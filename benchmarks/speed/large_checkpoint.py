@@ -188,8 +188,8 @@ def load_and_train(folder: Path, limit: float, *, offload: bool = False) -> dict
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
-    from toolkit.experts.hosts.loop.engine import ExpertParallel
-    from toolkit.experts.hosts.transformers import experts_in_files, use_toolkit_kernel
+    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+    from toolkit.integrations.transformers import experts_in_files, use_toolkit_kernel
 
     kernel, watch = use_toolkit_kernel(), Watch(limit)
     start = time.perf_counter()
@@ -223,8 +223,8 @@ def load_and_save(folder: Path, limit: float) -> dict[str, float]:
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
-    from toolkit.experts.hosts.loop.engine import ExpertParallel
-    from toolkit.experts.hosts.transformers import experts_in_files, save_pretrained, use_toolkit_kernel
+    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+    from toolkit.integrations.transformers import experts_in_files, save_pretrained, use_toolkit_kernel
 
     kernel, watch = use_toolkit_kernel(), Watch(limit)
     with experts_in_files():

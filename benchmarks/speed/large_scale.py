@@ -6,7 +6,7 @@
     python benchmarks/speed/large_scale.py plans  what a plan costs
     python benchmarks/speed/large_scale.py exchanges  tokens sent once to a node, beside a row for each assignment
 
-Nothing here was measured on a GPU. `toolkit.commands.lab.simulate` predicts; inputs are made-up loads and the rates in
+Nothing here was measured on a GPU. `toolkit.lab.simulate` predicts; inputs are made-up loads and the rates in
 `H800`, each with its source. 58 layers of 256 experts, top 8, hidden 7,168, expert width 2,048; 4,096 tokens on each
 GPU and step, or 30,720 as in that model's training. Left out: pipelines, memory, exchanges that run beside computation,
 and the averaging of gradients. The exchange is flat but in the fourth table.
@@ -36,12 +36,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from toolkit.commands.lab.simulate import Machine, simulate
 from toolkit.experts.placement.loads import max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.planners import lpt, node_aware, replicate
 from toolkit.experts.placement.traffic import expected_visits, migration_cost, rows_between_ranks
+from toolkit.lab.simulate import Machine, simulate
 from toolkit.run.pictures.plots import GREY, palette, save_figure
 
 if TYPE_CHECKING:

@@ -44,13 +44,13 @@ from benchmarks.placement.record_traces import language_model
 from benchmarks.placement.simulator import Block, DrawnRouter, drawn, step
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.loads import Load, rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners.simple import lpt, round_robin
 from toolkit.experts.routing.traces import read_trace
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.run.process_settings import process_settings
 
 EXPERTS, TOP_K, DIM, LAYERS, EVERY, TURN, TURNS = 16, 2, 256, 2, 8, 16, 5

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig, get_linear_schedule_with_warmup, set_seed
 
 # New Code #
-from toolkit.experts import ExpertParallel, ReplanOptions
+from toolkit import ExpertParallel
+from toolkit.experts import ReplanOptions
 
 ########################################################################
 # An example of a mixture of experts whose experts are spread over the
@@ -75,7 +76,7 @@ def training_function(config, args):
     lr, num_epochs, seed = config["lr"], int(config["num_epochs"]), int(config["seed"])
     # New Code #
     # Each process makes the whole model from the same seed, or loads the same files, and then keeps its own experts.
-    # For a model that fits no process, see `experts_in_files` of toolkit.experts.hosts.transformers.
+    # For a model that fits no process, see `experts_in_files` of toolkit.integrations.transformers.
     set_seed(seed)
     model = AutoModelForSequenceClassification.from_config(
         Qwen3MoeConfig(

@@ -23,7 +23,7 @@ from transformers import set_seed
 
 from toolkit.errors import UserError
 from toolkit.experts import ReplanOptions
-from toolkit.experts.hosts.transformers.expert_trainer import expert_trainer
+from toolkit.integrations.transformers.expert_trainer import expert_trainer
 
 
 class ExpertPlacement(BaseModel, extra="forbid"):

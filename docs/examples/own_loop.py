@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from toolkit import experts
+from toolkit import ExpertParallel, experts
 from toolkit.data.images import ImageData
-from toolkit.experts import ExpertParallel
 
 
 def full() -> tk.RunConfig:

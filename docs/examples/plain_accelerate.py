@@ -9,7 +9,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit.experts import ExpertParallel, ReplanOptions
+from toolkit import ExpertParallel
+from toolkit.experts import ReplanOptions
 
 
 class Experts(nn.Module):

@@ -14,7 +14,7 @@ dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 torch.manual_seed(0)
 mixture = experts.make_moe(dim=16, hidden_dim=32, num_experts=8, top_k=2)
 model = nn.Sequential(nn.Linear(16, 16), mixture, nn.Linear(16, 1))  # the same on every rank
-stacks = experts.spread_experts(model, experts.make_expert_groups(dist.get_world_size()))  # each keeps its own experts
+stacks = experts.shard_experts(model, experts.make_expert_groups(dist.get_world_size()))  # each keeps its own experts
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 ddp = DistributedDataParallel(model)  # which leaves the experts alone
 replanner = experts.Replanner(stacks, experts.ReplanOptions(planner="swap", every=10, guarded=False))

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 from toolkit.experts import ReplanOptions
-from toolkit.experts.hosts.transformers import experts_in_files
-from toolkit.experts.hosts.transformers.expert_trainer import expert_trainer
+from toolkit.integrations.transformers import experts_in_files
+from toolkit.integrations.transformers.expert_trainer import expert_trainer
 
 
 @dataclass

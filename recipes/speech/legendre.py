@@ -54,7 +54,7 @@ class LegendreMemory(nn.Module):
     """
 
     constant_buffers = ("A", "B", "within", "over_a_chunk")
-    """See `toolkit.experts.hosts.loop.accelerate_prepare`: 30 MB for an order of 468."""
+    """See `toolkit.integrations.accelerate.prepare`: 30 MB for an order of 468."""
 
     A: Tensor
     B: Tensor

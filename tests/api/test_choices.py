@@ -18,7 +18,7 @@ from autoencoder.labels import FewLabels
 from continual.streams import split_stream
 from speech.legendre import LegendreMemory
 from toolkit.data.images import ImageData
-from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
+from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import initial_placement
@@ -33,7 +33,7 @@ FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
     ("drop_policy", partial(tk.experts.make_moe, 8, 4, 4, 2, capacity_factor=1.0)),
     ("recompute", partial(tk.experts.make_moe, 8, 4, 4, 2)),
     ("recompute", partial(make_dynamic_moe, 8, 4, 2, 2, max_experts=4)),
-    ("placement", partial(tk.experts.spread_experts, tk.experts.make_moe(8, 4, 4, 2), ExpertGroups())),
+    ("placement", partial(tk.experts.shard_experts, tk.experts.make_moe(8, 4, 4, 2), ExpertGroups())),
     ("placement", lambda placement: initial_placement(4, 2, placement)),
     ("exchange", partial(tk.experts.make_expert_groups, 1)),
     ("balance_scope", partial(tk.experts.RouterPenalty, [], balance_weight=0.1)),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from benchmarks.placement.each_step import borrow, try_each_step
 from tests.experts.placement.placements import placements
-from toolkit.commands.lab.report import STAY, Rules, case_of_workload, try_planner
-from toolkit.commands.lab.workloads import Sizes
 from toolkit.experts.placement.loads import shares
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.lab.report import STAY, Rules, case_of_workload, try_planner
+from toolkit.lab.workloads import Sizes
 
 
 def test_a_hot_expert_is_divided_exactly_and_an_even_load_borrows_nothing():

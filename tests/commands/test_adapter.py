@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.experts.hosts.peft.faults import (
+from tests.integrations.peft.faults import (
     MATRICES,
     SETTINGS,
     WEIGHTS,
@@ -25,11 +25,11 @@ from tests.experts.hosts.peft.faults import (
     drop_from_merged,
     experts_of,
 )
-from tests.experts.hosts.peft.models import config
-from tests.experts.hosts.transformers.families import EXPERTS, awaken, tokens
+from tests.integrations.peft.models import config
+from tests.integrations.transformers.families import EXPERTS, awaken, tokens
 from tests.support.helpers import run_distributed
 from toolkit.commands import main
-from toolkit.experts.hosts.transformers import causal_lm, save_pretrained
+from toolkit.integrations.transformers import causal_lm, save_pretrained
 
 FAMILY = "olmoe"
 
@@ -39,8 +39,8 @@ def trained(folder: Path, shared: bool) -> None:
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
 
-    from toolkit.experts.hosts.loop.engine import ExpertParallel
-    from toolkit.experts.hosts.peft.merged_weights import save_merged
+    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+    from toolkit.integrations.peft.merged_weights import save_merged
 
     torch.manual_seed(0)
     settings = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"], target_parameters=MATRICES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from language.small_models import language_model_config
-from tests.experts.hosts.transformers.families import config
+from tests.integrations.transformers.families import config
 from toolkit.commands import main
 from toolkit.commands.plan import OF_A_DEVICE
 

@@ -22,14 +22,14 @@ from safetensors.torch import load_file
 import toolkit as tk
 from language.model_card import model_card
 from tests.commands.report.conftest import write_run
-from tests.experts.hosts.transformers import families
+from tests.integrations.transformers import families
 from tests.recipes.language.test_language_models import FACTS
 from tests.support.helpers import free_port
 from tests.support.small_run import SmallModel, small_config, small_trainer
 from toolkit.commands import main
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
-from toolkit.experts.hosts.transformers import causal_lm
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.integrations.transformers import causal_lm
 from toolkit.run.config.callback_options import CheckpointOptions
 
 TOKEN = "hf_" + "t" * 34

@@ -77,7 +77,7 @@ def test_ten_minutes(tmp_path: Path, commands: Path):
 
 
 def test_spread_experts(tmp_path: Path, commands: Path):
-    found = run("spread_experts", tmp_path, commands, IN_FLOAT64)
+    found = run("shard_experts", tmp_path, commands, IN_FLOAT64)
     one, stay, moved = (found["runs"][name] for name in ("one", "stay", "moved"))
     assert (one["moves"], stay["moves"]) == (0, 0)
     assert moved["moves"] > 0

@@ -55,7 +55,7 @@ def train(folder: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
         mixture = experts.make_moe(dim=8, hidden_dim=16, num_experts=8, top_k=2)
         model = nn.Sequential(nn.Linear(8, 8), mixture, nn.Linear(8, 1))
         groups = experts.make_expert_groups(min(2, world))
-        stacks = experts.spread_experts(model, groups)
+        stacks = experts.shard_experts(model, groups)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         called = DistributedDataParallel(model) if world > 1 else model
         replanner = experts.Replanner(stacks, experts.ReplanOptions(planner="swap", every=2, guarded=False))

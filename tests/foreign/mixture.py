@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.experts.hosts.loop.test_engine import Model
+from tests.integrations.accelerate.test_expert_parallel import Model
 
 
 def mixture() -> nn.Module:

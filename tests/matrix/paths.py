@@ -478,14 +478,14 @@ class Ours(AccelerateDDP):
     def spread(self) -> tuple[Any, Any]:
         from accelerate import Accelerator
 
-        from toolkit.experts.hosts.loop.engine import ExpertParallel
+        from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
         self.accelerator = Accelerator(cpu=True)
         self.experts = ExpertParallel(self.accelerator, ep_size=dist.get_world_size(), dense=self.dense)
         return self.experts.prepare(self.inner, make_optimizer(self.inner))
 
     def save(self, folder: Path) -> None:
-        from toolkit.experts.hosts.transformers import save_pretrained
+        from toolkit.integrations.transformers import save_pretrained
 
         save_pretrained(self.model, folder)
 

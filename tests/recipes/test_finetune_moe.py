@@ -28,10 +28,10 @@ from tests.support.helpers import run_distributed
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer
 from toolkit.errors import Preempted, UserError
-from toolkit.experts.hosts.peft.merged_weights import save_merged
-from toolkit.experts.hosts.peft.verify import verify_adapter
-from toolkit.experts.hosts.transformers import causal_lm, use_toolkit_kernel
 from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.integrations.peft.merged_weights import save_merged
+from toolkit.integrations.peft.verify import verify_adapter
+from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.run import cli
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.tasks.language_modeling import LanguageModeling

@@ -23,9 +23,9 @@ from tests.support.helpers import run_distributed
 from toolkit.commands import main as toolkit_command
 from toolkit.data.text import load_text
 from toolkit.errors import Preempted, UserError
-from toolkit.experts.hosts.transformers import use_toolkit_kernel
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.routing.traces import read_trace
+from toolkit.integrations.transformers import use_toolkit_kernel
 from toolkit.run import cli
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics

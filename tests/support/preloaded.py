@@ -35,7 +35,7 @@ MODULES = (
     "toolkit.run.cli",
     "toolkit.run.launch.supervisor",
     "toolkit.train.build",
-    "toolkit.train.callbacks.lifecycle",
+    "toolkit.dynamic.callback",
 )
 
 for name in MODULES:

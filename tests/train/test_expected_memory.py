@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.experts.hosts.transformers.families import EXPERTS, config
-from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
-from toolkit.experts.hosts.spreading.libraries import libraries
-from toolkit.experts.hosts.spreading.spread import require_experts
-from toolkit.experts.hosts.transformers import causal_lm, rank_skeleton, use_toolkit_kernel
-from toolkit.experts.hosts.transformers.language_models import recompute_blocks
+from tests.integrations.transformers.families import EXPERTS, config
+from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.sharding.shard import require_experts
+from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
+from toolkit.integrations.transformers import causal_lm, rank_skeleton, use_toolkit_kernel
+from toolkit.integrations.transformers.language_models import recompute_blocks
 from toolkit.train.expected_memory import ExpectedMemory, _Allocated, expected_memory
 from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling

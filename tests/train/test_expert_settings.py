@@ -13,8 +13,8 @@ import toolkit as tk
 from tests.support.helpers import run_distributed
 from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
-from toolkit.experts.hosts.peft.adapters import AdapterOptions
 from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.integrations.peft.adapters import AdapterOptions
 from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.experts.hosts.loop.test_engine import Model
+from tests.integrations.accelerate.test_expert_parallel import Model
 from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, my_mean_loss, spread, toy_trainer
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.experts.state import checkpoint_files, manifest
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.train.trainer import Trainer
 
 PLACED = (0, 2, 3, 1)

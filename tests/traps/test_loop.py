@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, toy_data, toy_trainer
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.layer.losses import global_load
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.integrations.accelerate.prepare import prepare
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.optim import initial_rates
 from toolkit.train.trainer import Trainer

@@ -17,10 +17,10 @@ from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, gradients, my_mean_loss, norm_of, reference_gradients, rows_of, spread
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import is_owned, mark_owned, owned
+from toolkit.integrations.accelerate.prepare import prepare
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 

@@ -3,7 +3,7 @@
     toolkit checkpoint inspect runs/mnist_moe/2026-11-21
 
 Each module has `main(argv) -> int`, which takes the words behind its name and returns the exit code: 0 done, 2 bad
-input or a finding (one line on stderr for a `UserError`). Its arguments are read by `toolkit.commands.arguments`.
+input or a finding (one line on stderr for a `UserError`). Its arguments are read by `toolkit.run.arguments`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "lab": Command("toolkit.commands.lab.command", "replay recorded routing traces against every planner"),
+    "lab": Command("toolkit.lab.command", "replay recorded routing traces against every planner"),
     "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, export or import a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "plan": Command("toolkit.commands.plan", "say what fine-tuning a mixture takes in the memory of each GPU"),
@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "push": Command("toolkit.commands.report.push", "upload a run's weights and a model card to the Hugging Face Hub"),
     "env": Command("toolkit.commands.env", "print versions and machine, for a bug report"),
-    "doctor": Command("toolkit.commands.doctor.command", "compare training in one process with training in several"),
+    "doctor": Command("toolkit.doctor.command", "compare training in one process with training in several"),
 }
 
 

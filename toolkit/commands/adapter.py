@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.run.arguments import Parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
 
     from toolkit.data.hub import model_folder
-    from toolkit.experts.hosts.peft.verify import verify_adapter
-    from toolkit.experts.hosts.transformers import causal_lm
+    from toolkit.integrations.peft.verify import verify_adapter
+    from toolkit.integrations.transformers import causal_lm
 
     found = verify_adapter(args.folder, args.base, args.merged, load=lambda name: causal_lm(model_folder(name)))
     sys.stdout.write("".join(f"{line}\n" for line in found.lines))

@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from toolkit.checkpoint import without_model
 from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import best_or_newest
-from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE, UserError, one_line
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.state import manifest
+from toolkit.run.arguments import Parser
 
 FORMATS = (
     "dcp: a folder of torch.distributed.checkpoint, with optimizer states, for dcp.load of get_state_dict's dicts; "

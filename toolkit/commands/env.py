@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_DONE
+from toolkit.run.arguments import Parser
 from toolkit.run.hardware import memory_limit_bytes, processor
 from toolkit.run.launch.world import usable_cores
 from toolkit.run.summary import aligned

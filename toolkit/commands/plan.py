@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.commands.arguments import Parser, count, positive
 from toolkit.errors import EXIT_DONE, UserError
+from toolkit.run.arguments import Parser, count, positive
 from toolkit.run.summary import table
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
 
     from toolkit.data.hub import model_folder
-    from toolkit.experts.hosts.transformers.language_models import read_config
+    from toolkit.integrations.transformers.language_models import read_config
 
     config = read_config(model_folder(args.model, weights=False))
     trains_all = args.lora_rank == 0
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(config: PreTrainedConfig, ways: Iterable[Layout], lora_rank: int) -> list[dict[str, Any]]:
     """Returns a row for each of `ways`: what a process takes on a GPU, with adapters of `lora_rank`."""
-    from toolkit.experts.hosts.peft.adapters import AdapterOptions, add_adapters
+    from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
     from toolkit.train.fine_tuning_memory import fine_tuning_memory
 
     adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))

@@ -19,11 +19,11 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from toolkit.compat import new_iterator
 from toolkit.data.batches import EvalBatches, bounds
 from toolkit.data.identity import Identity, identity_of_length
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
+from toolkit.experts.compat import new_iterator
 from toolkit.experts.parallel.groups import extremes_over_ranks
 from toolkit.experts.parallel.seeding import derive_seed
 

@@ -1,7 +1,7 @@
 """Experts that can be anywhere, in anybody's loop: torch and small libraries only, until a host is asked for.
 
     from toolkit import experts
-    experts.spread_experts, experts.Replanner, experts.save, ...
+    experts.shard_experts, experts.Replanner, experts.save, ...
 
 The public names are listed in `__init__.pyi` and are imported when they are first used.
 """

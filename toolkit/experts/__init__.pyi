@@ -1,7 +1,5 @@
 """The public names of `toolkit.experts`, once: editors and type checkers read them here."""
 
-from .hosts.loop.engine import ExpertParallel as ExpertParallel
-from .hosts.spreading.spread import spread_experts as spread_experts
 from .layer.losses import RouterPenalty as RouterPenalty
 from .layer.moe_layer import make_moe as make_moe
 from .layer.stack import average_gradients as average_gradients
@@ -11,5 +9,6 @@ from .moving.replan_options import ReplanOptions as ReplanOptions
 from .parallel.gradients import clip_grad_norm_ as clip_grad_norm_
 from .parallel.groups import make_expert_groups as make_expert_groups
 from .placement.placement import ExpertPlacement as ExpertPlacement
+from .sharding.shard import shard_experts as shard_experts
 from .state.checkpoint_files import load as load
 from .state.checkpoint_files import save as save

@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch.distributed import DistNetworkError
 
-from toolkit.compat import reset_accelerator_state
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.accelerate_prepare import ddp_options
+from toolkit.integrations.accelerate.compat import reset_accelerator_state
+from toolkit.integrations.accelerate.prepare import ddp_options
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.children import holding_signals
 from toolkit.run.launch.restarts import STORE

@@ -25,6 +25,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from toolkit.dynamic.records import LIFECYCLE_FILE
 from toolkit.errors import UserError, one_line
 from toolkit.experts.state import manifest
 from toolkit.run.config.run import RunConfig, to_dict
@@ -32,7 +33,6 @@ from toolkit.run.config.settings import LENGTH, decides_what_is_learned, leaves
 from toolkit.run.launch.restarts import folder_to_continue, past_restarts
 from toolkit.run.storage import Storage
 from toolkit.run.tracking.jsonl import from_json, to_json
-from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE
 from toolkit.run.tracking.secrets import mask
 
 RUNS = Path("runs")

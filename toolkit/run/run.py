@@ -27,10 +27,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from filelock import FileLock
 
-from toolkit.compat import reset_accelerator_state
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.seeding import derive_seed
+from toolkit.integrations.accelerate.compat import reset_accelerator_state
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.flags import as_typed

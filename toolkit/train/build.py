@@ -23,8 +23,11 @@ from toolkit.data.loader import (
 )
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
+from toolkit.dynamic.callback import Lifecycle
+from toolkit.dynamic.dynamic_layer import make_dynamic_moe
+from toolkit.dynamic.remember import Remember
+from toolkit.dynamic.report import LifecycleReport
 from toolkit.errors import UserError
-from toolkit.experts.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, describe_experts, make_moe
 from toolkit.experts.layer.stack import expert_stacks
@@ -39,12 +42,9 @@ from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalance
 from toolkit.train.callbacks.expert_load import ExpertLoad
-from toolkit.train.callbacks.lifecycle import Lifecycle
-from toolkit.train.callbacks.lifecycle_report import LifecycleReport
 from toolkit.train.callbacks.pictures import Pictures
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.progress import Progress
-from toolkit.train.callbacks.remember import Remember
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.compat import FlopCounter
 from toolkit.data.table import Batch
+from toolkit.experts.compat import FlopCounter
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.task import Loss, Task

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.compat import Operations, multiplies_groups, storage_id, without_values
 from toolkit.data.table import Batch
+from toolkit.experts.compat import Operations, multiplies_groups, storage_id, without_values
 from toolkit.train.task import Task
 
 

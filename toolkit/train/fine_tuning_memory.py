@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from toolkit.experts.hosts.transformers.language_models import recompute_blocks
-from toolkit.experts.hosts.transformers.rank_skeleton import bytes_to_read, frozen_bytes, rank_skeleton
+from toolkit.integrations.transformers.language_models import recompute_blocks
+from toolkit.integrations.transformers.rank_skeleton import bytes_to_read, frozen_bytes, rank_skeleton
 from toolkit.train.expected_memory import ExpectedMemory, expected_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 

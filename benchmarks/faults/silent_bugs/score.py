@@ -34,10 +34,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.commands.doctor.compare import TOLERANCES, Evidence
-from toolkit.commands.doctor.examine import judge
-from toolkit.commands.doctor.record import read_records
-from toolkit.commands.doctor.watch import watch
+from toolkit.doctor.compare import TOLERANCES, Evidence
+from toolkit.doctor.examine import judge
+from toolkit.doctor.record import read_records
+from toolkit.doctor.watch import watch
 
 BUGS = Path(__file__).parent / "bugs"
 TIMEOUT_S = 3600.0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.commands.report.conftest import write_run
-from tests.experts.dynamic.eventful import write_lifecycle
+from tests.dynamic.eventful import write_lifecycle
 from tests.support.small_run import small_config, small_trainer
 from toolkit.commands import main
 from toolkit.commands.report import experts

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.experts.hosts.transformers.families import awaken, config
-from tests.experts.hosts.transformers.families import tokens as tokens_of_step
+from tests.integrations.transformers.families import awaken, config
+from tests.integrations.transformers.families import tokens as tokens_of_step
 from tests.support.helpers import run_distributed
-from toolkit.experts.hosts.loop.engine import ExpertParallel
-from toolkit.experts.hosts.transformers import recompute_blocks
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint
@@ -27,6 +25,8 @@ from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.cost_model import EXCHANGES, HIERARCHICAL_EXCHANGES
 from toolkit.experts.placement.placement_options import ExpertExchange
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+from toolkit.integrations.transformers import recompute_blocks
 from toolkit.train.models.mlp import MLP
 
 DIM, EXPERTS, TOP_K = 16, 8, 2

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from speech.legendre import LegendreMemory
 from speech.lmu import LMU
 from tests.support.helpers import run_distributed
-from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.parallel.dense import constant_buffers
+from toolkit.integrations.accelerate.prepare import prepare
 
 
 class Memory(nn.Module):

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
-from toolkit.compat import timeout_of
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.accelerate_prepare import prepare
-from toolkit.experts.hosts.loop.replica_check import ReplicaCheck
+from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel import groups
 from toolkit.experts.parallel.gradients import clip_grad_norm_
+from toolkit.integrations.accelerate.prepare import prepare
+from toolkit.integrations.accelerate.replica_check import ReplicaCheck
 
 
 def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:

@@ -14,11 +14,11 @@ from torch import nn
 
 from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
-from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.parallel.dense import refuse_late_parameters
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned, owned, ownership_of
+from toolkit.integrations.accelerate.prepare import prepare
 
 ALONE = ExpertGroups()
 

@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from toolkit.experts.hosts.loop.accelerate_prepare import prepare
+from toolkit.integrations.accelerate.prepare import prepare
 
 for rank in ("0", "1"):  # forks of a process that has imported, which end as programs do
     if not os.fork():

@@ -13,8 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.experts.placement.placements import placements, placements_with_loads
-from toolkit.commands.lab.replay import replay
-from toolkit.commands.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.loads import checked_load, rank_imbalance
@@ -40,6 +38,8 @@ from toolkit.experts.placement.planners.fewest import unevenness
 from toolkit.experts.placement.planners.packing import PackingState, even_counts, pack
 from toolkit.experts.placement.planners.replicas import replicas_for
 from toolkit.experts.placement.traffic import Traffic, rows_between_ranks
+from toolkit.lab.replay import replay
+from toolkit.lab.workloads import WORKLOADS, Sizes, drifting
 from toolkit.run.process_settings import flushes_subnormals
 
 Case = tuple[ExpertPlacement, list[float]]

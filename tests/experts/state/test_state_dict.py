@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.experts.hosts.loop.test_engine import Model, place
+from tests.integrations.accelerate.test_expert_parallel import Model, place
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.experts.hosts.loop.engine import ExpertParallel
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.state.state_dict import whole_state_dict
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
 def refusal(model: nn.Module) -> str:

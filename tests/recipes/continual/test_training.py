@@ -13,9 +13,9 @@ from tests.recipes.continual.toy import dimmed, toy_config, toy_trainer
 from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
 from toolkit.data.table import Batch
+from toolkit.dynamic.remember import Replay
 from toolkit.run.config.callback_options import CheckpointOptions, EarlyStoppingOptions
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.remember import Replay
 
 METHODS: dict[str, dict[str, Any]] = {
     "elastic": {"strength": 1e3},

@@ -20,8 +20,8 @@ from toolkit.data.batches import Augment
 from toolkit.data.images import ImageData
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import Batch, TensorTable
-from toolkit.train.callbacks.drift import DriftWatch
-from toolkit.train.callbacks.remember import Remember, Replay
+from toolkit.dynamic.drift import DriftWatch
+from toolkit.dynamic.remember import Remember, Replay
 
 
 def images(count: int, seed: int) -> TensorTable:

@@ -13,10 +13,10 @@ from language.small_models import describe_language_model, language_model_config
 from tests.support.helpers import run_distributed
 from toolkit.data.tokenizer import ByteTokenizer
 from toolkit.errors import UserError
-from toolkit.experts.hosts.spreading.spread import spread_experts
-from toolkit.experts.hosts.transformers import causal_lm, experts_modules, use_toolkit_kernel
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.sharding.shard import shard_experts
+from toolkit.integrations.transformers import causal_lm, experts_modules, use_toolkit_kernel
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "dim": 32, "layers": 2, "heads": 4, "context": 64}
 MIXTURE: dict[str, Any] = {"experts": 6, "top_k": 2, "expert_hidden_size": 24}
@@ -88,7 +88,7 @@ def export_on_two(folder: Any) -> tuple[Any, Any, Any]:
     tokens = torch.randint(256, (2, 20))
     alone = model(input_ids=tokens).logits.detach()
     order = ExpertPlacement(((5, 0, 3, 1), (4, 2)))
-    spread_experts(model, make_expert_groups(2), placement=lambda *_: order)
+    shard_experts(model, make_expert_groups(2), placement=lambda *_: order)
     texts = sample_tokens(model, tokens[:, :4], length=8)
     export_language_model(model, folder, tokenizer=ByteTokenizer(), facts=FACTS, samples=["one\ntwo", "three"])
     return tokens.numpy(), alone.numpy(), texts.numpy()

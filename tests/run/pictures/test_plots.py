@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from tests.experts.dynamic.eventful import write_lifecycle
+from tests.dynamic.eventful import write_lifecycle
 from toolkit.run.pictures import plots
 from toolkit.run.pictures.plots import _draw_loads, draw_loss, draw_plots, save_figure
 

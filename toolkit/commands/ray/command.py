@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands.arguments import Parser, positive
 from toolkit.errors import UserError
+from toolkit.run.arguments import Parser, positive
 
 EXAMPLE = """
   toolkit ray recipes/mnist_moe.py full --workers 2:8 --run-dir /shared/runs/one

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.commands.arguments import Parser
 from toolkit.commands.report.comparison import as_json, differing, final_rows, is_compared, summary_rows
 from toolkit.commands.report.processes import as_values, process_notices, process_tables
 from toolkit.commands.report.records import readable_runs
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.run.arguments import Parser
 from toolkit.run.markdown import markdown_table
 from toolkit.run.tracking.jsonl import to_json
 

@@ -11,11 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.commands.arguments import Parser
 from toolkit.commands.report.curves import OPEN_AT_FIRST, curves_by_metric, heading, page_order
 from toolkit.commands.report.records import RunRecord, readable_runs
 from toolkit.compat import workspace_as_json
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, one_line
+from toolkit.run.arguments import Parser
 from toolkit.run.runs_table import is_number
 from toolkit.run.tracking.secrets import mask_text
 

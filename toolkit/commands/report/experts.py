@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.commands.report.records import RunRecord
+from toolkit.dynamic.records import LayerState, describe
 from toolkit.run.pictures.plots import LOAD_PREFIX, MOST_LAYERS, spread
 from toolkit.run.runs_table import is_number
 from toolkit.run.summary import RESTART_REASON
-from toolkit.run.tracking.lifecycle_records import LayerState, describe
 
 PLACEMENT_PREFIX = "moe/placement/"
 CELLS_OF_A_PAGE = 200_000

@@ -9,12 +9,12 @@ from toolkit.checkpoint import without_model
 from toolkit.checkpoint.retention import best_or_newest
 from toolkit.commands.report.model_card import model_card, without_paths
 from toolkit.commands.report.records import RunRecord
+from toolkit.dynamic.records import LIFECYCLE_FILE
 from toolkit.errors import UserError, one_line
 from toolkit.experts.state import manifest
 from toolkit.run.folder import changed_files, results_of
 from toolkit.run.pictures.plots import draw_loss, points_of, save_figure
 from toolkit.run.runs_table import is_number
-from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE
 
 FOLDER = "push"
 """Of the run's folder."""

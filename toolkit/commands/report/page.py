@@ -15,13 +15,13 @@ from urllib.parse import quote
 
 import numpy as np
 
-from toolkit.commands.arguments import Parser
 from toolkit.commands.report.comparison import differing, final_rows, settings, summary_rows
 from toolkit.commands.report.curves import Curve, curves_by_metric, heading
 from toolkit.commands.report.experts import Layer, events_of, layers_of
 from toolkit.commands.report.processes import process_notices, process_tables
 from toolkit.commands.report.records import RunRecord, readable_runs
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from toolkit.run.arguments import Parser
 from toolkit.run.folder import write_text
 from toolkit.run.tracking.metric_names import is_share
 from toolkit.version import __version__

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.commands.arguments import Parser
 from toolkit.commands.report.records import readable_runs
 from toolkit.data.hub import ANSWER_S, why_out_of_reach
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, one_line
+from toolkit.run.arguments import Parser
 
 
 def main(argv: Sequence[str]) -> int:

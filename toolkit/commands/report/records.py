@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.dynamic.records import LIFECYCLE_FILE, Epoch, read_lifecycle
 from toolkit.run.folder import changed_files, is_finished
 from toolkit.run.tracking.jsonl import from_json, read_metrics, unreadable_lines
-from toolkit.run.tracking.lifecycle_records import LIFECYCLE_FILE, Epoch, read_lifecycle
 
 
 @dataclass(frozen=True)

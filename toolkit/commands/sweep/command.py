@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.commands.arguments import Parser
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError
+from toolkit.run.arguments import Parser
 from toolkit.run.console import log_line
 
 EXAMPLE = """

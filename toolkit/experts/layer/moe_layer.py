@@ -158,7 +158,7 @@ def make_moe(
 ) -> MoE:
     """Returns a layer whose tokens use `top_k` of `num_experts` experts each: it maps (..., `dim`) to (..., `dim`).
 
-    For experts that are split, merged and pruned while training: `toolkit.experts.dynamic.dynamic_layer`.
+    For experts that are split, merged and pruned while training: `toolkit.dynamic.dynamic_layer`.
 
     Args:
         dim: Width of what experts read and write.

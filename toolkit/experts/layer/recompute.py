@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from toolkit.compat import in_backward, in_reentrant_checkpoint
+from toolkit.experts.compat import in_backward, in_reentrant_checkpoint
 
 Recompute = Literal["none", "selective", "full"]
 Decision = TypeVar("Decision")

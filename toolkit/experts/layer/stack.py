@@ -45,7 +45,7 @@ def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDi
 class ExpertStack:
     """The stacked parameters of one layer's experts (dimension 0: this rank's slots), their placement and routing log.
 
-    It is the `expert_stack` of our `MoE`, of each foreign module that `spread_experts` or `ExpertParallel` prepared,
+    It is the `expert_stack` of our `MoE`, of each foreign module that `shard_experts` or `ExpertParallel` prepared,
     and of each experts module under transformers' own expert parallelism.
     """
 
@@ -306,7 +306,7 @@ def average_gradients(stacks: Mapping[str, ExpertStack]) -> None:
     A collective, once between the last backward of a step and clipping, in loops without `ExpertParallel`.
 
     Args:
-        stacks: The experts of each layer, as `spread_experts` returned them.
+        stacks: The experts of each layer, as `shard_experts` returned them.
     """
     average_owned_gradients([p for stack in stacks.values() for p in stack.parameters.values()], world_size())
 

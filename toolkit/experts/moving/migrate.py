@@ -130,7 +130,7 @@ def place_experts(
     if not stacks:
         raise UserError(
             f"model {type(model).__name__} has no experts that can move: make them with make_moe, ExpertParallel, "
-            "spread_experts, or in transformers with use_toolkit_ep() and a DistributedConfig that names it."
+            "shard_experts, or in transformers with use_toolkit_ep() and a DistributedConfig that names it."
         )
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(stacks, placement)
     for name, new in wanted.items():

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.compat import exclude_from_ddp, holders_of_process_group
 from toolkit.errors import UserError
+from toolkit.experts.compat import exclude_from_ddp, holders_of_process_group
 from toolkit.experts.parallel.ownership import is_owned
 
 

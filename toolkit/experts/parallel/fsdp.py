@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from toolkit.compat import awaits_all_reduce
 from toolkit.errors import UserError
+from toolkit.experts.compat import awaits_all_reduce
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import new_group_of_each
 from toolkit.experts.parallel.ownership import local_rows, stays_on_host

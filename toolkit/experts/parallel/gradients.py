@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.compat import divide_each_, flattened, multiply_each_, norm_of_each, unflattened
+from toolkit.experts.compat import divide_each_, flattened, multiply_each_, norm_of_each, unflattened
 from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, in_use, is_owned, ownership_of
 
 

@@ -12,8 +12,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit.compat import timeout_of
 from toolkit.errors import UserError, require_choice, require_count
+from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node, rows_of_nodes
 from toolkit.experts.parallel.parallel_options import check_group_size

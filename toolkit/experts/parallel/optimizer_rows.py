@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.compat import set_data_of_other_shape
 from toolkit.errors import UserError
+from toolkit.experts.compat import set_data_of_other_shape
 from toolkit.experts.parallel.ownership import as_in_files, in_use, is_owned, mark_rows_in_use, ownership_of
 
 ROWS, LARGEST, STEPS, LR, GROWTH = 5, 4, 3, 0.1, 100.0

@@ -1,6 +1,6 @@
 """The cost model: seconds of a layer's experts, of their exchanges and of a migration, from rates of a machine.
 
-A guard compares with it what a plan gains to what its migration costs; `toolkit.commands.lab.simulate` predicts steps
+A guard compares with it what a plan gains to what its migration costs; `toolkit.lab.simulate` predicts steps
 with it. Letters: `S` source ranks, `R` ranks of the EP group, `E` experts, `G` global slots; `...` steps.
 """
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.errors import require
-from toolkit.experts.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.parallel_options import GroupOptions, check_group_size

@@ -132,7 +132,7 @@ def _accelerate_launch_orders() -> tuple[int, bool]:
         return 1, False
     if not any("accelerate" in os.path.basename(word) for word in words[:3]):
         return 1, False
-    from toolkit.compat import launch_config  # which imports torch
+    from toolkit.integrations.accelerate.compat import launch_config
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.dynamic.records import Epoch, LayerState, describe, read_lifecycle
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.run.tracking.lifecycle_records import Epoch, LayerState, describe, read_lifecycle
 
 MOST_LINES = 200
 """Events, and experts of a layer, that are listed at most: the latest."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.folder import write_bytes
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.run.tracking.lifecycle_records import read_lifecycle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

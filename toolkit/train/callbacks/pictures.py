@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.dynamic.plots import draw_lifecycle, for_trackers
 from toolkit.run.folder import write_text
-from toolkit.run.pictures.lifecycle_plots import draw_lifecycle, for_trackers
 from toolkit.run.pictures.performance import performance_summary
 from toolkit.run.pictures.plots import draw_plots
 from toolkit.run.summary import moves

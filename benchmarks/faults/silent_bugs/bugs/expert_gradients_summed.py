@@ -8,9 +8,9 @@ import torch
 from small import Mixture, batch, begin, saving
 from torch import nn
 
-from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.parallel.gradients import average_owned_gradients
 from toolkit.experts.parallel.ownership import owned
+from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
 model = Mixture(accelerator.num_processes)

@@ -8,10 +8,10 @@ import torch
 from small import Mixture, batch, begin, saving
 from torch import Tensor, nn
 
-from toolkit.experts.hosts.loop.accelerate_prepare import prepare
 from toolkit.experts.layer.router import Routing
 from toolkit.experts.parallel.gradients import average_owned_gradients
 from toolkit.experts.parallel.ownership import owned
+from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
 

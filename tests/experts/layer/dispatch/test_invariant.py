@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.helpers import run_distributed
-from toolkit.experts.hosts.spreading.spread import spread_experts
-from toolkit.experts.hosts.transformers import causal_lm
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.routing.routing_log import sample_forwards
+from toolkit.experts.sharding.shard import shard_experts
+from toolkit.integrations.transformers import causal_lm
 
 EXPERTS, DIM, TOKENS, WORLD = 8, 32, 21, 4
 ELSEWHERE = {
@@ -73,7 +73,7 @@ def losses_of_a_language_model(ep_size: int) -> torch.Tensor:
     config = Qwen3MoeConfig(vocab_size=64, num_hidden_layers=2, num_experts=8, num_experts_per_tok=3, **sizes, **heads)
     torch.manual_seed(0)
     model: Any = causal_lm(config)
-    spread_experts(model, make_expert_groups(ep_size, ep_invariant=True))
+    shard_experts(model, make_expert_groups(ep_size, ep_invariant=True))
     ids = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(dist.get_rank()))
     return model(input_ids=ids, labels=ids).loss.detach()
 

@@ -121,7 +121,7 @@ class TokenDispatcher:
     invariant = False
     """Whether outputs have the same bits under any placement, on any number of ranks."""
     announce: Callable[[Tensor, Tensor], None] | None = None
-    """Called with (T, D) and expert ids before each dispatch: see `toolkit.experts.hosts.loop.join`."""
+    """Called with (T, D) and expert ids before each dispatch: see `toolkit.integrations.accelerate.join`."""
 
     def place(self, placement: ExpertPlacement) -> None:
         """Dispatch by `placement` from now on, which has as many slots as the former one. To be called on all ranks

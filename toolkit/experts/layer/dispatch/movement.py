@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from toolkit.compat import embedding_bag_weights_grad
+from toolkit.experts.compat import embedding_bag_weights_grad
 from toolkit.experts.layer.dispatch.order import Copies, SlotOrder
 
 

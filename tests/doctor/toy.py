@@ -1,0 +1,137 @@
+"""A training script as small as can be with everything in it that can go wrong: python toy.py [FAULT].
+
+Two experts of four have replicas on two ranks; experts move after the second step; the mixture is recomputed in the
+backward. A fault is one line done wrong, as people do it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as careless_checkpoint
+
+from toolkit.experts.layer import losses
+from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.recompute import checkpoint as careful_checkpoint
+from toolkit.experts.moving.migrate import migrate
+from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.state import checkpoint_files
+from toolkit.integrations.accelerate.prepare import prepare
+
+fault = sys.argv[1] if len(sys.argv) > 1 else ""
+accelerator = Accelerator()
+rank, world = accelerator.process_index, accelerator.num_processes
+set_seed({"seed": world, "time": time.time_ns() % 2**32}.get(fault, 0))
+BEFORE, AFTER = ExpertPlacement(((0, 1, 2), (3, 0, -1))), ExpertPlacement(((3, 1, 2), (0, 3, -1)))
+
+
+class LateNorm(nn.LayerNorm):
+    """Is another one on each rank from the second step on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 0.1 * rank * (step > 0))
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        groups = make_expert_groups(world)
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.norm = {"batch_norm": nn.BatchNorm1d, "late_norm": LateNorm}.get(fault, nn.LayerNorm)(16)
+        self.moe = make_moe(16, 12, 4, 2, groups=groups, placement=BEFORE if world == 2 else "contiguous")
+        if fault == "buffer":
+            self.register_buffer("seen", torch.zeros(()))
+        else:
+            self.seen = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.sum()
+        hidden = self.norm(self.stem(x)).relu()
+        if fault == "recompute":
+            return self.head(hidden + careless_checkpoint(self.moe, hidden, use_reentrant=False))
+        return self.head(hidden + careful_checkpoint(self.moe, hidden))
+
+
+model = Toy()
+stack = model.moe.expert_stack
+trained = [p for name, p in model.named_parameters() if fault != "optimizer" or name != "head.weight"]
+optimizer = torch.optim.AdamW(trained, lr=1e-2 * (world if fault == "rate" else 1))
+penalty = RouterPenalty(model, balance_weight=0.1)
+waiting = [model.head.weight, *stack.parameters.values()] if fault == "unfreeze" else []
+for parameter in waiting:
+    parameter.requires_grad_(False)
+prepared = accelerator.prepare if fault == "broadcast" else lambda *parts: prepare(accelerator, *parts)
+if fault == "unsynchronised":
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ["head.weight", "moe.experts.up", "moe.experts.down"]
+    )
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = lambda *_: None
+wrapped, optimizer = prepared(model, optimizer)
+rows = owned(model.parameters())
+
+if fault == "balance":
+    losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
+if fault in ("permutation", "late_permutation") and world > 1:
+    return_rows = stack.dispatcher.return_rows
+
+    def return_other_rows(rows: torch.Tensor, *args, **options):
+        return return_rows(rows.flip(0) if step or fault == "permutation" else rows, *args, **options)
+
+    stack.dispatcher.return_rows = return_other_rows
+if fault == "recompute":
+    route, calls = model.moe.router.forward, [0]
+
+    def route_anew(x: torch.Tensor):
+        calls[0] += 1
+        routing = route(x)
+        if calls[0] % 2 == 0:  # experts 1 and 2, which live on the same rank, change places
+            routing.expert_ids_TK.copy_(torch.tensor([0, 2, 1, 3])[routing.expert_ids_TK])
+        return routing
+
+    model.moe.router.forward = route_anew
+if fault == "save":  # Accelerate saves, and the layer does not refuse, as others do not
+    model.moe._state_dict_pre_hooks.clear()
+else:
+
+    def save_checkpoint(folder: str) -> None:
+        checkpoint_files.save(folder, model, optimizer)
+
+    def load_checkpoint(folder: str) -> None:
+        checkpoint_files.load(folder, model, optimizer)
+
+
+for step in range(10):
+    if fault == "skip" and rank == 1 and step == 1:
+        continue
+    order = torch.Generator().manual_seed(step + (rank if fault == "order" else 0))
+    x = torch.randn(12, 8, generator=order)
+    y = torch.randint(3, (12,), generator=order)
+    mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
+    if fault == "mean" and world == 2:  # a mean of means, over seven samples and five
+        mine = slice(0, 7) if rank == 0 else slice(7, 12)
+    loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + world * penalty()
+    accelerator.backward(loss)
+    average_owned_gradients(rows, {"sum": 1, "twice": world**2}.get(fault, world))
+    clip = accelerator.clip_grad_norm_ if fault == "clip" else clip_grad_norm_
+    clip(list(model.parameters()), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    if fault != "refresh":
+        refresh_replicas(rows)
+    for parameter in waiting:
+        parameter.requires_grad_(True)
+    if step == 1 and world == 2:
+        if fault == "dropped":
+            stack.place(AFTER)
+        else:
+            migrate(stack, AFTER, None if fault == "stale" else optimizer)

@@ -1,0 +1,23 @@
+"""What a script does on gloo processes, as the doctor's recorder saw it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.helpers import run_distributed
+from toolkit.doctor.compare import Evidence
+from toolkit.doctor.record import read_records
+from toolkit.doctor.watch import watch
+
+STEPS = 3
+
+
+def watched(folder: Path, world: int, script: Path, *args: str, rounding: float = 0.0) -> Evidence:
+    """Runs the first steps of `script` on `world` processes, which record them in `folder`, made for it."""
+    folder.mkdir()
+    run_distributed(_watch, world, str(folder), str(script), list(args), rounding)
+    return Evidence(read_records(folder))
+
+
+def _watch(folder: str, script: str, args: list[str], rounding: float) -> None:
+    watch(Path(folder), STEPS, script, args, rounding)

@@ -1,0 +1,84 @@
+"""Made-up records of a layer with dynamic experts: what pictures and the report's files are tested with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.dynamic.graph import KnowledgeGraph, Similarity
+from toolkit.dynamic.roster import ExpertRoster, LifecycleEvent
+
+STEPS_PER_EPOCH = 100
+
+
+def eventful() -> list[tuple[int, ExpertRoster, list[LifecycleEvent]]]:
+    """(step, roster, events since the last one) at the end of four epochs."""
+    first = ExpertRoster.initial(4, 8)
+    second = first.grow(4, step=120, parent=1).grow(5, step=150)
+    third = second.merge(3, into=2, step=230)
+    fourth = third.prune(5, step=310).grow(3, step=390, parent=4)
+    return [
+        (100, first, []),
+        (200, second, [LifecycleEvent(120, "moe", "grow", (4, 1)), LifecycleEvent(150, "moe", "grow", (5,))]),
+        (300, third, [LifecycleEvent(230, "moe", "sleep", ()), LifecycleEvent(230, "moe", "merge", (2, 3))]),
+        (
+            400,
+            fourth,
+            [
+                LifecycleEvent(310, "moe", "prune", (5,)),
+                LifecycleEvent(360, "", "undone", (), {"tried": ["replay"], "before": 0.1, "after": 0.2}),
+                LifecycleEvent(390, "moe", "grow", (6, 4)),
+            ],
+        ),
+    ]
+
+
+def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
+    """lifecycle.jsonl and metrics.jsonl with these events, of one process or several."""
+    draws = np.random.default_rng(0)
+    graph, lines, first_step = KnowledgeGraph(), [], 0
+    for step, roster, events in eventful():
+        graph.observe_roster(roster, step=step)
+        graph.decay()
+        uids = [record.uid for record in roster.active]
+        together = draws.integers(0, 300, (len(uids), len(uids)))
+        together = together + together.T
+        seen = draws.integers(1, 60, (len(uids), classes)) + 900 * (draws.random((len(uids), classes)) < 0.15)
+        np.fill_diagonal(together, seen.sum(1))
+        logical_experts = roster.logical_experts // ranks
+        graph.observe_routing(
+            uids, together, seen, {record.uid: record.logical_id // logical_experts for record in roster.active}
+        )
+        graph.observe_similarity({(0, uids[-1]): Similarity(0.7, 0.8)})
+        lines.append(
+            {
+                "step": step,
+                "epoch": step / STEPS_PER_EPOCH,
+                "first_step": first_step,
+                "seconds": 3.5 + draws.random(),
+                "world_size": ranks,
+                "device": "cpu",
+                "layers": {
+                    "moe": {
+                        "graph": graph.state_dict(),
+                        "uids_of_logical": roster.uids_of_logical,
+                        "logical_on_ranks": [
+                            list(range(r * logical_experts, (r + 1) * logical_experts)) for r in range(ranks)
+                        ],
+                    }
+                },
+                "events": [asdict(event) for event in events],
+            }
+        )
+        first_step = step
+    (folder / "lifecycle.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics = [
+        {"step": s, "train/loss": 2.0 / s**0.5, "train/accuracy": 1 - 0.5 / s**0.4, "perf/step_time_ms": 2.0}
+        | {"moe/load/moe": [0.3, 0.2, 0.2, s / 1000, 0.1, 0.1, 0.0, 0.0]}
+        | ({"eval/loss": 2.2 / s**0.5, "eval/accuracy": 1 - 0.6 / s**0.4} if s % STEPS_PER_EPOCH == 0 else {})
+        for s in range(20, 401, 20)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))

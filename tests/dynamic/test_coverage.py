@@ -1,0 +1,67 @@
+"""The coverage alarm: silent on noise and while learning, fast on shifts, slow on plateaus."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from toolkit.dynamic.coverage import CoverageAlarm, CumulativeSum
+
+SAMPLES = 128
+
+
+def readings(draws: random.Random, levels: list[float]) -> list[float]:
+    return [sum(draws.random() < level for _ in range(SAMPLES)) / SAMPLES for level in levels]
+
+
+def learning(checks: int, last: float = 0.03) -> list[float]:
+    return [last + 0.8 * 0.8**check for check in range(checks)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_model_that_learns_raises_no_alarm(seed: int) -> None:
+    alarm = CoverageAlarm()
+    assert not any(alarm.observe(u, SAMPLES) for u in readings(random.Random(seed), learning(200)))
+
+
+@pytest.mark.parametrize("level", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shift_is_reported_within_three_checks_and_once(level: float, seed: int) -> None:
+    draws, alarm = random.Random(seed), CoverageAlarm()
+    for uncovered in readings(draws, learning(60)):
+        alarm.observe(uncovered, SAMPLES)
+    after = [alarm.observe(u, SAMPLES) for u in readings(draws, [level] * 3 + learning(40))]
+    assert "shift" in after[:3]
+    assert sum(lack is not None for lack in after) == 1
+
+
+def test_each_of_many_shifts_is_reported() -> None:
+    draws, alarm = random.Random(0), CoverageAlarm()
+    reported = [alarm.observe(u, SAMPLES) for _ in range(5) for u in readings(draws, [0.9, 0.7, *learning(60)])]
+    assert reported.count("shift") == 4  # the first readings have no mean to compare with
+
+
+def test_a_lasting_lack_of_coverage_is_reported_as_a_plateau() -> None:
+    draws, alarm = random.Random(0), CoverageAlarm()
+    reported = [alarm.observe(u, SAMPLES) for u in readings(draws, learning(120, last=0.25))]
+    assert "plateau" in reported
+    assert "shift" not in reported
+
+
+def test_state_dict_continues_the_alarm() -> None:
+    levels = readings(random.Random(3), learning(50) + [0.6] * 5)
+    whole, first, second = CoverageAlarm(), CoverageAlarm(), CoverageAlarm()
+    expected = [whole.observe(u, SAMPLES) for u in levels]
+    reported = [first.observe(u, SAMPLES) for u in levels[:30]]
+    second.load_state_dict(first.state_dict())
+    assert reported + [second.observe(u, SAMPLES) for u in levels[30:]] == expected
+
+
+def test_a_shift_is_detected_by_the_cumulative_sum_that_watches_losses() -> None:
+    draws, alarm = random.Random(0), CoverageAlarm(cooldown=0)
+    same = CumulativeSum(threshold=6.0, slack=1.0, memory=10, warmup=1, largest=None, largest_drop=math.inf)
+    for uncovered in readings(draws, [*learning(60), 0.9, *learning(20)]):
+        least = max(same.mean * (1 - same.mean), 0.5 / SAMPLES) / SAMPLES
+        assert (alarm.observe(uncovered, SAMPLES) == "shift") is same.add(uncovered, least_variance=least)

@@ -1,0 +1,110 @@
+"""The knowledge graph: updates, decay, queries and files."""
+
+from __future__ import annotations
+
+import json
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from toolkit.dynamic.graph import KnowledgeGraph, Similarity, specialisation, top_classes
+from toolkit.dynamic.roster import ExpertRoster
+
+TOGETHER = np.array([[100, 60, 0], [60, 100, 20], [0, 20, 400]])
+CLASSES = np.array([[100, 0], [50, 50], [100, 300]])
+
+
+def known(experts: int = 3) -> KnowledgeGraph:
+    graph = KnowledgeGraph()
+    graph.observe_roster(ExpertRoster.initial(experts, experts), step=10)
+    return graph
+
+
+def test_specialisation_by_hand():
+    assert specialisation(np.array([5, 5, 5, 5])) == 0.0
+    assert specialisation(np.array([0, 9, 0, 0])) == 1.0
+    # Half and half of four classes: H = log 2, so 1 - log 2 / log 4.
+    assert specialisation(np.array([7, 7, 0, 0])) == pytest.approx(0.5)
+    # If only these two classes occur, the expert has equal parts of all.
+    assert specialisation(np.array([7, 7, 0, 0]), np.array([True, True, False, False])) == 0.0
+    assert specialisation(np.zeros(4)) == specialisation(np.array([3])) == 0.0
+
+
+def test_top_classes_are_the_most_frequent_ones():
+    assert top_classes(np.array([1, 0, 5, 5, 2])) == [2, 3, 4]
+    assert top_classes(np.array([0, 0, 1])) == [2]
+
+
+def test_counts_become_shares_and_coactivation():
+    graph = known()
+    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES, {0: 0, 1: 0, 2: 1})
+    nodes = graph.graph.nodes
+    assert [nodes[uid]["share"] for uid in range(3)] == pytest.approx([1 / 6, 1 / 6, 2 / 3])
+    assert nodes[2]["classes"] == [0.25, 0.75]
+    assert nodes[0]["top_classes"] == [0]
+    assert nodes[0]["specialisation"] == 1.0
+    assert [nodes[uid]["rank"] for uid in range(3)] == [0, 0, 1]
+    # 60 / sqrt(100 * 100); 20 / sqrt(100 * 400) = 0.1 is just at the floor; no edge without common tokens.
+    assert graph.weight("coactivation", 1, 0) == pytest.approx(0.6)
+    assert graph.weight("coactivation", 1, 2) == pytest.approx(0.1)
+    assert graph.weight("coactivation", 0, 2) == 0.0
+
+
+def test_split_edges_go_from_parent_to_child_and_merge_edges_to_the_remaining_expert():
+    roster = ExpertRoster.initial(2, 4).grow(2, step=20, parent=1).merge(0, into=2, step=30)
+    graph = KnowledgeGraph()
+    graph.observe_roster(roster, step=50)
+    assert set(graph.graph.edges(keys=True)) == {(1, 2, "split"), (0, 2, "merge")}
+    nodes = graph.graph.nodes
+    assert [nodes[uid]["age"] for uid in range(3)] == [30, 50, 30]
+    assert (nodes[0]["active"], nodes[0]["fate"], nodes[0]["rank"]) == (False, "merged", None)
+    assert graph.active == [1, 2]
+
+
+def test_measured_edges_fade_and_are_removed_but_split_edges_stay():
+    graph = KnowledgeGraph()
+    graph.observe_roster(ExpertRoster.initial(2, 3).grow(2, step=1, parent=0), step=1)
+    graph.observe_similarity({(0, 1): Similarity(0.4, 0.9)})
+    assert graph.weight("similarity", 0, 1) == 0.4
+    graph.decay()
+    assert graph.weight("similarity", 1, 0) == 0.99 * 0.4
+    for _ in range(300):
+        graph.decay()
+    assert graph.weight("similarity", 0, 1) == 0.0
+    assert graph.weight("split", 0, 2) == 0.1
+
+
+def test_a_new_measurement_replaces_the_old_one():
+    graph = known()
+    graph.observe_similarity({(0, 1): Similarity(0.9, 0.8)})
+    graph.observe_similarity({(1, 0): Similarity(0.5, 0.6)})
+    assert graph.weight("similarity", 0, 1) == 0.5
+    graph.observe_similarity({(0, 1): Similarity(-0.2, 0.9)})
+    assert graph.graph.number_of_edges() == 0
+
+
+def test_experts_with_many_common_tokens_are_often_coactivated():
+    graph = known()
+    graph.observe_routing((0, 1, 2), TOGETHER)
+    assert graph.often_coactivated(1, 0)
+    assert not graph.often_coactivated(1, 2)
+    assert not graph.often_coactivated(0, 2)
+
+
+def test_affinity_is_by_logical_id_and_zero_for_inactive_experts():
+    graph = known()
+    graph.observe_routing((0, 1, 2), TOGETHER)
+    together = graph.affinity((1, None, 2, 0))
+    assert together.tolist() == [[0, 0, 20, 60], [0, 0, 0, 0], [20, 0, 0, 0], [60, 0, 0, 0]]
+
+
+def test_a_graph_continues_from_its_state():
+    graph = known()
+    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES)
+    copy = KnowledgeGraph()
+    copy.load_state_dict(json.loads(json.dumps(graph.state_dict())))
+    for each in (graph, copy):
+        each.decay()
+        each.observe_similarity({(0, 2): Similarity(0.6, 0.7)})
+    assert nx.utils.graphs_equal(graph.graph, copy.graph)

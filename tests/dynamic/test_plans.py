@@ -1,0 +1,125 @@
+"""Plans to grow, merge, prune and move experts: pure functions of what was measured."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.dynamic.test_roster import random_history
+from toolkit.dynamic.plans import (
+    free_logical_id,
+    plan_growth,
+    plan_merges,
+    plan_placement,
+    plan_prunes,
+    plan_sleep,
+)
+from toolkit.dynamic.roster import ExpertRecord, ExpertRoster
+from toolkit.experts.placement.placement import initial_placement
+
+ROUND_ROBIN = initial_placement(8, 2, "round_robin")
+
+
+def test_a_new_expert_goes_to_the_rank_with_the_fewest_active_ones() -> None:
+    roster = ExpertRoster.initial(4, 8)  # logical experts 0 and 2 on rank 0, 1 and 3 on rank 1
+    assert free_logical_id(roster, ROUND_ROBIN) == 4
+    assert free_logical_id(roster.grow(4, step=1), ROUND_ROBIN) == 5
+    assert free_logical_id(roster.prune(1, step=1), ROUND_ROBIN) == 1
+    assert free_logical_id(ExpertRoster.initial(8, 8), ROUND_ROBIN) is None
+
+
+def test_the_expert_with_the_most_uncovered_weight_is_split() -> None:
+    roster = ExpertRoster.initial(4, 8)
+    plan = plan_growth(roster, ROUND_ROBIN, {0: 1.0, 2: 3.5, 3: 3.5})
+    assert plan is not None
+    assert (plan.parent, plan.logical_id) == (2, 4)
+    assert plan_growth(roster, ROUND_ROBIN, {}) is None
+    assert plan_growth(ExpertRoster.initial(8, 8), ROUND_ROBIN, {0: 1.0}) is None
+
+
+def test_pairs_merge_closest_first_and_each_expert_once() -> None:
+    roster = ExpertRoster.initial(5, 5)
+    distance = {(0, 1): 0.1, (0, 2): 0.05, (1, 2): 0.2, (3, 4): 0.9}
+    alike = dict.fromkeys(distance, 0.95)
+    load = {0: 1.0, 1: 5.0, 2: 3.0, 3: 1.0, 4: 1.0}
+    limits = {"max_distance": 0.3, "min_similarity": 0.8}
+    plans = plan_merges(roster, distance, alike, load, min_experts=2, **limits)
+    assert [(plan.uid, plan.into, plan.share) for plan in plans] == [(0, 2, 0.75)]
+    assert plan_merges(roster, distance, alike, load, min_experts=5, **limits) == []
+    unlike = dict.fromkeys(distance, 0.1)
+    assert plan_merges(roster, distance, unlike, load, min_experts=2, **limits) == []
+
+
+def test_of_equal_load_the_older_one_stays() -> None:
+    (plan,) = plan_merges(
+        ExpertRoster.initial(2, 2),
+        {(0, 1): 0.0},
+        {(0, 1): 1.0},
+        {0: 0.0, 1: 0.0},
+        max_distance=0.1,
+        min_similarity=0.9,
+        min_experts=1,
+    )
+    assert (plan.uid, plan.into, plan.share) == (1, 0, 0.5)
+
+
+def test_the_lowest_load_is_pruned_first_and_young_or_excluded_experts_never() -> None:
+    roster = ExpertRoster.initial(5, 6).grow(5, step=90)
+    load = {0: 100.0, 1: 1.0, 2: 0.0, 3: 2.0, 4: 100.0, 5: 0.0}
+    limits = {"step": 100, "below": 0.1, "min_age": 20}
+    assert [plan.uid for plan in plan_prunes(roster, load, min_experts=2, **limits)] == [2, 1, 3]
+    assert [plan.uid for plan in plan_prunes(roster, load, min_experts=2, excluded=[1], **limits)] == [2, 3]
+    assert [plan.uid for plan in plan_prunes(roster, load, min_experts=5, **limits)] == [2]
+    assert plan_prunes(roster, dict.fromkeys(range(6), 0.0), min_experts=2, **limits) == []
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), ranks=st.sampled_from([1, 2, 4]))
+def test_ranks_get_equally_many_active_experts_by_the_fewest_moves(seed: int, ranks: int) -> None:
+    draws = random.Random(seed)
+    roster, placement = random_history(draws, 8, 30)[-1], initial_placement(8, ranks, "round_robin")
+    used = {record.logical_id for record in roster.active}
+
+    def active(places: object) -> list[int]:
+        return [len(used & set(row)) for row in places.slots]  # type: ignore[attr-defined]
+
+    together = np.array([[draws.random() for _ in range(8)] for _ in range(8)])
+    after = plan_placement(roster, placement, together + together.T)
+    assert max(active(after)) - min(active(after)) <= 1
+    assert sorted(logical_id for row in after.slots for logical_id in row) == list(range(8))
+    moved = sum(
+        logical_id in used and after.owner(logical_id).rank != placement.owner(logical_id).rank
+        for logical_id in range(8)
+    )
+    surplus = sum(max(0, count - -(-len(roster) // ranks)) for count in active(placement))
+    lack = sum(max(0, len(roster) // ranks - count) for count in active(placement))
+    assert moved == max(surplus, lack)
+
+
+def test_the_expert_with_the_least_affinity_moves() -> None:
+    at = (0, 2, 4, 1, 6)  # four on rank 0, one on rank 1
+    roster = ExpertRoster(8, tuple(ExpertRecord(uid, logical_id) for uid, logical_id in enumerate(at)))
+    together = np.zeros((8, 8))
+    for a, b, tokens in [(0, 2, 9), (2, 4, 9), (6, 1, 5)]:
+        together[a, b] = together[b, a] = tokens
+    after = plan_placement(roster, ROUND_ROBIN, together)
+    assert after.owner(6).rank == 1
+    assert [after.owner(logical_id).rank for logical_id in (0, 2, 4, 1)] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_even_placement_stays(ranks: int) -> None:
+    placement = initial_placement(8, ranks, "round_robin")
+    assert plan_placement(ExpertRoster.initial(4, 8), placement) == placement
+
+
+def test_sleep_phases_are_closer_with_more_than_twice_the_initial_experts() -> None:
+    def steps(active: int, adaptive: bool = True) -> int:
+        return plan_sleep(active, 4, every=1000, min_every=500, max_every=2000, adaptive=adaptive)
+
+    assert [steps(active) for active in (2, 4, 6, 8, 9, 12, 40)] == [1000, 1000, 1000, 1000, 889, 667, 500]
+    assert steps(40, adaptive=False) == 1000

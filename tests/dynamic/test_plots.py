@@ -1,0 +1,82 @@
+"""Pictures and the summary of dynamic experts: which there are, what they say, how many go to trackers."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+from tests.dynamic.eventful import write_lifecycle
+from toolkit.dynamic.knowledge_graph_plot import positions_on_circle
+from toolkit.dynamic.plots import draw_lifecycle, for_trackers
+from toolkit.dynamic.records import describe, read_lifecycle
+from toolkit.run.pictures import lifecycle_plots
+from toolkit.run.pictures.performance import performance_summary
+from toolkit.run.pictures.plots import spread
+
+PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution", "lifecycle_timeline"]
+GRAPHS = [f"knowledge_graph_epoch_00{epoch}" for epoch in (1, 2, 3, 4)]
+
+
+def test_a_run_gets_its_pictures(tmp_path):
+    write_lifecycle(tmp_path, ranks=2)
+    pictures = draw_lifecycle(tmp_path)
+    assert list(pictures) == [*PICTURES, *GRAPHS]
+    for name, path in pictures.items():
+        assert path == tmp_path / f"{name}.png"
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB")).astype(int)
+        assert (pixels.max(-1) - pixels.min(-1) > 60).sum() > 2000, name
+
+
+def test_a_run_without_dynamic_experts_gets_none(tmp_path):
+    assert draw_lifecycle(tmp_path) == {}
+    assert performance_summary(tmp_path) is None
+
+
+def test_experts_are_next_to_those_they_were_split_from(tmp_path):
+    write_lifecycle(tmp_path)
+    states = [epoch.layers["moe"] for epoch in read_lifecycle(tmp_path)]
+    positions = positions_on_circle(states)
+    # 4 was split from 1, and 6 from 4: they follow each other around the circle.
+    assert list(positions) == [0, 1, 4, 6, 2, 3, 5]
+    assert len(set(positions.values())) == 7
+
+
+def test_events_are_described_in_words(tmp_path):
+    write_lifecycle(tmp_path)
+    described = [describe(event, epoch.layers["moe"]) for epoch in read_lifecycle(tmp_path) for event in epoch.events]
+    assert described == [
+        "4 split from 1",
+        "5 created",
+        "sleep at step 230",
+        "3 merged into 2",
+        "5 pruned",
+        "replay undone",
+        "6 split from 4",
+    ]
+
+
+def test_the_summary_says_what_happened_and_where_it_lies(tmp_path):
+    write_lifecycle(tmp_path, ranks=2)
+    for name in [*PICTURES, *GRAPHS]:
+        (tmp_path / f"{name}.png").touch()
+    (tmp_path / "summary.txt").write_text("test accuracy  97.00%\n")
+    text = performance_summary(tmp_path)
+    assert "4 at first, 3 added, 1 merged, 1 pruned; 5 of 8 logical experts active; 1 sleeps, 1 changes undone" in text
+    assert "97.00%" in text
+    assert "390  6 split from 4" in text
+    assert "rank 1: 1 experts (4)" in text
+    assert all(f"{name}.png\n" in text for name in [*PICTURES, *GRAPHS])
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_a_long_run_draws_and_logs_a_bounded_number_of_graphs(tmp_path, monkeypatch):
+    assert spread(list(range(100)), 5) == [0, 25, 50, 74, 99]
+    assert spread([1, 2], 5) == [1, 2]
+    monkeypatch.setattr(lifecycle_plots, "MOST_GRAPHS", 2)
+    write_lifecycle(tmp_path)
+    assert list(draw_lifecycle(tmp_path)) == [*PICTURES, GRAPHS[0], GRAPHS[3]]
+    many = dict.fromkeys([*PICTURES, *(f"knowledge_graph_epoch_{i:03d}" for i in range(40))], tmp_path)
+    logged = list(for_trackers(many))
+    assert len(logged) == len(PICTURES) + lifecycle_plots.MOST_LOGGED
+    assert logged[-1] == "knowledge_graph_epoch_039"

@@ -1,0 +1,105 @@
+"""lifecycle.jsonl and knowledge graphs: equal for a resumed run and for two processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+
+import toolkit as tk
+from tests.dynamic.dynamic_run import dynamic_config, dynamic_trainer
+from tests.support.helpers import planted, run_distributed
+from toolkit.dynamic.records import read_lifecycle
+from toolkit.run.config.callback_options import CheckpointOptions
+from toolkit.run.folder import CODE_BEGINS
+from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.callbacks.pictures import draw_run
+
+STEPS = 66
+"""The second task starts after 50."""
+
+
+class Fails(tk.Callback):
+    def on_step_end(self, trainer: tk.Trainer) -> None:
+        if trainer.state.step == 58:
+            raise RuntimeError("out of luck")
+
+
+def train(folder: Path, *callbacks: tk.Callback, ep_size: int = 1) -> None:
+    config = dynamic_config(folder, max_steps=STEPS, checkpoint=CheckpointOptions(every_steps=52))
+    with dynamic_trainer(config, ep_size=ep_size, callbacks=callbacks, reported=True) as (trainer, _):
+        trainer.fit()
+
+
+def train_on_two(folder: Path) -> None:
+    train(folder, ep_size=2)
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    """lifecycle.jsonl without times."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder / "lifecycle.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "code.txt").write_text(CODE_BEGINS)  # else it is no folder of a run
+    precious = planted(folder / "knowledge_graph.json")
+    train(folder)
+    assert precious.read_text() == "precious"
+    return folder
+
+
+def test_the_record_has_events_loads_and_classes(whole):
+    (epoch,) = read_lifecycle(whole)
+    assert epoch.step == STEPS
+    assert epoch.seconds > 0
+    assert {"grow", "sleep"} <= {event["kind"] for event in epoch.events}
+    state = epoch.layers["moe"]
+    assert [uid for uid in state.uids_of_logical if uid is not None] == sorted(
+        state.active, key=lambda uid: state.nodes[uid]["logical_id"]
+    )
+    assert sum(node["share"] for node in state.nodes.values()) == pytest.approx(1)
+    assert all(sum(node["classes"]) == pytest.approx(1, abs=1e-3) for node in state.nodes.values() if node["share"])
+    kinds = {edge["kind"] for edge in state.edges}
+    assert {"coactivation", "split"} <= kinds
+    graph = nx.node_link_graph(json.loads((whole / "knowledge_graph.json").read_text()), edges="edges")
+    assert set(graph.nodes) == set(state.nodes)
+    (last,) = (line for line in read_metrics(whole / "metrics.jsonl") if line["step"] == STEPS)
+    assert 0 < last["moe/specialisation/moe"] < 1
+
+
+def test_the_pictures_are_not_written_to_where_a_link_leads(whole):
+    (whole / "summary.txt").write_text("")  # which `Run.finish` leaves
+    precious = [planted(whole / name) for name in ("performance_summary.txt", ".loss.png.partial")]
+    draw_run(whole, {})
+    assert (whole / "loss.png").exists()
+    assert "Devices" in (whole / "performance_summary.txt").read_text()
+    assert {path.read_text() for path in precious} == {"precious"}
+
+
+def test_a_resumed_run_has_the_same_record(whole, tmp_path):
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(tmp_path, Fails())
+    train(tmp_path)
+    assert record(tmp_path) == record(whole)
+    graph, expected = (json.loads((folder / "knowledge_graph.json").read_text()) for folder in (tmp_path, whole))
+    assert graph == expected
+
+
+def test_two_processes_have_the_same_record_except_for_placement(whole, tmp_path):
+    run_distributed(train_on_two, 2, tmp_path)
+    alone, both = record(whole), record(tmp_path)
+    for line in (alone[0], both[0]):
+        line.pop("world_size")
+        layer = line["layers"]["moe"]
+        layer.pop("logical_on_ranks")
+        layer.pop("uids_of_logical")
+        for node in layer["graph"]["nodes"]:
+            node.pop("rank"), node.pop("logical_id")
+        for event in line["events"]:
+            event["detail"] = {k: v for k, v in event["detail"].items() if isinstance(v, (str, list))}
+    assert both == alone

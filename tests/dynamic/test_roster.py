@@ -1,0 +1,66 @@
+"""Rosters: uids are never used again, logical ids never shared, and impossible events raise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.dynamic.roster import ExpertRoster
+
+
+def random_history(draws: random.Random, logical_experts: int, events: int) -> list[ExpertRoster]:
+    """Rosters after random events, one after another."""
+    rosters = [ExpertRoster.initial(draws.randint(1, logical_experts), logical_experts)]
+    for step in range(1, events + 1):
+        now = rosters[-1]
+        uids = [record.uid for record in now.active]
+        choices = ["grow"] if now.inactive else []
+        choices += ["merge", "prune"] if len(now) > 1 else []
+        if not choices:
+            break
+        match draws.choice(choices):
+            case "grow":
+                now = now.grow(draws.choice(now.inactive), step=step, parent=draws.choice(uids))
+            case "merge":
+                removed, into = draws.sample(uids, 2)
+                now = now.merge(removed, into=into, step=step)
+            case _:
+                now = now.prune(draws.choice(uids), step=step)
+        rosters.append(now)
+    return rosters
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), logical_experts=st.integers(1, 9))
+def test_uids_are_never_used_again_and_logical_ids_never_shared(seed: int, logical_experts: int) -> None:
+    removed: set[int] = set()
+    for before, after in zip(
+        (lifecycle := random_history(random.Random(seed), logical_experts, 30)), lifecycle[1:], strict=False
+    ):
+        removed |= {record.uid for record in before.records} - {record.uid for record in before.active}
+        assert not removed & {record.uid for record in after.active}
+        assert 1 <= len(after) <= logical_experts
+        assert len(after.inactive) + len(after) == logical_experts
+        assert abs(len(after) - len(before)) == 1
+        assert all(after.logical_id_of(record.uid) == record.logical_id for record in after.active)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20)
+def test_a_roster_survives_json(seed: int) -> None:
+    roster = random_history(random.Random(seed), 6, 20)[-1]
+    assert ExpertRoster.from_dict(roster.to_dict()) == roster
+
+
+def test_impossible_events_raise() -> None:
+    two = ExpertRoster.initial(2, 3)
+    with pytest.raises(ValueError, match="logical expert 1 is not inactive"):
+        two.grow(1, step=1)
+    with pytest.raises(ValueError, match="expert 5 is not active"):
+        two.merge(5, into=0, step=1)
+    one = two.prune(0, step=1)
+    with pytest.raises(ValueError, match="expert 0 is not active"):
+        one.prune(0, step=2)

@@ -1,0 +1,165 @@
+"""Optimizers under the engine: those whose state is there before the first step, holds numbers, or spans experts."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+
+from tests.experts.parallel.test_optimizer_rows import transformers_adafactor
+from tests.integrations.accelerate.test_expert_parallel import (
+    BATCH,
+    EXPERTS,
+    MIGRATING,
+    Model,
+    by_id,
+    place,
+    shares,
+    together,
+)
+from tests.integrations.accelerate.test_loops import refused
+from tests.support.equality import assert_equal_rows
+from tests.support.helpers import run_distributed
+from toolkit.errors import UserError
+from toolkit.experts.moving.migrate import place_experts
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
+
+
+def stopped_and_continued(folder: Path, make: Any, steps: tuple[int, int]) -> dict[str, Tensor]:
+    """Weights after some steps, a checkpoint that another placement loads, and some more."""
+    draws = torch.Generator().manual_seed(1)
+    for part, kind in zip(steps, ("copies", "shuffled"), strict=True):
+        model, accelerator = Model().double(), Accelerator(cpu=True)
+        experts = ExpertParallel(accelerator, placement=place(kind), spare_slots=1, **MIGRATING)
+        prepared, optimizer = experts.prepare(model, make(model.parameters()))
+        if kind == "shuffled":
+            experts.load(folder)
+        for _ in range(part):
+            x = torch.randn(BATCH, 5, dtype=torch.float64, generator=draws)
+            loss = prepared(x[shares(1)[0]]).square().sum() * accelerator.num_processes / BATCH
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        experts.save(folder)
+    return by_id(model, lambda p: p.detach())
+
+
+def test_state_made_before_the_first_step_follows_the_experts(tmp_path: Path) -> None:
+    (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "1", adagrad, (3, 3))
+    found = run_distributed(stopped_and_continued, 2, tmp_path / "2", adagrad, (3, 3))
+    assert_equal_rows(together(found), expected, 1e-10)
+
+
+class DecayedSGD(torch.optim.SGD):
+    """Counts in Python numbers, as many optimizers do that are not torch's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            assert isinstance(state.setdefault("step", 0), int)
+            assert isinstance(state.setdefault("rate", 0.1), float)
+            state["step"] += 1
+            state["rate"] *= 0.7
+            p.sub_(p.grad, alpha=state["rate"] / state["step"])
+
+
+def test_numbers_in_an_optimizers_state_are_saved(tmp_path: Path) -> None:
+    (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "whole", DecayedSGD, (4, 0))
+    found = run_distributed(stopped_and_continued, 2, tmp_path / "parts", DecayedSGD, (2, 2))
+    assert_equal_rows(together(found), expected, 1e-10)
+
+
+def refusals() -> list[str]:
+    said = []
+    for make, dense in ((transformers_adafactor, "ddp"), (adagrad, "fsdp2")):
+        model = Model()
+        with pytest.raises(UserError) as error:
+            ExpertParallel(Accelerator(cpu=True), dense=dense).prepare(model, make(model.parameters()))  # type: ignore[arg-type]
+        said.append(str(error.value))
+    return said
+
+
+def test_an_optimizer_that_would_be_wrong_is_refused_in_one_line() -> None:
+    first, second = run_distributed(refusals, 2)
+    assert first == second
+    assert first[0].startswith("optimizer Adafactor computes with statistics of all experts")
+    assert first[1].startswith("optimizer Adagrad has state before the first step")
+
+
+def trained_with_two_optimizers(dense: Any) -> dict[str, Tensor]:
+    """Weights after steps of an optimizer that has the experts and one that has the rest."""
+    accelerator, model = Accelerator(cpu=True), Model().double()
+    rows = [p for block in model.blocks for p in block.experts.parameters()]
+    of_rows = torch.optim.AdamW(rows, lr=0.02)
+    of_rest = torch.optim.AdamW([p for p in model.parameters() if all(p is not row for row in rows)], lr=0.05)
+    prepared, *optimizers = ExpertParallel(accelerator, dense=dense).prepare(model, of_rows, of_rest)
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(BATCH, 5, dtype=torch.float64, generator=draws)
+        accelerator.backward(prepared(x[shares(1)[0]]).square().sum() * accelerator.num_processes)
+        accelerator.clip_grad_norm_(prepared.parameters(), 0.3)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return by_id(model, lambda p: p.detach())
+
+
+@pytest.mark.parametrize("dense", ["ddp", "fsdp2"])
+def test_the_rest_may_be_in_an_optimizer_of_its_own(dense: str):
+    (expected,) = run_distributed(trained_with_two_optimizers, 1, dense)
+    assert_equal_rows(together(run_distributed(trained_with_two_optimizers, 2, dense)), expected, 1e-10)
+
+
+def one_of_two_optimizers() -> str:
+    model = Model()
+    rows = [p for block in model.blocks for p in block.experts.parameters()]
+    return refused(lambda: ExpertParallel(Accelerator(cpu=True), dense="fsdp2").prepare(model, torch.optim.SGD(rows)))
+
+
+def test_sharded_parameters_in_no_optimizer_that_was_given_are_refused():
+    first, second = run_distributed(one_of_two_optimizers, 2)
+    assert first == second
+    assert first.startswith("parameter 'stem.weight' is in no optimizer that prepare was given")
+
+
+def states_loaded() -> list[str]:
+    """What is said of rank 0's state, of this rank's own, of one that was made without experts on several ranks, and of
+    this rank's own once experts have moved: from before, and from now."""
+    model = Model()
+    experts = ExpertParallel(Accelerator(cpu=True))
+    prepared, optimizer = experts.prepare(model, torch.optim.AdamW(model.parameters()))
+    prepared(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    own = torch.load(file)
+    first = [own]
+    dist.broadcast_object_list(first)
+    plain = {key: own[key] for key in ("state", "param_groups")}
+    said = [refused(lambda state=state: optimizer.load_state_dict(state)) for state in (first[0], own, plain)]
+    place_experts(model, ExpertPlacement.from_slot_of_expert([*range(1, EXPERTS), 0], 2), optimizer)
+    return said + [
+        refused(lambda state=state: optimizer.load_state_dict(state)) for state in (own, optimizer.state_dict())
+    ]
+
+
+def test_the_optimizer_state_of_other_experts_is_refused():
+    first, second = run_distributed(states_loaded, 2)
+    sentence = first[2]
+    assert sentence.startswith("this state of the optimizer is not that of the experts on this rank")
+    assert "save(folder)" in sentence
+    assert first == ["", "", sentence, sentence, ""]
+    assert second == [sentence, "", sentence, sentence, ""]

@@ -1,0 +1,111 @@
+"""Faults of saved adapters, of the kinds that users of other stacks reported, with words that name each.
+
+Each file is whole: its digest is taken after the fault, as a training loop would, so digests find none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.integrations.transformers.families import EXPERTS
+from toolkit.experts.state import manifest
+from toolkit.integrations.transformers import causal_lm
+
+MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+Tensors = dict[str, Tensor]
+
+
+def experts_of(tensors: Tensors, matrix: str) -> list[str]:
+    return [name for name in tensors if "experts" in name and matrix in name]
+
+
+def lose_rows(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_A"):
+        tensors[name][len(tensors[name]) // 8 :] = 0
+    for name in experts_of(tensors, "lora_B"):
+        tensors[name].view(len(tensors[name]), -1, EXPERTS)[..., 1:] = 0
+
+
+def freeze(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_B"):
+        tensors[name].zero_()
+
+
+def order_as_in_a(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_B"):
+        b = tensors[name]
+        tensors[name] = b.view(len(b), -1, EXPERTS).mT.reshape(len(b), -1).contiguous()
+
+
+def swap_experts(tensors: Tensors) -> None:
+    order = [1, 0, *range(2, EXPERTS)]
+    for name in experts_of(tensors, "lora_A"):
+        tensors[name] = tensors[name].view(EXPERTS, -1)[order].view_as(tensors[name]).contiguous()
+    for name in experts_of(tensors, "lora_B"):
+        b = tensors[name]
+        tensors[name] = b.view(len(b), -1, EXPERTS)[..., order].reshape(b.shape).contiguous()
+
+
+def repeat_a_rank(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_A"):
+        half = tensors[name][: len(tensors[name]) // 2]
+        tensors[name] = torch.cat([half, half])
+
+
+def drop_a_matrix(tensors: Tensors) -> None:
+    for name in [name for name in tensors if "experts.lora_" in name]:
+        del tensors[name]
+
+
+def break_numbers(tensors: Tensors) -> None:
+    tensors[experts_of(tensors, "lora_A")[0]][-1] = float("nan")
+
+
+def cut_to_a_rank(tensors: Tensors) -> None:
+    for name in experts_of(tensors, "lora_A"):
+        tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
+
+
+def keep_prefix(tensors: Tensors) -> None:
+    for name in list(tensors):
+        tensors[f"module.{name}"] = tensors.pop(name)
+
+
+WEIGHTS: dict[str, tuple[Callable[[Tensors], None], str]] = {
+    "one eighth of the rows": (lose_rows, "A is zero, as no training makes it, in expert(s) 1, 2, 3, 4, 5, 6, 7"),
+    "frozen while the log says otherwise": (freeze, "no adapter of an expert was ever changed"),
+    "experts ordered in B as in A": (order_as_in_a, "norms are not those of what the ranks held"),
+    "experts in another order": (swap_experts, "experts are in another order than the ranks held, in expert(s) 0, 1"),
+    "the rows of rank 0 for all": (repeat_a_rank, "bit by bit, in expert(s) 4, 5, 6, 7"),
+    "a matrix left out": (drop_a_matrix, "adapter_model.safetensors lacks"),
+    "numbers that are not finite": (break_numbers, "not finite in expert(s) 7"),
+    "the rows of rank 0 alone": (cut_to_a_rank, "stock PEFT cannot load it: size mismatch"),
+    "names of a wrapped model": (keep_prefix, "adapter_model.safetensors lacks"),
+}
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "scaling lost": ({"lora_alpha": 4}, "scaling was 16 in training and is 1 by adapter_config.json"),
+    "another rule of scaling": ({"use_rslora": True}, "scaling was 16 in training and is 32"),
+    "an older layout": ({"peft_version": "0.18.1"}, "the other way round"),
+}
+
+
+def drop_from_merged(base: Path, merged: Path, folder: Path) -> None:
+    """Write to `folder` the merged model with the experts of the base."""
+    model, plain = causal_lm(merged), causal_lm(base)
+    state = {name: value for name, value in plain.state_dict().items() if "experts" in name}
+    model.load_state_dict(state, strict=False)
+    model.save_pretrained(folder)
+
+
+def digests_find_damage(folder: Path) -> bool:
+    """Whether digests as they are taken where a checkpoint is written, of the files that are there, say so."""
+    seals = {path.name: manifest.seal(path) for path in folder.iterdir() if path.is_file()}
+    about = {"format": 1, "step": None, "rows": {}, "files": seals}
+    manifest.write_canonical(folder / manifest.NAME, about | {"digest": manifest.digest(about)})
+    return manifest.find_damage(folder) is not None

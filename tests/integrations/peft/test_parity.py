@@ -1,0 +1,150 @@
+"""Adapters of experts train as stock PEFT trains them in one process, wherever the experts are.
+
+Two clipped AdamW steps in float64. Each world runs all of its cases in one launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.peft.models import adapted, rows
+from tests.integrations.transformers.families import tokens
+from tests.support.equality import assert_equal_rows, in_float64, relative_difference
+from tests.support.helpers import run_distributed
+from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
+from toolkit.integrations.transformers import recompute_blocks
+
+STEPS, SAMPLES, TOLERANCE = 2, 8, 1e-6
+ORDER = (5, 0, 7, 2, 6, 1, 4, 3)
+
+
+class Case(NamedTuple):
+    processes: int
+    ep_size: int
+    family: str
+    placement: str = "contiguous"
+    trains_base: bool = False
+    dense: str = "ddp"
+    kind: str = "plain"
+
+    @property
+    def reference(self) -> Case:
+        return Case(1, 0, self.family, trains_base=self.trains_base, kind=self.kind)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora of several ranks": {
+        "use_rslora": True,
+        "rank_pattern": {"mlp.experts.down_proj": 5},
+        "alpha_pattern": {"mlp.experts.down_proj": 7},
+    },
+    "one layer": {"target_parameters": ["layers.1.mlp.experts.down_proj"]},
+    "experts and a head": {"target_modules": [], "modules_to_save": ["lm_head"]},
+    "with the router": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.gate.weight"]},
+    "recomputed": {},
+    "adagrad": {},
+}
+CASES = [Case(1, 1, "mixtral"), Case(1, 1, "gpt_oss")]
+CASES += [Case(2, 2, family, "shuffled") for family in ("gpt_oss", "glm4_moe", "dots1")]
+CASES += [Case(2, 2, family, "shuffled", dense="fsdp2") for family in ("qwen3_moe", "qwen2_moe")]
+CASES += [Case(2, 2, "qwen3_moe", kind=kind) for kind in ADAPTERS if kind != "plain"]
+CASES += [Case(2, 2, "qwen3_moe", "shuffled", trains_base=True), Case(2, 2, "gpt_oss", "copies", trains_base=True)]
+CASES += [Case(2, 2, "qwen3_moe", "moving", trains_base=True, dense="fsdp2"), Case(2, 1, "mixtral")]
+CASES += [Case(4, 2, "mixtral"), Case(4, 4, "deepseek_v3", "copies"), Case(4, 4, "olmoe", "moving", dense="fsdp2")]
+CASES += [Case(4, 4, "mixtral", "moving", trains_base=True), Case(4, 4, "nemotron_h", "copies", trains_base=True)]
+
+
+def place(name: str, ranks: int) -> ExpertPlacement:
+    """In blocks; equal counts in any order; a replica of expert 3 on each rank that has none."""
+    if name in ("contiguous", "moving"):
+        return contiguous(len(ORDER), ranks)
+    shuffled = ExpertPlacement.from_slot_of_expert(ORDER, ranks)
+    if name == "copies":
+        return ExpertPlacement(tuple((*row, EMPTY_ROW if 3 in row else 3) for row in shuffled.slots))
+    return shuffled
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Of stock PEFT under plain Accelerate where `ep_size` is 0."""
+    from accelerate import Accelerator
+
+    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+
+    model = adapted(case.family, **ADAPTERS[case.kind])
+    if case.trains_base:
+        model.requires_grad_(True)
+    kind: Any = torch.optim.Adagrad if case.kind == "adagrad" else torch.optim.AdamW
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    accelerator: Any = Accelerator(cpu=True)
+    inner, moved = model, 0
+    if case.kind == "recomputed" and case.ep_size:
+        recompute_blocks(model)
+    if case.ep_size:
+        moving = {"replan": ReplanOptions(planner="lpt", every=1, guarded=False)} if case.placement == "moving" else {}
+        experts = ExpertParallel(
+            accelerator,
+            ep_size=case.ep_size,
+            placement=lambda *_: place(case.placement, case.ep_size),
+            dense=case.dense,  # type: ignore[arg-type]
+            **moving,
+        )
+        model, optimizer = experts.prepare(model, optimizer)
+    losses, norms, grads = [], [], []
+    share = SAMPLES // case.processes
+    for step in range(STEPS):
+        ids = tokens(step, SAMPLES)[accelerator.process_index * share :][:share]
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        grads.append(rows(inner, grads=True))
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.03)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    if case.ep_size:
+        moved = sum(migration.report.cost.experts for migration in experts.migrations)
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": rows(inner), "moved": moved}
+
+
+def train_all(cases: list[Case]) -> list[dict[str, Any]]:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    with in_float64():
+        return [train(case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[Case, list[dict[str, Any]]]:
+    """What each rank recorded, by case."""
+    found = {}
+    everything = [*CASES, *dict.fromkeys(case.reference for case in CASES)]
+    for world in (1, 2, 4):
+        cases = [case for case in everything if case.processes == world]
+        for case, *ranks in zip(cases, *run_distributed(train_all, world, cases, timeout_s=300), strict=True):
+            found[case] = ranks
+    return found
+
+
+def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: row for rank in ranks for name, row in rank.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_adapters_learn_what_stock_peft_learns_in_one_process(case: Case, runs: dict[Case, list[dict[str, Any]]]):
+    ranks, (expected,) = runs[case], runs[case.reference]
+    for rank in ranks:
+        for numbers in ("losses", "norms"):
+            found, wanted = torch.tensor(rank[numbers]), torch.tensor(expected[numbers])
+            assert relative_difference(found, wanted) < TOLERANCE, numbers
+    assert min(expected["norms"]) > 0.03, "nothing was clipped"
+    for step in range(STEPS):
+        assert_equal_rows(together([rank["grads"][step] for rank in ranks]), expected["grads"][step], TOLERANCE)
+    assert_equal_rows(together([rank["weights"] for rank in ranks]), expected["weights"], TOLERANCE)
+    if case.placement == "moving":
+        assert ranks[0]["moved"] > 0, "nothing moved, so nothing was shown"

@@ -1,0 +1,80 @@
+"""A mixture made from a dense model starts where the dense model stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.transformers.families import VOCAB, tokens
+from toolkit.errors import UserError
+from toolkit.integrations.transformers import causal_lm, experts_modules, upcycle
+
+
+def dense(kind: str, **more: Any) -> Any:
+    from transformers import LlamaConfig, MistralConfig, Qwen3Config
+
+    config = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config}[kind](
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        **more,
+    )
+    torch.manual_seed(0)
+    return causal_lm(config, dtype=torch.float64)
+
+
+def loss(model: Any) -> float:
+    ids = tokens(0, 4)
+    if experts_modules(model):
+        model.set_experts_implementation("batched_mm")  # grouped products know no float64
+    return model(input_ids=ids, labels=ids).loss.item()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize(("top_k", "shards"), [(1, 1), (2, 1), (4, 2), (4, 4)])
+def test_the_first_loss_is_the_dense_models(kind: str, top_k: int, shards: int):
+    model = dense(kind)
+    sparse = upcycle(model, num_experts=8, top_k=top_k, shards=shards)
+    assert loss(sparse) == pytest.approx(loss(model), rel=1e-12)
+    widths = {experts.down_proj.shape for experts in experts_modules(sparse).values()}
+    assert widths == {(8, 16, 24 // shards)}
+
+
+def test_tied_embeddings_stay_tied():
+    sparse = upcycle(dense("qwen3", tie_word_embeddings=True), num_experts=4, top_k=2)
+    assert sparse.lm_head.weight is sparse.model.embed_tokens.weight
+
+
+def test_redrawn_hidden_units_make_experts_differ_and_the_rest_stays():
+    sparse = upcycle(dense("qwen3"), num_experts=4, top_k=2, redraw=0.5)
+    down = next(iter(experts_modules(sparse).values())).down_proj
+    original = upcycle(dense("qwen3"), num_experts=4, top_k=2)
+    untouched = (down == next(iter(experts_modules(original).values())).down_proj).all(dim=1)
+    assert untouched.sum(dim=1).tolist() == [12] * 4
+    assert not torch.equal(down[0], down[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        ({"kind": "llama", "mlp_bias": True}, {"num_experts": 4, "top_k": 2}, "mlp.gate_proj.bias"),
+        ({"kind": "qwen3"}, {"num_experts": 4, "top_k": 2, "shards": 4}, "shards=4"),
+    ],
+)
+def test_what_cannot_be_upcycled_is_refused_in_one_sentence(
+    model: dict[str, Any], settings: dict[str, Any], words: str
+):
+    with pytest.raises(UserError, match=words):
+        upcycle(dense(**model), **settings)
+
+
+def test_a_family_that_is_already_a_mixture_is_refused():
+    sparse = upcycle(dense("llama"), num_experts=4, top_k=2)
+    with pytest.raises(UserError, match="'mixtral' cannot be upcycled"):
+        upcycle(sparse, num_experts=4, top_k=2)

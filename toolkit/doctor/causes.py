@@ -1,0 +1,461 @@
+"""From symptoms to causes: what a difference between one process and several means for the script.
+
+`RULES` is a table: the quantity whose check fails, what has to be seen besides, and the finding. Quantities are in
+causal order: weights come before outputs, those before gradients, those before updates. So the first rule that applies
+at the earliest step names the cause, and what follows from it is not named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from toolkit.doctor.compare import GRADIENT_FLOOR, Check, Comparison, Key, apart
+from toolkit.doctor.record import SEEN
+
+Facts = dict[str, Any]
+"""What a rule saw, for the words in braces of its symptom and cause."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong."""
+
+    name: str
+    """A few words, the same for the same cause."""
+    symptom: str
+    cause: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table. Words in braces are facts: the fields of the quantity's check, and what `when` returns."""
+
+    quantity: str
+    name: str
+    symptom: str
+    cause: str
+    remedy: str
+    when: Callable[[Comparison, Check], Facts | None] = lambda _, __: {}
+    """Returns the facts, or None where the rule does not apply."""
+
+    def finding(self, c: Comparison) -> Finding | None:
+        """Returns what is wrong, or None where this rule does not apply."""
+        check = c[self.quantity]
+        facts = self.when(c, check)
+        if facts is None:
+            return None
+        facts = {**vars(check), **facts}
+        return Finding(self.name, self.symptom.format(**facts), self.cause.format(**facts), self.remedy)
+
+
+def diagnose(comparison: Comparison) -> list[Finding]:
+    """Returns what explains the differences, likeliest cause first; empty where there are none."""
+    failed = [quantity for quantity in QUANTITIES if not comparison[quantity].ok]
+    independent = [finding for quantity in failed if quantity not in CHAIN for finding in _first(comparison, quantity)]
+    differing = [quantity for quantity in failed if quantity in CHAIN]
+    explained = independent and independent[0].name in (OVERWRITTEN, REDECIDED, LOST)
+    if not differing or explained:
+        return independent
+    return [*_first(comparison, min(differing, key=lambda quantity: comparison[quantity].step)), *independent]
+
+
+def _first(comparison: Comparison, quantity: str) -> list[Finding]:
+    """Returns the finding of the first rule for `quantity` that applies, if any."""
+    found = (rule.finding(comparison) for rule in RULES if rule.quantity == quantity)
+    return [finding for finding in found if finding is not None][:1]
+
+
+# --- findings that need no comparison of two runs ------------------------------------------------------------------
+
+OVERWRITTEN, REDECIDED = "experts overwritten by rank 0", "router decides otherwise under recomputation"
+LOST = "micro-batch lost"
+
+
+def recomputed_otherwise(error: str) -> Finding:
+    """Returns the finding for a script that PyTorch's activation checkpointing ended, in several processes only."""
+    return Finding(
+        REDECIDED,
+        error,
+        "what is recomputed in the backward has other shapes than before: tokens went to other experts",
+        "replay the first decision: use toolkit.experts.layer.recompute.checkpoint, or keep the router outside of it",
+    )
+
+
+def out_of_step(places: Iterable[str]) -> Finding:
+    """Returns the finding for ranks that wait for each other for ever; `places` says where each of them is."""
+    return Finding(
+        "ranks out of step",
+        f"processes waited for each other in vain: {'; '.join(places)}",
+        "a rank skips a step, has fewer batches, or calls an operation between ranks that the others do not",
+        "decide on all ranks together (reduce the decision first), and give all of them the same number of batches",
+    )
+
+
+def unrepeatable(check_names: Iterable[str]) -> Finding:
+    """Returns the finding for a script that does not do the same twice in one process."""
+    return Finding(
+        "not repeatable",
+        f"in one process, run twice, it differs in {', '.join(check_names)}",
+        "something is drawn without a seed, or depends on time",
+        "call accelerate.utils.set_seed first; until then nothing else that differs means anything",
+    )
+
+
+# --- what rules look at besides the check of their quantity --------------------------------------------------------
+
+
+def _in_saving(applies: Callable[[Comparison, Check], bool]) -> Callable[[Comparison, Check], Facts | None]:
+    # Only one of replicas that differ is saved.
+    return lambda c, check: {} if c["replicas on ranks"].ok and applies(c, check) else None
+
+
+def _equal_samples(c: Comparison, check: Check) -> Facts | None:
+    world = len(c.many.records)
+    return {"world": world} if world > 1 and c.many.have_equal_samples(check.step - 1) else None
+
+
+def _in_module(applies: Callable[[Comparison, str, str], bool]) -> Callable[[Comparison, Check], Facts | None]:
+    """The first module whose output differs at the step of the check, if `applies` (comparison, name, type) to it."""
+
+    def when(c: Comparison, check: Check) -> Facts | None:
+        for name, kind in c.one.first.modules.items():
+            one, many = (run.outputs(check.step - 1, name) for run in (c.one, c.many))
+            shared = one.keys() & many.keys()
+            if any(apart(many[s], one[s]) > max(c.tolerance, check.limit, 1e-5) for s in shared):
+                return {"module": name or "the model", "kind": kind} if applies(c, name, kind) else None
+        return None
+
+    return when
+
+
+def _unfrozen(c: Comparison, check: Check) -> Facts | None:
+    late = c.many.unfrozen(check.step - 1)
+    differing = _differing(c, check)
+    return {} if differing and all(name in late for name, _ in differing) else None
+
+
+def _unequal_gradients(c: Comparison, check: Check) -> Facts | None:
+    unequal = c.many.unequal_gradients(check.step - 1)
+    return {"parameter": unequal[0]} if unequal else None
+
+
+def _scaled(
+    applies: Callable[[float, int], bool] = lambda _, __: True,
+) -> Callable[[Comparison, Check], Facts | None]:
+    """All gradients that differ are one multiple of what they should be, and `applies` (factor, ranks) to it."""
+
+    def when(c: Comparison, check: Check) -> Facts | None:
+        differing = _differing(c, check)
+        # A factor explains what differs where it is further from 1 than what it leaves unexplained may be.
+        unexplained = max(1e-3, 10 * c.tolerance)
+        straight = all(rest < unexplained < abs(ratio - 1) for ratio, rest in differing.values())
+        ratios = [ratio for ratio, _ in differing.values()]
+        if not (straight and ratios and max(ratios) - min(ratios) < 1e-2 * max(ratios)):
+            return None
+        ratio, world = sum(ratios) / len(ratios), len(c.many.records)
+        which = "experts" if all(name in c.split for name, _ in differing) else "parameters"
+        facts = {"ratio": ratio, "world": world, "count": len(ratios), "which": which}
+        return facts if applies(ratio, world) else None
+
+    return when
+
+
+def _differing(c: Comparison, check: Check) -> dict[Key, tuple[float, float]]:
+    """Returns, for each gradient that differs, its least-squares ratio to that of one process, and the distance beside
+    it."""
+    one, many = (run.tensors(check.step - 1, "gradient", c.split) for run in (c.one, c.many))
+    total = torch.stack([tensor.double().norm() for tensor in one.values()]).norm().item()
+    found = {}
+    for key in one.keys() & many.keys():
+        truth = one[key].double().flatten()
+        value = many[key].double().flatten()
+        if truth.shape == value.shape and truth.any() and apart(value, truth, GRADIENT_FLOOR * total) > check.limit:
+            ratio = float(truth @ value / (truth @ truth))
+            found[key] = ratio, apart(value, ratio * truth)
+    return found
+
+
+def _moved(c: Comparison, check: Check) -> Facts | None:
+    return {} if c.many.has_moved(check.step) else None
+
+
+def _moved_with_weights(c: Comparison, check: Check) -> Facts | None:
+    weights = c["weights"]
+    return vars(weights) if weights.step == check.step and c.many.has_moved(check.step) else None
+
+
+def _norms(c: Comparison, check: Check) -> Facts:
+    norms = c.many.norms(check.step - 1)
+    return {"each": ", ".join(f"{norm:.6g}" for norm in norms), "alone": c.one.norms(check.step - 1)[0]}
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+FORWARD = [
+    Rule(
+        "expert counts",
+        "batch statistics of one rank",
+        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
+        "batch normalisation sees the samples of its own rank only",
+        "use torch.nn.SyncBatchNorm, or a norm that works sample by sample",
+        _in_module(lambda _, __, kind: "BatchNorm" in kind),
+    ),
+    Rule(
+        "expert counts",
+        "wrong inverse permutation",
+        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
+        "rows came back from the experts in another order than they were sent, or with others' weights",
+        "undo every permutation of dispatch with its inverse, in reverse order",
+        _in_module(lambda c, name, _: name in c.one.first.steps[0].counts),
+    ),
+    Rule(
+        "expert counts",
+        "forward depends on the rank",
+        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
+        "random draws, or an operation over the samples of one rank",
+        "make the output for a sample depend on that sample alone",
+        _in_module(lambda *_: True),
+    ),
+]
+"""What usually causes another output of a module, by its kind; for expert counts, the balance loss and the loss."""
+UNSYNCHRONISED = Rule(
+    "replicas on ranks",
+    "unsynchronised replica",
+    "after step {step}, the ranks have different {where}",
+    "replicas on several ranks are updated from different gradients, or not refreshed from their owner",
+    "call average_owned_gradients of toolkit.experts.parallel.gradients before the update, refresh_replicas after it",
+)
+LOST_IN_MOVE = Rule(
+    "weights",
+    "weights lost in a move",
+    "after step {step}, in which experts moved, {where} differs by {worst:.1e}",
+    "a row was not sent, or written under another id",
+    "move experts with toolkit.experts.moving.migrate",
+    _moved,
+)
+
+RULES = [
+    # What a rank sees by itself, and what saving loses.
+    Rule(
+        "owned rows after prepare",
+        OVERWRITTEN,
+        "preparing the model changed rows that a rank owns: {where}",
+        "DDP treated them as replicated and broadcast rank 0's; it averages their gradients too",
+        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.integrations.accelerate.prepare.prepare",
+    ),
+    Rule(
+        "one routing decision",
+        REDECIDED,
+        "the forward that activation checkpointing repeats sent tokens elsewhere in {where}",
+        "the router draws or reads something that has changed since the first forward (noise, a bias, a counter)",
+        "replay the first decision: keep the router outside of the recomputed part, or draw with a preserved seed",
+    ),
+    Rule(
+        "all micro-batches",
+        LOST,
+        "the gradients of one micro-batch were gone when that of the next began, with no update between them: {where}",
+        "gradients are set to zero, or written over, between micro-batches",
+        "set them to zero after the optimizer's step alone, and let backward add to them",
+    ),
+    Rule(
+        "buffers of ranks",
+        "buffer overwritten by broadcast",
+        "before a forward, ranks lost what they had written to {where}",
+        "DDP broadcasts rank 0's buffers before each forward",
+        "keep what each rank counts in a plain attribute, or reduce it over the ranks first",
+    ),
+    Rule(
+        "parameters in an optimizer",
+        "parameter outside the optimizer",
+        "no optimizer holds {where}, so it never moves",
+        "the optimizer was made before the parameter, or from a part of the model",
+        "make the optimizer last, from model.parameters(), or set requires_grad to False",
+    ),
+    Rule(
+        "adapters that learn",
+        "adapter frozen",
+        "{where} is zero and does not learn, so an active adapter changes nothing",
+        "it was frozen after PEFT made it, or loaded without is_trainable=True",
+        "set requires_grad to True before the optimizer is made, or leave the adapter out",
+    ),
+    Rule(
+        "balance loss in the backward",
+        "balance loss without effect",
+        "the backward did not reach the {where} that the model returns",
+        "it is not part of the loss, or what was to inject its gradient is not part of the graph",
+        "add it to the loss, and use the tensor that an autograd function returns",
+    ),
+    Rule(
+        "order of epochs",
+        "every epoch in the same order",
+        "a {where} went through its data again in the order of the epoch before",
+        "the sampler draws its order from the number of the epoch, and was not told that it has changed",
+        "call sampler.set_epoch(epoch) before each epoch, or let Accelerate prepare the data loader",
+    ),
+    Rule(
+        "save and load",
+        "saving fails",
+        "{where}",
+        "saving or loading raised an error",
+        "see the error",
+        _in_saving(lambda c, _: any(record.save_error for record in c.many.records)),
+    ),
+    Rule(
+        "save and load",
+        "expert lost on save",
+        "after saving and loading, not as before: {where}",
+        "only rank 0's rows were written, or rows were loaded by position and not by id",
+        "save with Trainer.save, ExpertParallel.save or toolkit.checkpoint.checkpoint, which write rows by their ids",
+        _in_saving(lambda _, check: "expert" in check.where),
+    ),
+    Rule(
+        "save and load",
+        "state lost on save",
+        "after saving and loading, not as before: {where}",
+        "not everything was written, or not from all ranks",
+        "save with Trainer.save, ExpertParallel.save or toolkit.checkpoint.checkpoint, which write rows by their ids",
+        _in_saving(lambda *_: True),
+    ),
+    # What differs between one process and several.
+    Rule(
+        "initial weights",
+        "initial weights differ",
+        "before the first step, {where} differs by {worst:.1e}",
+        "weights were drawn in an order, or from a seed, that depends on the number of processes",
+        "call accelerate.utils.set_seed before the model is made, and draw each expert from a seed of its own id",
+    ),
+    Rule(
+        "samples",
+        "ranks see the same samples",
+        "at step {step} all {world} ranks were given the same samples",
+        "data are not divided over the ranks: each takes the whole global batch, or draws it from the same seed",
+        "let Accelerate prepare the data loader, or use a DistributedSampler",
+        _equal_samples,
+    ),
+    Rule(
+        "samples",
+        "data order changed",
+        "step {step} saw other samples ({where}; {worst:.0%} of them are in one run only)",
+        "the order, or how it is cut into batches, depends on the rank or on the number of processes",
+        "shuffle from a seed that all ranks share, and let the global batch stay the same size",
+    ),
+    *FORWARD,
+    Rule(
+        "expert counts",
+        "tokens counted wrongly",
+        "at step {step} the experts of {where} were sent other numbers of tokens, from equal inputs",
+        "the router decides differently, tokens are dropped, or a forward was counted twice",
+        "route by the token alone, and count each forward once",
+    ),
+    *(replace(rule, quantity="balance loss") for rule in FORWARD),
+    Rule(
+        "balance loss",
+        "rank-local balance loss",
+        "at step {step} the balance loss differs by {worst:.1e}, the counts of experts do not",
+        "each rank multiplies the loads and probabilities of its own tokens, and the mean of those is another loss",
+        "sum the counts over all ranks before the product, as toolkit.experts.layer.losses.RouterPenalty does",
+    ),
+    *(replace(rule, quantity="loss") for rule in FORWARD),
+    Rule(
+        "loss",
+        "loss normalised by rank",
+        "at step {step} the loss differs by {worst:.1e}, what the model returns does not",
+        "each rank divides by its own count of samples or tokens, and these are not equal",
+        "divide the sum of all ranks' losses by the count over all ranks",
+    ),
+    Rule(
+        "gradients",
+        "parameter unfrozen after prepare",
+        "at step {step} the gradient of {where} differs by {worst:.1e}; it was frozen at first",
+        "what averages gradients over ranks looks at the model once, and takes up what is trainable then",
+        "unfreeze parameters before the model is prepared, and keep those that are to wait at a rate of 0",
+        _unfrozen,
+    ),
+    replace(
+        UNSYNCHRONISED,
+        quantity="gradients",
+        symptom="at step {step} the gradient of {parameter} is not the same on all ranks",
+        when=_unequal_gradients,
+    ),
+    Rule(
+        "gradients",
+        "gradients W times too large",
+        "at step {step} gradients of {count} {which} are {ratio:.4g} times what they should be",
+        "they were summed over {world} ranks and not divided by that number",
+        "divide by the number of processes: toolkit.experts.parallel.gradients.average_owned_gradients",
+        _scaled(lambda ratio, world: abs(ratio / world - 1) < 1e-2),
+    ),
+    Rule(
+        "gradients",
+        "gradients too small",
+        "at step {step} gradients of {count} {which} are {ratio:.4g} times what they should be",
+        "they were divided twice, or lack what other ranks' batches contribute",
+        "add up the contributions of all ranks, then divide once by the number of processes",
+        _scaled(lambda ratio, _: ratio < 1),
+    ),
+    Rule(
+        "gradients",
+        "gradients scaled",
+        "at step {step} gradients of {count} {which} are {ratio:.4g} times what they should be",
+        "the loss, or its gradient, is multiplied by what depends on the number of processes",
+        "divide once, by the number of processes or by the count of samples over all ranks",
+        _scaled(),
+    ),
+    Rule(
+        "gradients",
+        "wrong gradients",
+        "at step {step} the gradient of {where} differs by {worst:.1e}",
+        "the backward of {parameter} misses or misplaces what other ranks contribute",
+        "let every operation between ranks have its transpose in the backward",
+        lambda _, check: {"parameter": check.where.partition(" of expert")[0]},
+    ),
+    Rule(
+        "gradient norm",
+        "local clip norm",
+        "at step {step} gradients are equal, and clipping found norms of {each} where one process found {alone:.6g}",
+        "each rank clips by the norm of the gradients it has, without the experts of the others",
+        "clip with toolkit.experts.clip_grad_norm_, or after ExpertParallel.prepare with Accelerate's",
+        _norms,
+    ),
+    Rule(
+        "learning rate",
+        "learning rate depends on the world",
+        "at step {step} it differs by {worst:.1e}",
+        "the rate was scaled by the number of processes, or the schedule made a step for each of them",
+        "set the rate for the global batch, and step the schedule once a step",
+    ),
+    UNSYNCHRONISED,
+    replace(LOST_IN_MOVE, quantity="optimizer state", when=_moved_with_weights),
+    Rule(
+        "optimizer state",
+        "stale optimizer row after a move",
+        "after step {step}, {where} differs by {worst:.1e}, and in that step experts moved",
+        "the weights of an expert moved and its optimizer rows stayed, so another expert's are used",
+        "move experts with toolkit.experts.moving.migrate, and give it the optimizer",
+        _moved,
+    ),
+    Rule(
+        "optimizer state",
+        "optimizer state differs",
+        "after step {step}, {where} differs by {worst:.1e}",
+        "the optimizer saw other gradients than those that were averaged and clipped",
+        "change gradients before the optimizer's step, on all ranks alike",
+    ),
+    LOST_IN_MOVE,
+    Rule(
+        "weights",
+        "wrong update",
+        "after step {step}, {where} differs by {worst:.1e}, from equal gradients and rates",
+        "the optimizer updates other rows, or with other settings, than in one process",
+        "give every parameter to one optimizer, with the same settings on all ranks",
+    ),
+]
+"""The table, in causal order; of the rules for one quantity the first that applies counts."""
+QUANTITIES = tuple(dict.fromkeys(rule.quantity for rule in RULES))
+CHAIN = tuple(quantity for quantity in QUANTITIES if quantity not in SEEN and quantity != "save and load")
+"""The quantities that two runs are compared by: what differs in one of them makes all later ones differ."""

@@ -1,0 +1,47 @@
+"""`toolkit doctor`: compare training in one process with training in several, and name the cause of a difference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import EXIT_BUG, EXIT_DONE, UserError
+from toolkit.run.arguments import Parser, count, positive
+from toolkit.run.console import log_line
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where all is equal, 1 where something differs, 2 for bad input."""
+    parser = Parser("toolkit doctor", __doc__)
+    parser.add_argument("--processes", type=count, default=2, metavar="N", help="how many are compared with one (2)")
+    parser.add_argument("--steps", type=count, default=3, metavar="N", help="optimizer steps of each run (3)")
+    parser.add_argument(
+        "--tolerance", type=positive, metavar="X", help="relative difference that is taken for rounding (by precision)"
+    )
+    parser.add_argument("--timeout", type=positive, default=600, metavar="SECONDS", help="for each run (600)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON, too")
+    parser.add_argument("script", type=Path, help="a recipe, or a script that trains with Accelerate")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with")
+    args = parser.parse_args(argv)
+
+    from toolkit.doctor.examine import examine
+
+    report = examine(
+        args.script,
+        args.arguments,
+        processes=args.processes,
+        steps=args.steps,
+        tolerance=args.tolerance,
+        timeout_s=args.timeout,
+        log=log_line,
+    )
+    if args.out is not None:
+        try:
+            args.out.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--out {args.out}: cannot be written ({error.strerror}): choose another.") from None
+    sys.stdout.write(f"{report}")
+    return EXIT_DONE if report.ok else EXIT_BUG

@@ -1,0 +1,252 @@
+"""Run a script in one process and in several, compare, and report what was found."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.doctor.causes import CHAIN, Finding, diagnose, out_of_step, recomputed_otherwise, unrepeatable
+from toolkit.doctor.compare import TOLERANCES, Check, Comparison, Evidence
+from toolkit.doctor.record import read_records
+from toolkit.errors import UserError
+from toolkit.run.launch.children import Children
+from toolkit.run.launch.port import reserve_port, world_environment
+from toolkit.run.launch.world import without_launcher
+
+ROUNDING = 2e-7
+"""What adding up in another order changes, relative to the norm of a sum's results: twice float32's last bit."""
+SUSPICIOUS = 1e-2
+"""No rounding makes a difference as large as this in a few steps."""
+
+
+WAITED = re.compile(r"gloo|[Tt]imed out waiting|Connection (closed|reset) by peer")
+"""What stands in the error of a rank whose collective failed because of another rank."""
+MOST_WAIT_S = 30.0
+"""How long a collective waits for other ranks at most, besides twice the time of the whole run in one process."""
+
+
+class ScriptFailed(Exception):
+    """A script ended with an error, which is the text; `finding` where that says what is wrong."""
+
+    def __init__(self, error: str, finding: Finding | None = None):
+        super().__init__(error)
+        self.finding = finding
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the doctor found."""
+
+    script: str
+    processes: int
+    steps: int
+    """Optimizer steps that were compared."""
+    tolerance: float
+    checks: list[Check]
+    findings: list[Finding]
+    """Likeliest cause first."""
+    notes: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings and all(check.ok for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what JSON can hold; infinity as a word."""
+        checks = [vars(check) | {"worst": _number(check.worst), "ok": check.ok} for check in self.checks]
+        return vars(self) | {"ok": self.ok, "checks": checks, "findings": [vars(finding) for finding in self.findings]}
+
+    def __str__(self) -> str:
+        worlds = f"in one process and in {self.processes}"
+        lines = [f"{self.script}: {self.steps} optimizer steps {worlds}, relative tolerance {self.tolerance:g}", ""]
+        for check in self.checks:
+            step = f"step {check.step}" if check.step else ""
+            where = ", ".join(part for part in (step, check.where) if part) if check.worst else ""
+            difference = (
+                "equal" if check.worst == 0 else "differs" if check.worst == float("inf") else f"{check.worst:.1e}"
+            )
+            lines.append(f"  {'ok   ' if check.ok else 'WRONG'} {check.quantity:27} {difference:8} {where}".rstrip())
+        if self.notes:
+            lines += ["", *(f"note: {note}." for note in self.notes)]
+        for number, finding in enumerate(self.findings):
+            lines += [
+                "",
+                f"{'likely cause' if number == 0 else 'also'}: {finding.name}",
+                f"  seen     {finding.symptom}",
+                f"  because  {finding.cause}",
+                f"  remedy   {finding.remedy}",
+            ]
+        verdict = "healthy: both learn the same." if self.ok else "not healthy: see above."
+        return "\n".join([*lines, "", verdict, ""])
+
+
+def _number(value: float) -> float | str:
+    return value if value < float("inf") else "inf"
+
+
+def examine(
+    script: Path,
+    args: Sequence[str] = (),
+    *,
+    processes: int = 2,
+    steps: int = 3,
+    tolerance: float | None = None,
+    timeout_s: float = 600,
+    log: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Compares what `script` does in one process with what it does in `processes`.
+
+    Args:
+        script: The Python file to run.
+        args: What it is called with.
+        processes: The number of processes that are compared with one.
+        steps: The optimizer steps of each run.
+        tolerance: The relative difference that is taken for rounding; None takes that of the script's precision.
+        timeout_s: The seconds after which a run is ended.
+        log: Is called with a line for each run.
+
+    Raises:
+        UserError: If the script cannot be run, or does not train with Accelerate.
+    """
+    _check(script, args)
+    with tempfile.TemporaryDirectory(prefix="toolkit-doctor-") as folder:
+        took_s: dict[int, float] = {}
+
+        def run(name: str, world: int, rounding: float = 0.0) -> Evidence:
+            started = time.monotonic()
+            log(f"{name}: {world} process(es), {steps} steps ...")
+            where = Path(folder) / name.replace(" ", "-")
+            wait_s = MOST_WAIT_S + 2 * took_s.get(1, 0.0)
+            evidence = _run(script, args, world, steps, where, timeout_s, wait_s, rounding)
+            took_s[world] = time.monotonic() - started
+            log(f"{name}: done in {took_s[world]:.0f} s")
+            return evidence
+
+        try:
+            one = run("alone", 1)
+        except ScriptFailed as error:
+            raise UserError(f"{script} fails in one process: {error}") from None
+        limit = TOLERANCES[one.first.precision] if tolerance is None else tolerance
+        notes = list(one.first.notes)
+        try:
+            many = run("together", processes)
+        except ScriptFailed as error:
+            if error.finding is not None:
+                return Report(str(script), processes, 0, limit, [], [error.finding], notes)
+            raise UserError(f"{script} runs in one process and fails in {processes}: {error}") from None
+        comparison, findings = judge(one, many, limit, run)
+    notes = list(dict.fromkeys([*notes, *many.first.notes]))
+    if comparison.rounding is not None:
+        notes.append("limits are those of one process with numbers rounded otherwise: rounding errors grow here")
+    if comparison.steps < steps:
+        notes.append(f"the script ended after {comparison.steps} step(s)")
+    return Report(str(script), processes, comparison.steps, limit, comparison.checks, findings, notes)
+
+
+def judge(
+    one: Evidence, many: Evidence, tolerance: float, run: Callable[[str, int, float], Evidence]
+) -> tuple[Comparison, list[Finding]]:
+    """Compares two runs, and explains what differs.
+
+    Where something does, `run` (name, processes, rounding) runs the script again in one process: as it is, to see
+    whether it repeats itself; and rounded otherwise, to see what rounding alone does.
+    """
+    comparison = Comparison(one, many, tolerance)
+    if all(comparison[quantity].ok for quantity in CHAIN):
+        return comparison, diagnose(comparison)
+    again = Comparison(one, run("alone again", 1, 0.0), tolerance)
+    if differing := [quantity for quantity in CHAIN if not again[quantity].ok]:
+        return comparison, [unrepeatable(differing), *diagnose(comparison)]
+    if diagnose(comparison) and max(comparison[quantity].worst for quantity in CHAIN) < SUSPICIOUS:
+        rounding = Comparison(one, run("alone, rounded otherwise", 1, ROUNDING), tolerance)
+        comparison = Comparison(one, many, tolerance, rounding)
+    return comparison, diagnose(comparison)
+
+
+def _check(script: Path, args: Sequence[str]) -> None:
+    if not script.is_file():
+        raise UserError(f"script {script} is not there: give the path of a Python file.")
+    if any(word.partition("=")[0] in ("--num-processes", "--num_processes") for word in args):
+        raise UserError("--num-processes is set by the doctor: use its --processes, before the script.")
+
+
+def _run(
+    script: Path,
+    args: Sequence[str],
+    world: int,
+    steps: int,
+    folder: Path,
+    timeout_s: float,
+    wait_s: float,
+    rounding: float,
+) -> Evidence:
+    """Run `script` under the recorder as the ranks of one world; raises ScriptFailed with the last line of an error."""
+    folder.mkdir()
+    words = [*args, *_recipe_flags(script, args, folder)]
+    environment = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    # A mode that the script gives itself counts more than the variable: its runs go with the folder.
+    environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
+    reserved = reserve_port()
+    environment |= world_environment(world, reserved)
+    command = [sys.executable, "-m", f"{__package__}.watch", str(folder), str(steps), str(rounding), str(wait_s)]
+    command += [str(script), *words]
+    try:
+        with Children(raise_received=True) as ranks:
+            for rank in range(world):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+                with (folder / f"output{rank}.txt").open("wb") as output:
+                    ranks.start(command, env=environment | place, stdout=output, stderr=subprocess.STDOUT)
+            ranks.wait(timeout_s=timeout_s)
+            codes = [process.poll() for process in ranks.processes]
+    finally:
+        reserved.close()
+    if any(code != 0 for code in codes):
+        raise _failure(folder, codes, timeout_s)
+    evidence = Evidence(read_records(folder))
+    if len(evidence.records) < world or not evidence.steps:
+        raise UserError(
+            f"{script} made no optimizer step that the doctor could see: it needs a model prepared by an Accelerator, "
+            "accelerator.backward, and a torch optimizer."
+        )
+    return evidence
+
+
+def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptFailed:
+    """Returns what ranks died of, by their exit codes; None for those that went on until they were killed."""
+    errors = {rank: _last_line(folder / f"output{rank}.txt") for rank, code in enumerate(codes) if code}
+    for error in errors.values():
+        if "CheckpointError" in error:
+            return ScriptFailed(error, recomputed_otherwise(error))
+    for error in errors.values():
+        if not WAITED.search(error):
+            return ScriptFailed(error)
+    late = f"no end within {timeout_s:g} s; see --timeout."
+    if len(codes) == 1:
+        return ScriptFailed(late)
+    places = [folder / f"place{rank}.txt" for rank in range(len(codes))]
+    said = [place.read_text() if place.exists() else "before its first step" for place in places]
+    return ScriptFailed(late, out_of_step(f"rank {rank} {place}" for rank, place in enumerate(said)))
+
+
+def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:
+    """Returns what keeps a recipe of this toolkit from writing where the user's runs are, and from continuing one."""
+    if "run_recipe(" not in script.read_text(encoding="utf-8", errors="replace"):
+        return []
+    flags = {"--run-dir": str(folder / "run"), "--tracker": "none", "--resume": "no"}
+    given = {word.partition("=")[0].replace("_", "-") for word in args}
+    return [word for flag, value in flags.items() if flag not in given for word in (flag, value)]
+
+
+def _last_line(output: Path) -> str:
+    """The last line of an error, without the prefix of ours."""
+    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
+    return (errors or lines or ["it wrote nothing"])[-1].removeprefix("error: ").strip()

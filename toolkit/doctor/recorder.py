@@ -1,0 +1,419 @@
+"""Records what one process of a script does, without changes to the script.
+
+All is read through torch and Accelerate, so that any training loop will do: `Accelerator.prepare` shows the model,
+`Accelerator.backward` the loss, clipping the norm, the optimizer's step hooks the gradients. The state after a step is
+read when the next training forward begins, so that it includes all that follows a step. After the last step the script
+is left by `Finished`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.doctor.compare import GRADIENT_FLOOR
+from toolkit.doctor.record import (
+    Phase,
+    Record,
+    Step,
+    digest,
+    frozen_adapters,
+    is_spread_by_others,
+    plain,
+    sample_digests,
+)
+from toolkit.experts.compat import without_compile_prefix
+from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
+from toolkit.experts.routing.routing_log import Cursor
+
+
+class Finished(BaseException):
+    """Raised in the script when enough steps were recorded."""
+
+
+class Recorder:
+    """Watches the models that are prepared in this process for `steps` optimizer steps.
+
+    With `rounding`, what each module with parameters returns, the gradient of it, and the gradients of parameters are
+    disturbed by so much, relative to their norms: what sums in another order do.
+    """
+
+    def __init__(self, out: Path, steps: int, rounding: float = 0.0):
+        self.out, self.steps, self.rounding = out, steps, rounding
+        self.record = Record()
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.accelerator: Any = None
+        self.save: Callable[[str], Any] | None = None
+        self.load: Callable[[Any], Any] | None = None
+        self.step = Step()
+        self.in_backward = self.is_clipping = self.is_preparing = self.done = False
+        self._cursors: dict[str, Cursor] = {}
+        self._choices: dict[str, list[str]] = {}
+        self._buffers: dict[str, str] = {}
+        self._unclipped: dict[str, Tensor] | None = None
+        self.splits = False
+        """Says whether data loaders' batches are to be split over ranks although the script did not ask for it."""
+        self._open_step = True
+        self._unreached = 0
+        """Balance losses of this step that no backward has reached."""
+        self._has_gradients = False
+        """Says whether a backward has ended since any optimizer's last step."""
+
+    def _at(self, place: str, step: int) -> None:
+        """Leaves word of where this rank is, for when it never ends."""
+        if self.record.world > 1:
+            (self.out / f"place{self.record.rank}.txt").write_text(f"at step {step}, {place}")
+
+    # --- names ------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    yield self._name(number, name), parameter
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for number, model in enumerate(self.models):
+            for name, module in model.named_modules():
+                yield self._name(number, name), module
+
+    @staticmethod
+    def _name(number: int, name: str) -> str:
+        return (f"model{number}." if number else "") + without_compile_prefix(name)
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.record.rank == 0
+
+    # --- what is seen -----------------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Any, models: list[nn.Module], prepare: Callable[[], Any]) -> Any:
+        """Call Accelerate's `prepare`, and record whether it overwrites rows that this rank owns."""
+        if self.is_preparing:
+            return prepare()
+        self.accelerator = accelerator
+        self.record.rank, self.record.world = accelerator.process_index, accelerator.num_processes
+        self.record.precision = accelerator.mixed_precision
+        for model in models:
+            if any(p.requires_grad for p in model.parameters()) and all(m is not model for m in self.models):
+                self.models.append(model)
+                self._listen(len(self.models) - 1, model)
+        before = {name: digest(p) for name, p in self.parameters() if is_owned(p)}
+        self.is_preparing = True
+        try:
+            result = prepare()
+        finally:
+            self.is_preparing = False
+        after = dict(self.parameters())
+        changed = [name for name, bits in before.items() if digest(after[name]) != bits]
+        self.record.see("owned rows after prepare", *changed)
+        return result
+
+    def _listen(self, number: int, model: nn.Module) -> None:
+        # Before the hooks of FSDP2, which replace the optimizer's parameters by gathered ones.
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after_forward)
+        inside: tuple[str, ...] = ()
+        for name, module in model.named_modules():
+            if self.rounding:
+                round_outputs(module, self._name(number, name), self.rounding, lambda: len(self.record.steps))
+            if name.startswith(inside) and inside:
+                continue
+            if getattr(module, "expert_stack", None) is not None:
+                self._listen_to_routing(self._name(number, name), module)
+            if hasattr(module, "num_experts") or hasattr(module, "expert_stack"):
+                inside += (f"{name}.",)  # rows in there are in an order of their own
+            module.register_forward_hook(functools.partial(self._after_module, self._name(number, name)))
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (torch.is_grad_enabled() and model.training) or self.in_backward:
+            return
+        if self._open_step:
+            self._begin_step()
+        self._at("in a forward", len(self.record.steps) + 1)
+        for name, buffer in model.named_buffers():
+            if name in self._buffers and self._buffers[name] != digest(buffer):
+                self.record.see("buffers of ranks", name)
+        self.step.samples.append(sample_digests(model, args, kwargs))
+
+    def before_wrapped_forward(self) -> None:
+        """DDP broadcasts buffers between this call and `_before_forward`."""
+        self._buffers = {name: digest(b) for model in self.models for name, b in model.named_buffers()}
+
+    def _after_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and model.training and not self.in_backward:
+            balance_loss = getattr(output, "aux_loss", None)
+            if isinstance(balance_loss, Tensor):
+                self.step.balance_losses.append(float(balance_loss.detach()))
+                if balance_loss.requires_grad:
+                    self._unreached += 1
+                    balance_loss.register_hook(self._reach)
+
+    def _reach(self, _gradient: Tensor) -> None:
+        self._unreached -= 1
+
+    def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+        """Records a fingerprint of each module's output for each sample, the first of a forward of the model."""
+        if not (self.step.samples and module.training and torch.is_grad_enabled()) or self.in_backward:
+            return
+        output = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
+        samples = len(self.step.samples[-1])
+        key = f"{len(self.record.steps)}/output/{len(self.step.samples) - 1}/{name}"
+        if not isinstance(output, Tensor) or key in self.record.tensors or not output.is_floating_point():
+            return
+        if not output.ndim or (output.shape[0] % samples if samples else output.shape[0]):
+            return
+        rows = output.detach().double().cpu().reshape(samples, -1) if samples else torch.zeros(0, 1).double()
+        weights = torch.cos(torch.arange(rows.shape[1]).double())
+        width = torch.full((len(rows),), rows.shape[1]).double()
+        self.record.tensors[key] = torch.stack([rows @ weights, rows.norm(dim=1), width], 1)
+        self.record.modules.setdefault(name, type(module).__name__)
+
+    def _listen_to_routing(self, name: str, module: nn.Module) -> None:
+        """Hooks early in a layer's forward: recomputation in the backward may leave it before its end."""
+        router = getattr(module, "router", None)
+        if isinstance(router, nn.Module):
+            router.register_forward_hook(lambda m, _, routing: self._see_choice(name, m, routing.expert_ids_TK))
+        else:
+            module.register_forward_pre_hook(lambda m, args: self._see_choice(name, m, args[1]))
+
+    def _see_choice(self, name: str, module: nn.Module, ids: Tensor) -> None:
+        """Record which experts were chosen, and whether recomputation chooses the same."""
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        chosen = digest(ids)
+        known = self._choices.setdefault(name, [])
+        if not self.in_backward:
+            known.append(chosen)
+        elif chosen not in known:
+            self.record.see("one routing decision", name)
+
+    def backward(self, loss: Any, backward: Callable[[], Any]) -> Any:
+        if self._has_gradients and not any(
+            p.grad is not None and local_rows(p.grad).any() for _, p in self.parameters()
+        ):
+            self.record.see("all micro-batches", f"step {len(self.record.steps) + 1}")
+        self.step.losses.append(float(loss.detach()))
+        self._at("in a backward", len(self.record.steps) + 1)
+        self.in_backward = True
+        try:
+            return backward()
+        finally:
+            self.in_backward, self._has_gradients = False, True
+            self._choices.clear()
+
+    def clip(self, clip: Callable[[], Any]) -> Any:
+        """Records gradients before they are clipped, and the norm that is returned."""
+        if self.is_clipping:
+            return clip()
+        self._unclipped = self._finished_gradients()
+        self.is_clipping = True
+        try:
+            norm = clip()
+        finally:
+            self.is_clipping = False
+        if isinstance(norm, (Tensor, float)):
+            self.step.norm = float(plain(norm)) if isinstance(norm, Tensor) else norm
+        return norm
+
+    def clip_by(self, norm: Tensor, clip: Callable[[], Any]) -> Any:
+        """Records the same where a loop clips by a norm of its own, in one call or in one for each device mesh."""
+        if self.is_clipping:
+            return clip()
+        if self._unclipped is None:
+            self._unclipped = self._finished_gradients()
+            self.step.norm = float(plain(norm))
+        return clip()
+
+    def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_ours(optimizer):
+            return
+        self._has_gradients = False
+        if all(known is not optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        if optimizer is not self.optimizers[0]:
+            return
+        gradients = self._finished_gradients() if self._unclipped is None else self._unclipped
+        self._unclipped = None
+        step = len(self.record.steps)
+        parameters = dict(self.parameters())
+        for name, gradient in gradients.items():
+            owned = ownership_of(parameters[name]) is not None
+            if self.is_first_rank or owned:
+                self.record.tensors[f"{step}/gradient/{name}"] = gradient
+            if not owned:
+                self.step.gradients[name] = digest(gradient)
+        self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def _finished_gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients before they are clipped."""
+        gradients = {name: p.grad for name, p in self.parameters() if p.grad is not None}
+        if self.rounding:
+            round_gradients(list(gradients.values()), self.rounding, len(self.record.steps))
+        return {name: plain(gradient) for name, gradient in gradients.items()}
+
+    def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.optimizers or optimizer is not self.optimizers[0]:
+            return
+        for name, cursor in self._cursors.items():
+            self.step.counts[name] = cursor.new_load_E().tolist()
+            cursor.advance()
+        if self._unreached:
+            self.record.see("balance loss in the backward", "aux_loss")
+        self._unreached = 0
+        self.record.steps.append(self.step)
+        self._at("after its update", len(self.record.steps))
+        self.step = Step()
+        self._open_step = True
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = {id(p) for _, p in self.parameters()}
+        return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+
+    # --- states -----------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        from toolkit.experts.layer.stack import expert_stacks
+
+        self._open_step = False
+        self.take_phase()
+        for model in self.models:
+            for name, stack in expert_stacks(model).items():
+                if name not in self._cursors or self._cursors[name].log is not stack.log:
+                    self._cursors[name] = stack.log.cursor()
+        if len(self.record.steps) >= self.steps:
+            self.finish()
+            raise Finished
+
+    def take_phase(self) -> None:
+        """Writes down weights and optimizer state, as they are now."""
+        number = len(self.record.phases)
+        phase = Phase()
+        parameters = dict(self.parameters())
+        for name, parameter in parameters.items():
+            mark = ownership_of(parameter)
+            if mark is None:
+                phase.digests[name] = digest(plain(parameter))
+                if is_spread_by_others(parameter):
+                    phase.rows[name] = list(range(len(parameter)))
+                    phase.owns[name] = [self.is_first_rank] * len(parameter)
+            else:
+                phase.rows[name] = list(mark.row_ids)
+                phase.owns[name] = [bool(owns) for owns in mark.owns]
+        for key, tensor in self._state().items():
+            value = plain(tensor)  # on every rank: it may be a collective
+            if self.is_first_rank or is_owned(parameters[key.partition("/")[2]]):
+                self.record.tensors[f"{number}/{key}"] = value
+        self.record.phases.append(phase)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Returns weights and all of the optimizers' tensors, named `kind/parameter`; not cloned."""
+        names = {id(p): name for name, p in self.parameters()}
+        state: dict[str, Tensor] = {f"weight/{name}": p.data for name, p in self.parameters()}
+        for optimizer in self.optimizers:
+            for parameter, values in optimizer.state.items():
+                for kind, value in values.items():
+                    if isinstance(value, Tensor) and id(parameter) in names:
+                        state[f"{kind}/{names[id(parameter)]}"] = value
+        return state
+
+    def finish(self) -> None:
+        """Records what is left at the end. A collective where the script's way of saving is one."""
+        self.done = True
+        self._at("which was its last", len(self.record.steps))
+        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
+        self.record.see("parameters in an optimizer", *outside)
+        self.record.see("adapters that learn", *frozen_adapters(self.modules()))
+        self._save_and_load()
+        if self.accelerator is not None:
+            self.record.write(self.out)
+
+    @torch.no_grad()
+    def _save_and_load(self) -> None:
+        main = vars(sys.modules["__main__"])
+        if "save_checkpoint" in main and "load_checkpoint" in main:
+            self.save = main["save_checkpoint"]
+            self.load = main["load_checkpoint"]
+            self.record.saved_by = "save_checkpoint and load_checkpoint of the script"
+        elif self.save is None and self.accelerator is not None:
+            self.save, self.load = self.accelerator.save_state, self.accelerator.load_state
+            self.record.saved_by = "Accelerator.save_state and load_state"
+        if self.save is None or self.load is None or not self.optimizers:
+            return
+        if self.record.world > 1 and not dist.is_initialized():
+            self.record.saved_by = ""
+            self.record.notes.append("saving was not tried: the script had ended; give it more steps, or fewer here")
+            return
+        before = {key: plain(tensor) for key, tensor in self._state().items()}
+        folder = str(self.out / "saved")
+        try:
+            saved_as = self.save(folder)
+            self.accelerator.wait_for_everyone()
+            for tensor in self._state().values():
+                tensor.add_(1)
+            self.load(saved_as if isinstance(saved_as, Path) else folder)
+        except Exception as error:
+            self.record.save_error = f"{type(error).__name__}: {error}".splitlines()[0]
+            return
+        after = self._state()
+        rows = self.record.phases[-1].rows
+        for key, tensor in before.items():
+            now = plain(after[key]) if key in after else torch.empty(0)
+            self.record.note_lost(key, tensor, now, rows.get(key.partition("/")[2]))
+
+
+# --- a run whose numbers are rounded otherwise -----------------------------------------------------------------------
+
+
+def round_outputs(module: nn.Module, name: str, size: float, step: Callable[[], int]) -> None:
+    """Changes, from now on, what `module` returns in training, and the gradient of it, by `size` times their norms.
+
+    `step` says which optimizer step it is; in one step, the change is always the same, so that a forward that is
+    repeated during backward repeats it. A module without parameters of its own is left alone: it adds up nothing, or
+    calls others that do, and zeros that it returns are to stay zeros.
+    """
+    if not any(True for _ in module.parameters(recurse=False)):
+        return
+
+    def change(output: Any, seed: int) -> Any:
+        if type(output) is tuple:
+            return tuple(change(part, seed + 2 * number) for number, part in enumerate(output))
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return output
+        changed = output + _noise(output.detach(), size, seed)
+        changed.register_hook(lambda gradient: gradient + _noise(gradient, size, seed + 1))
+        return changed
+
+    def after_forward(module: nn.Module, _args: Any, output: Any) -> Any:
+        return change(output, zlib.crc32(f"{name} {step()}".encode())) if module.training else output
+
+    module.register_forward_hook(after_forward)
+
+
+@torch.no_grad()
+def round_gradients(gradients: list[Tensor], size: float, step: int) -> None:
+    """Change gradients in place, each by `size` times its norm, or times `GRADIENT_FLOOR` of the norm of all."""
+    total = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    for number, gradient in enumerate(gradients):
+        gradient.add_(_noise(gradient, size, zlib.crc32(f"{number} {step}".encode()), GRADIENT_FLOOR * total))
+
+
+def _noise(tensor: Tensor, size: float, seed: int, floor: float = 0.0) -> Tensor:
+    """Returns noise of `size` times the norm of `tensor`, or times `floor` where that is more.
+
+    It is 0 where `tensor` is exactly 0, as units that ReLU has switched off are: nothing was added up there. Adam would
+    make a whole step of any noise.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    noise = torch.randn(tensor.shape, generator=draws, dtype=tensor.dtype).to(tensor.device)
+    return noise * (tensor != 0) * (max(tensor.norm().item(), floor) * size / max(1, tensor.numel()) ** 0.5)

@@ -1,0 +1,242 @@
+"""Run a script under the recorder:
+`python -m toolkit.doctor.watch OUT STEPS ROUNDING WAIT SCRIPT [ARGUMENT ...]`.
+
+Accelerate, torch and this toolkit are patched so that they call the recorder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DistributedSampler
+
+from toolkit.doctor.record import Record
+from toolkit.doctor.recorder import Finished, Recorder
+from toolkit.experts.parallel import gradients, groups
+
+DROPOUT_NOTE = "dropout was switched off: masks differ between ranks"
+
+
+def watch(out: Path, steps: int, script: str, args: list[str], rounding: float = 0.0) -> Record:
+    """Runs `script` as if from the command line, and leaves it once `steps` optimizer steps were seen."""
+    recorder = Recorder(out, steps, rounding)
+    attach(recorder)
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    with contextlib.suppress(Finished):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+    if not recorder.done:  # it came to its end before
+        if recorder._open_step and recorder.record.phases:
+            recorder.take_phase()
+        recorder.finish()
+    return recorder.record
+
+
+def main() -> None:
+    out, steps, rounding, wait_s, script, *args = sys.argv[1:]
+    limit_waits(float(wait_s))
+    code = 0
+    try:
+        watch(Path(out), int(steps), script, args, float(rounding))
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without destroying the process group: another rank may never get there
+
+
+# --- patches ----------------------------------------------------------------------------------------------------
+
+
+def attach(recorder: Recorder) -> None:
+    """Patches the script's libraries so that they call the recorder, for the rest of this process."""
+    _attach_accelerator(recorder)
+    register_optimizer_step_pre_hook(recorder.before_update)
+    register_optimizer_step_post_hook(recorder.after_update)
+    for owner in (torch.nn.utils, gradients):
+        original = owner.clip_grad_norm_
+        _replace(original, lambda *args, _clip=original, **kw: recorder.clip(lambda: _clip(*args, **kw)), owner)
+    scale = torch.nn.utils.clip_grads_with_norm_
+
+    def scale_gradients(parameters: Any, max_norm: float, norm: Tensor, *args: Any, **kw: Any) -> None:
+        recorder.clip_by(norm, lambda: scale(parameters, max_norm, norm, *args, **kw))
+
+    torch.nn.utils.clip_grads_with_norm_ = scale_gradients  # type: ignore[assignment]  # which has all arguments
+    if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        _replace(groups.make_expert_groups, lambda *_, **__: groups.ExpertGroups(), groups)
+    _switch_off_dropout(recorder)
+    _attach_sampler(recorder)
+    _attach_ours(recorder)
+
+
+def _switch_off_dropout(recorder: Recorder) -> None:
+    """Switches it off in modules, which call these functions, and outside of them; what LSTMs do inside is left."""
+
+    def note(p: float, training: bool = True) -> None:
+        if p and training and DROPOUT_NOTE not in recorder.record.notes:
+            recorder.record.notes.append(DROPOUT_NOTE)
+
+    def without(original: Callable[..., Tensor], training: bool) -> Callable[..., Tensor]:
+        def call(input: Tensor, p: float = 0.5, training: bool = training, *args: Any, **kw: Any) -> Tensor:
+            note(p, training)
+            return original(input, 0.0, training, *args, **kw)
+
+        return call
+
+    for function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d):
+        _replace(function, without(function, training=True), F)
+    for function in (F.alpha_dropout, F.feature_alpha_dropout):
+        _replace(function, without(function, training=False), F)
+    attend = F.scaled_dot_product_attention
+
+    def attend_without(*args: Any, **kw: Any) -> Tensor:  # query, key, value, attn_mask, dropout_p, ...
+        note(args[4] if len(args) > 4 else kw.pop("dropout_p", 0.0))
+        return attend(*args[:4], *([0.0] if len(args) > 4 else []), *args[5:], **kw)
+
+    _replace(attend, attend_without, F)
+
+
+def limit_waits(wait_s: float) -> None:
+    """Lets collectives fail that wait longer than this for other ranks, in seconds."""
+    limit = timedelta(seconds=wait_s)
+    for start in (dist.init_process_group, dist.new_group):
+
+        def start_limited(*args: Any, _start: Callable[..., Any] = start, **settings: Any) -> Any:
+            return _start(*args, **(settings | {"timeout": min(settings.get("timeout") or limit, limit)}))
+
+        _replace(start, start_limited, dist)
+
+
+def _replace(original: Any, replacement: Any, owner: Any) -> None:
+    """Puts `replacement` wherever modules have taken `original` by name already, and in its home."""
+    name = original.__name__
+    functools.update_wrapper(replacement, original)
+    for module in [owner, *list(sys.modules.values())]:
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, replacement)
+
+
+def _attach_sampler(recorder: Recorder) -> None:
+    def iterating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def iterate(self: Any) -> Iterator[int]:
+            ended = vars(self).setdefault("_ended_epochs", set())
+            if self.shuffle and self.epoch in ended:
+                recorder.record.see("order of epochs", type(self).__name__)
+            yield from original(self)
+            ended.add(self.epoch)
+
+        return iterate
+
+    wrap_method(DistributedSampler, "__iter__", iterating)
+
+
+def _attach_accelerator(recorder: Recorder) -> None:
+    def starting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, *args: Any, **settings: Any) -> None:
+            loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
+            recorder.splits = not loading.split_batches
+            loading.split_batches = loading.use_seedable_sampler = True
+            if loading.data_seed is None:
+                loading.data_seed = 0
+            original(self, *args, **(settings | {"dataloader_config": loading}))
+
+        return init
+
+    def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare(self: Any, *args: Any, **settings: Any) -> Any:
+            models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, DistributedDataParallel)]
+            if recorder.splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
+                recorder.splits = False
+                recorder.record.notes.append(
+                    "split_batches=True was set, so that every world sees the same global batches"
+                )
+            result = recorder.prepare(self, models, lambda: original(self, *args, **settings))
+            for wrapper in result if isinstance(result, tuple) else (result,):
+                if isinstance(wrapper, DistributedDataParallel) and not recorder.is_preparing:
+                    wrapper.register_forward_pre_hook(lambda *_: recorder.before_wrapped_forward())
+            return result
+
+        return prepare
+
+    def running_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, loss, **kw: recorder.backward(loss, lambda: original(self, loss, **kw))
+
+    def clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **kw: recorder.clip(lambda: original(self, *args, **kw))
+
+    wrappers = {
+        "__init__": starting,
+        "prepare": preparing,
+        "prepare_model": preparing,
+        "backward": running_backward,
+        "clip_grad_norm_": clipping,
+    }
+    for name, wrap in wrappers.items():
+        wrap_method(accelerate.Accelerator, name, wrap)
+
+
+def _attach_ours(recorder: Recorder) -> None:
+    """Watches what this toolkit shows beyond torch and Accelerate: how it saves, and the penalty of the router."""
+    from toolkit.experts.layer.losses import RouterPenalty
+    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+    from toolkit.run.launch import world
+    from toolkit.train.trainer import Trainer
+
+    world.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
+
+    def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
+        start = cls.__init__
+
+        @functools.wraps(start)
+        def init(self: Any, *args: Any, **settings: Any) -> None:
+            start(self, *args, **settings)
+            recorder.save = save(self)
+            recorder.load = load(self)
+            recorder.record.saved_by = name
+
+        cls.__init__ = init
+
+    remember(Trainer, lambda t: lambda _: t.save(), lambda t: t.restore, "Trainer.save and restore")
+    remember(ExpertParallel, lambda e: e.save, lambda e: e.load, "ExpertParallel.save and load")
+    penalty = RouterPenalty.__call__
+
+    def call(self: Any) -> Any:
+        value = penalty(self)
+        if value is not None and torch.is_grad_enabled():
+            recorder.step.penalties.append(float(value.detach()))
+        return value
+
+    RouterPenalty.__call__ = call  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
+
+
+def wrap_method(cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of a library's class by `wrap(method)`, for the rest of this process. Only the doctor does."""
+    original = getattr(cls, name)
+    setattr(cls, name, functools.wraps(original)(wrap(original)))

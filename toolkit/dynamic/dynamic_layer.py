@@ -1,0 +1,80 @@
+"""An MoE layer with dynamic experts: logical experts that are inactive at first, and a router that masks them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from toolkit.dynamic.dynamic_router import DynamicRouter
+from toolkit.errors import UserError
+from toolkit.experts.layer.capacity import DropPolicy
+from toolkit.experts.layer.grouped_experts import Activation
+from toolkit.experts.layer.moe_layer import MoE, make_moe, moe_layers
+from toolkit.experts.layer.recompute import Recompute
+from toolkit.experts.layer.router_options import RouterOptions
+from toolkit.experts.parallel.groups import ExpertGroups
+
+
+def make_dynamic_moe(
+    dim: int,
+    hidden_dim: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    max_experts: int,
+    groups: ExpertGroups | None = None,
+    activation: Activation = "relu",
+    shared_expert: nn.Module | None = None,
+    capacity_factor: float | None = None,
+    drop_policy: DropPolicy = "probs",
+    recompute: Recompute = "none",
+    router: RouterOptions | None = None,
+    seed: int = 0,
+) -> MoE:
+    """Makes an MoE layer with dynamic experts: it maps (..., `dim`) to (..., `dim`).
+
+    Experts are placed round-robin, so that ranks have equally many active ones. Inactive experts have weights of zero.
+    The `Lifecycle` callback changes which are active. Parameters that are not listed are those of
+    `toolkit.experts.layer.moe_layer.make_moe`.
+
+    Args:
+        num_experts: The experts that are active at the start, the first of the logical ones.
+        top_k: Experts per token.
+        max_experts: The number of logical experts.
+
+    Raises:
+        UserError: For fewer `max_experts` than `num_experts`, fewer `num_experts` than `top_k`, router options that
+            dynamic experts do not have, and what `make_moe` refuses.
+    """
+    if max_experts < num_experts:
+        raise UserError(f"max_experts={max_experts}: take num_experts={num_experts} or more.")
+    if top_k > num_experts:
+        raise UserError(f"top_k={top_k}: take 1 to {num_experts}, the experts that are active at the start.")
+    layer = make_moe(
+        dim,
+        hidden_dim,
+        max_experts,
+        top_k,
+        groups=groups,
+        placement="round_robin",
+        activation=activation,
+        shared_expert=shared_expert,
+        capacity_factor=capacity_factor,
+        drop_policy=drop_policy,
+        recompute=recompute,
+        router=router,
+        router_type=partial(DynamicRouter, active=num_experts),
+        seed=seed,
+    )
+    inactive = [e >= num_experts for e in layer.placement.experts_on(layer.expert_stack.groups.ep_rank)]
+    with torch.no_grad():
+        for weight in layer.expert_stack.parameters.values():
+            weight[torch.tensor(inactive)] = 0
+    return layer
+
+
+def dynamic_layers(model: nn.Module) -> dict[str, MoE]:
+    """The MoE layers of `model` with dynamic experts, by name."""
+    return {name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, DynamicRouter)}

@@ -1,0 +1,135 @@
+"""lifecycle.jsonl: a line per epoch with the knowledge graph, placement and events of each layer.
+
+`toolkit.dynamic.report` writes it. Pictures and the performance summary are made from it, so they can
+be made again from a run's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from toolkit.run.tracking.jsonl import read_metrics
+
+LIFECYCLE_FILE = "lifecycle.jsonl"
+Node = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer at the end of an epoch."""
+
+    nodes: Mapping[int, Node]
+    """The knowledge graph's experts by uid, removed ones too."""
+    edges: Sequence[Mapping[str, Any]]
+    """Edges with `source`, `target`, `kind` and `weight`."""
+    uids_of_logical: Sequence[int | None]
+    logical_on_ranks: Sequence[Sequence[int]]
+    """The logical expert in each slot of each rank; negative where the slot is empty."""
+
+    @cached_property
+    def active(self) -> list[int]:
+        """uids."""
+        return [uid for uid, node in self.nodes.items() if node["active"]]
+
+    @property
+    def uids_on_ranks(self) -> list[list[int | None]]:
+        """The active expert in each slot of each rank; None for an inactive logical expert or an empty slot."""
+        return [
+            [None if logical_id < 0 else self.uids_of_logical[logical_id] for logical_id in row]
+            for row in self.logical_on_ranks
+        ]
+
+    def uids_at(self, step: int) -> dict[int, int]:
+        """The uid of each logical expert that was active in `step`, up to this epoch."""
+        return {
+            node["logical_id"]: uid
+            for uid, node in self.nodes.items()
+            if node["created_at"] < step and (node["removed_at"] is None or step <= node["removed_at"])
+        }
+
+    def by_uid(self, values: Sequence[Any], step: int) -> list[Any]:
+        """What a line of metrics of `step` has for each logical expert, by uid; None where none was active."""
+        found: list[Any] = [None] * (1 + max(self.nodes, default=-1))
+        for logical_id, uid in self.uids_at(step).items():
+            found[uid] = values[logical_id] if logical_id < len(values) else None
+        return found
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line of the file."""
+
+    number: float
+    """Epochs done at its end; fractional where `max_steps` ended the run within an epoch."""
+    first_step: int
+    """Optimizer steps done at its start."""
+    step: int
+    """Optimizer steps done at its end."""
+    seconds: float
+    """Seconds of training, without evaluations."""
+    world_size: int
+    device: str
+    layers: Mapping[str, LayerState]
+    events: Sequence[Mapping[str, Any]]
+    """`LifecycleEvent`s as dictionaries, in order."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:.4g}"
+
+    def events_of(self, layer: str) -> list[Mapping[str, Any]]:
+        """The events of `layer`, and those of all layers (sleeps)."""
+        return [event for event in self.events if event["layer"] in (layer, "")]
+
+
+def read_lifecycle(folder: Path) -> list[Epoch]:
+    """The epochs of the run in `folder`; none if it has no lifecycle.jsonl."""
+    return [
+        Epoch(
+            number=line["epoch"],
+            first_step=line["first_step"],
+            step=line["step"],
+            seconds=line["seconds"],
+            world_size=line["world_size"],
+            device=line["device"],
+            layers={
+                name: LayerState(
+                    nodes={node["id"]: node for node in layer["graph"]["nodes"]},
+                    edges=layer["graph"]["edges"],
+                    uids_of_logical=layer["uids_of_logical"],
+                    logical_on_ranks=layer["logical_on_ranks"],
+                )
+                for name, layer in line["layers"].items()
+            },
+            events=line["events"],
+        )
+        for line in read_metrics(folder / LIFECYCLE_FILE)
+    ]
+
+
+def describe(event: Mapping[str, Any], layer: LayerState) -> str:
+    """A lifecycle event in words."""
+    uids = event["uids"]
+    if event["kind"] == "grow":
+        parent = layer.nodes[uids[0]]["parent"]
+        return f"{uids[0]} created" if parent is None else f"{uids[0]} split from {parent}"
+    if event["kind"] == "merge":
+        return f"{uids[1]} merged into {uids[0]}"
+    if event["kind"] == "prune":
+        gain = event["detail"].get("gain")
+        return f"{uids[0]} pruned" + ("" if gain is None else f": the loss without it is {gain:+.1%}")
+    if event["kind"] == "kept":
+        return f"{uids[0]} kept: the loss without it is {event['detail']['gain']:.1%} higher"
+    if event["kind"] == "undone":
+        tried = " and ".join(event["detail"].get("tried", ["change"]))
+        return f"{tried}{' of ' if uids else ''}{', '.join(map(str, uids))} undone"
+    return f"sleep at step {event['step']:,}"
+
+
+def graph_file(layer: str, layers: Sequence[str]) -> str:
+    """The name of the file with the last knowledge graph of `layer`."""
+    return "knowledge_graph.json" if len(layers) == 1 else f"knowledge_graph_{layer or 'moe'}.json"

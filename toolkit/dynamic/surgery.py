@@ -1,0 +1,186 @@
+"""Changes a model's experts: carries out plans on weights, optimizer states, router and roster together, in place.
+
+All of it is collective: all ranks carry out the same plan between the same two steps. Parameters keep their shapes and
+storages, so DDP and the optimizer need not know. Adam's step count belongs to the stacked parameter and is shared by
+its experts; a new expert starts with its parent's moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from toolkit.dynamic.dynamic_layer import dynamic_layers
+from toolkit.dynamic.dynamic_router import DynamicRouter, Hyperplane
+from toolkit.dynamic.expert_rows import ExpertRows
+from toolkit.dynamic.plans import Grow, Merge, Plan
+from toolkit.dynamic.roster import ExpertRoster, LifecycleEvent
+from toolkit.dynamic.similarity import alignment, reordered
+from toolkit.experts.layer.moe_layer import MoE
+from toolkit.experts.parallel.optimizer_rows import RowsInUse, unwrapped
+from toolkit.experts.parallel.ownership import mark_rows_in_use
+
+
+class Snapshot:
+    """Clones of all tensors of a model and its optimizer on this rank, to restore in place."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer):
+        states = (value for state in unwrapped(optimizer).state.values() for value in state.values())
+        tensors = [*model.parameters(), *model.buffers(), *(value for value in states if isinstance(value, Tensor))]
+        self._clones = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, clone in self._clones:
+            tensor.copy_(clone)
+
+
+class DynamicExperts:
+    """Carries out plans on the layers of `model` with dynamic experts and records them; can undo what it did."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.layers: dict[str, MoE] = dynamic_layers(model)
+        self.rosters = {
+            name: ExpertRoster.initial(int(_router(layer).active_E.sum()), layer.placement.num_experts)
+            for name, layer in self.layers.items()
+        }
+        self.history: list[LifecycleEvent] = []
+
+    def most_active(self) -> int:
+        """Active experts of the layer that has the most; 1 without layers."""
+        return max((len(roster) for roster in self.rosters.values()), default=1)
+
+    def carry_out(
+        self,
+        layer: str,
+        plan: Plan,
+        optimizer: Optimizer | None,
+        *,
+        step: int,
+        plane: Hyperplane | None = None,
+        **detail: Any,
+    ) -> None:
+        """Changes the experts of a layer. A collective.
+
+        Args:
+            layer: The name of the layer.
+            plan: The change.
+            optimizer: The optimizer whose states change with the weights.
+            step: The optimizer steps done so far, for roster and record.
+            plane: Where tokens are divided between parent and new expert; needed for a `Grow`.
+            detail: What is recorded beside the plan's reason.
+        """
+        stack, router, roster = self.layers[layer].expert_stack, _router(self.layers[layer]), self.rosters[layer]
+        rows = ExpertRows(stack, optimizer)
+        if isinstance(plan, Grow):
+            assert plane is not None, "a split needs a hyperplane"
+            parent = roster.logical_id_of(plan.parent)
+            self.rosters[layer] = roster.grow(plan.logical_id, step=step, parent=plan.parent)
+            rows.write(plan.logical_id, rows.fetch(parent))
+            router.split(parent, plan.logical_id, plane)
+            _copy_states(optimizer, router.weight, plan.logical_id, parent)
+            uids: tuple[int, ...] = (self.rosters[layer].records[-1].uid, plan.parent)
+            detail["rank"] = stack.placement.owner(plan.logical_id).rank
+        else:
+            removed = roster.logical_id_of(plan.uid)
+            if isinstance(plan, Merge):
+                _average(rows, router.weight, roster.logical_id_of(plan.into), removed, plan.share)
+                self.rosters[layer] = roster.merge(plan.uid, into=plan.into, step=step)
+                uids = (plan.into, plan.uid)
+            else:
+                self.rosters[layer] = roster.prune(plan.uid, step=step)
+                uids = (plan.uid,)
+            rows.write(removed, {})
+            router.deactivate(removed)
+            _copy_states(optimizer, router.weight, removed, None)
+        for parameter in (*stack.parameters.values(), router.weight):
+            parameter.grad = None
+        kind = type(plan).__name__.lower()
+        self.history.append(LifecycleEvent(step, layer, kind, uids, {**detail, **plan.why}))  # type: ignore[arg-type]
+
+    def undo_point(self, optimizer: Optimizer) -> Callable[[], list[LifecycleEvent]]:
+        """A function that restores model, optimizer, rosters and history as they are now; returns what it undid."""
+        snapshot = Snapshot(self.model, optimizer)
+        rosters = dict(self.rosters)
+        events = len(self.history)
+
+        def undo() -> list[LifecycleEvent]:
+            snapshot.restore()
+            self.refresh_routers()
+            self.rosters = rosters
+            undone = self.history[events:]
+            del self.history[events:]
+            return undone
+
+        return undo
+
+    def on_trial(self, layer: str, *, step: int, min_age: int, min_experts: int) -> list[int]:
+        """Returns the uids of experts that were split off, are old enough and were not kept before, oldest first;
+        as many as can be removed."""
+        kept = {uid for event in self.history if (event.layer, event.kind) == (layer, "kept") for uid in event.uids}
+        roster = self.rosters[layer]
+        uids = [r.uid for r in roster.older_than(min_age, step) if r.parent is not None and r.uid not in kept]
+        return uids[: max(0, len(roster) - min_experts)]
+
+    def refresh_routers(self) -> None:
+        """Has all routers read anew which experts are active; to be called after weights were loaded."""
+        for layer in self.layers.values():
+            _router(layer).refresh()
+
+    def mark_rows_in_use(self) -> None:
+        """Declare this rank's rows up to that of the last active expert to be in use, at least one."""
+        for name, layer in self.layers.items():
+            active = {record.logical_id for record in self.rosters[name].active}
+            here = layer.placement.experts_on(layer.expert_stack.groups.ep_rank)
+            rows = max((slot + 1 for slot, expert in enumerate(here) if expert in active), default=1)
+            for parameter in layer.expert_stack.parameters.values():
+                mark_rows_in_use(parameter, rows)
+
+    def rows_in_use(self, prepared: nn.Module, optimizer: Optimizer) -> RowsInUse:
+        """Returns what narrows all layers' parameters to the rows in use (`mark_rows_in_use`); `prepared` is the model
+        that is called."""
+        stacks = [layer.expert_stack for layer in self.layers.values()]
+        in_ddp = any(isinstance(module, DistributedDataParallel) for module in prepared.modules())
+        return RowsInUse([p for stack in stacks for p in stack.parameters.values()], optimizer, in_ddp=in_ddp)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns rosters and history as JSON values."""
+        return {
+            "rosters": {name: roster.to_dict() for name, roster in self.rosters.items()},
+            "history": [asdict(event) for event in self.history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rosters = {name: ExpertRoster.from_dict(saved) for name, saved in state["rosters"].items()}
+        self.history = [LifecycleEvent(**{**event, "uids": tuple(event["uids"])}) for event in state["history"]]
+
+
+def _router(layer: MoE) -> DynamicRouter:
+    assert isinstance(layer.router, DynamicRouter)
+    return layer.router
+
+
+@torch.no_grad()
+def _average(rows: ExpertRows, router_weight: Tensor, remains: int, removed: int, share: float) -> None:
+    """Weights, moments and router row of `remains` become the mean of both experts', after alignment."""
+    mine = rows.fetch(remains)
+    other = rows.fetch(removed)
+    other = reordered(other, alignment(mine, other))
+    rows.write(remains, {name: torch.lerp(other[name], row, share) for name, row in mine.items()})
+    router_weight[remains] = torch.lerp(router_weight[removed], router_weight[remains], share)
+
+
+@torch.no_grad()
+def _copy_states(optimizer: Optimizer | None, weight: Tensor, row: int, source: int | None) -> None:
+    """Copies the optimizer states of a row of `weight` from row `source`; None sets zeros."""
+    states = {} if optimizer is None else unwrapped(optimizer).state.get(weight, {})
+    for value in states.values():
+        if isinstance(value, Tensor) and value.shape == weight.shape:
+            value[row] = 0 if source is None else value[source]

@@ -1,0 +1,236 @@
+"""Private names of torch that the toolkit relies on, each behind one function.
+
+`tests/test_compat.py` tests the behaviour that each function relies on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def divide_each_(tensors: list[Tensor], divisor: float) -> None:
+    """Divide all tensors in place, in few kernels on a GPU."""
+    torch._foreach_div_(list(tensors), divisor)
+
+
+def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors in place by a scalar tensor, in few kernels and without a host sync on a GPU."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norm_of_each(tensors: list[Tensor]) -> Tensor:
+    """(len(tensors)): the 2-norm of each, in few kernels on a GPU. All are on one device."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements as one vector, for a single all-reduce."""
+    return torch._utils._flatten_dense_tensors(tensors)
+
+
+def unflattened(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of a vector made by `flattened`, in the shapes of `like`."""
+    return torch._utils._unflatten_dense_tensors(flat, like)
+
+
+def new_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator with workers of its own, where persistent ones would go on with the random state of the last."""
+    loader._iterator = None
+    return iter(loader)
+
+
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+}
+"""Torch has no formula for the last of them, and those of the others refuse fewer heads of keys than of queries before
+torch 2.13."""
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the FLOPs of what runs within it, by torch's formulas and those that torch lacks. Changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.uncounted: str | None = None
+        """An operation whose FLOPs torch's formula could not tell: the sum lacks them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = func.overloadpacket
+        if operation in ATTENTION:
+            query_BHSD, key_BHSD, value_BHSD = args[:3]
+            widths = query_BHSD.shape[-1] + value_BHSD.shape[-1]
+            self.flops += 2 * query_BHSD.shape[:-1].numel() * key_BHSD.shape[-2] * widths
+        elif operation is torch.ops.aten._grouped_mm:
+            self.flops += 2 * result.numel() * args[0].shape[-1]
+        elif operation in flop_registry:
+            try:
+                self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
+            except Exception:  # to count must not end a run
+                self.uncounted = str(operation)
+        return result
+
+
+def embedding_bag_weights_grad(
+    grad_TD: Tensor, table_ND: Tensor, indices_N: Tensor, first_T: Tensor, bag_N: Tensor
+) -> Tensor:
+    """(N): the gradient of `embedding_bag(mode="sum")` by its weights, which autograd gives only with the table's.
+
+    `first_T` is the index at which each bag begins, `bag_N` the bag of each index.
+    """
+    mode_sum = 0
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad_TD, table_ND, indices_N, first_T, bag_N, mode_sum
+    )
+
+
+def set_data_of_other_shape(parameter: Tensor, data: Tensor) -> None:
+    """`parameter.data = data`, where `data` has another shape.
+
+    A graph that something keeps from an earlier step may hold the node that accumulates the parameter's gradients,
+    which insists on the shape that it was made for. Torch makes another one where the dtype changes, not the shape.
+    """
+    other = torch.float16 if data.dtype == torch.float32 else torch.float32
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread; a forward that runs meanwhile is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether `torch.utils.checkpoint.checkpoint(use_reentrant=True)` is running its first forward on this thread.
+
+    It disables gradients meanwhile; the graph is made by the recomputation in the backward. False in an evaluation,
+    where no input needs a gradient.
+    """
+    code = CheckpointFunction.forward.__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None and any(frame.f_locals["ctx"].needs_input_grad)
+
+
+def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
+    """Have DDP, which will wrap `model`, neither broadcast nor average these parameters and buffers, nor those that it
+    was told of before; each is in a sub-module."""
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
+
+
+def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:
+    """The C++ objects of DDP that keep its process group alive."""
+    return model.reducer, model.logger
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a collective of `group`, None for the world's, waits before it fails."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def without_compile_prefix(name: str) -> str:
+    """The name that a parameter or module has without `torch.compile`."""
+    return name.replace("_orig_mod.", "")
+
+
+def awaits_all_reduce(module: FSDPModule) -> bool:
+    """Whether `module` has gradients that were summed within a set of shards, and not yet over the sets."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # a list since torch 2.12
+    return any(group is not None and group._partial_reduce_output is not None for group in groups)
+
+
+def move_by(
+    module: nn.Module, move: Callable[[nn.Module, Callable[[Tensor], Tensor]], None], names: Collection[str]
+) -> None:
+    """Have `to`, `cuda` and casts of `module` call `move(module, change)` in place of changing the parameters of these
+    names, which are its own."""
+    module._apply = functools.partial(_moved_by, module, move, names)  # type: ignore[method-assign]
+
+
+def move_as_usual(module: nn.Module) -> None:
+    """Take `move_by` back."""
+    del module._apply
+
+
+def _moved_by(
+    module: nn.Module,
+    move: Callable[..., None],
+    names: Collection[str],
+    change: Callable[..., Any],
+    recurse: bool = True,
+) -> Any:
+    move(module, change)
+    own = module._parameters
+    module._parameters = {name: parameter for name, parameter in own.items() if name not in names}
+    try:
+        return type(module)._apply(module, change, recurse)
+    finally:
+        module._parameters = own | module._parameters
+
+
+def without_values() -> AbstractContextManager[Any]:
+    """Returns a context in which operations make tensors of shapes, types and lifetimes, and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+class Operations(TorchDispatchMode):
+    """A context in which torch calls `run` for each operation, and `note` with each tensor that comes of it."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from torch.utils._pytree import tree_leaves
+
+        result = self.run(func, args, kwargs or {})
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.note(value)
+        return result
+
+    def run(self, operation: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the operation's result."""
+        return operation(*args, **kwargs)
+
+    def note(self, result: Tensor) -> None:
+        """Called with each tensor of a result."""
+
+
+def multiplies_groups(operation: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether `operation` is torch's `grouped_mm`, of tensors without values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return operation is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one is alive, also one without values."""
+    return storage._cdata

@@ -1,0 +1,68 @@
+"""Private names of Accelerate that the toolkit relies on, each behind one function.
+
+`tests/test_compat.py` tests the behaviour that each function relies on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def mark_as_prepared(model: nn.Module) -> None:
+    """Have `Accelerator.prepare` return `model` as it is: neither wrapped in DDP nor given autocast."""
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+
+
+def is_marked_as_prepared(model: nn.Module) -> bool:
+    """Whether `Accelerator.prepare` would return `model` as it is."""
+    return getattr(model, "_is_accelerate_prepared", False)
+
+
+def models_of(accelerator: Accelerator) -> list[nn.Module]:
+    """The models that `accelerator` has prepared, in order, inside of DDP: those that `save_state` writes."""
+    return accelerator._models
+
+
+@contextmanager
+def without_states(accelerator: Accelerator, *objects: Any) -> Iterator[None]:
+    """Within it, `save_state` and `load_state` leave out `objects`: models, as `models_of` has them, and optimizers
+    without their wrappers."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    left_out = {id(each) for each in objects}
+    accelerator._models = [each for each in models if id(each) not in left_out]
+    accelerator._optimizers = [each for each in optimizers if id(each.optimizer) not in left_out]
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def undo_prepare_for_evaluation(model: nn.Module) -> None:
+    """Undo `Accelerator.prepare_model(model, evaluation_mode=True)`, which wraps in no DDP: the mark and autocast."""
+    vars(model).pop("_is_accelerate_prepared", None)
+    forward = vars(model).pop("_original_forward", None)
+    if forward is not None:
+        model.forward = forward
+
+
+def reset_accelerator_state() -> None:
+    """Clear Accelerate's process-wide state, so that the next Accelerator can choose another device or precision."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def launch_config(path: str | None) -> Any:
+    """The file that `accelerate config` wrote, or the one at `path`; None where `path` is None and there is none."""
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    return load_config_from_file(path) if path or os.path.isfile(default_config_file) else None

@@ -1,0 +1,138 @@
+"""Adapters added to a model of transformers: which there are, and which matrices they are of, found by structure."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import NonNegativeInt, PositiveFloat
+from torch import nn
+
+from toolkit.errors import UserError, require
+from toolkit.experts.options import Options
+from toolkit.experts.parallel.seeding import derive_seed
+from toolkit.experts.sharding.foreign import experts_modules, routers
+from toolkit.experts.sharding.libraries import library_that_multiplies
+from toolkit.integrations.accelerate.parameter_groups import parameter_groups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class AdapterOptions(Options):
+    """Adapters, and what is trained in full; names and descriptions are those of the recipe's flags."""
+
+    lora_rank: NonNegativeInt = 8
+    """Rank of the adapters (LoRA); 0 adds none and trains the model's own weights."""
+    lora_alpha: PositiveFloat = 16.0
+    """What adapters add is scaled by this over the rank."""
+    lora_experts: bool = True
+    """Adapters of the experts."""
+    lora_attention: bool = True
+    """Adapters of attention."""
+    freeze_router: bool = True
+    """Leave the routers untrained; without it they are trained in full, and saved with the adapters."""
+    merge: bool = False
+    """Also write the model with its adapters merged, as plain transformers weights, to merged/ in the run's folder."""
+
+    def check_together(self) -> None:
+        super().check_together()
+        any_of = self.lora_rank == 0 or self.lora_experts or self.lora_attention
+        remedy = "adapters of neither experts nor attention: leave lora_experts=False or lora_attention=False out"
+        require(any_of, "lora_rank", self.lora_rank, remedy)
+        remedy = "there are no adapters with lora_rank=0, and model/ has the weights: leave it out"
+        require(not self.merge or self.lora_rank > 0, "merge", self.merge, remedy)
+
+    @property
+    def trained(self) -> str:
+        """Returns what is trained, in words."""
+        if self.lora_rank == 0:
+            return "all weights but routers" if self.freeze_router else "all weights"
+        parts = ["experts"] * self.lora_experts + ["attention"] * self.lora_attention
+        return f"adapters of {' and '.join(parts)}" + (", and routers" if not self.freeze_router else "")
+
+
+def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int = 0) -> nn.Module:
+    """Return `model` as it is to be trained. Call it before experts are spread and routers watched.
+
+    Adapters of experts are of their stacked matrices, those of attention of its linear layers. A router that is trained
+    is saved with the adapters.
+
+    Args:
+        model: What is adapted, in place.
+        options: Which adapters there are; with `lora_rank` 0 there are none, and `model` itself is trained.
+        seed: What the initial values of adapters depend on, alone.
+
+    Returns:
+        A model of PEFT with low-rank adapters and everything else frozen; or `model`, with rank 0.
+
+    Raises:
+        UserError: PEFT is missing, or the model has nothing of the kind.
+    """
+    if options.lora_rank == 0:
+        if options.freeze_router:
+            parameter_groups(model, freeze="router")
+        return model
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError:
+        raise UserError(
+            f"lora_rank={options.lora_rank} needs PEFT, which is missing: pip install 'moe-toolkit[adapters]', or "
+            "train all weights with lora_rank=0."
+        ) from None
+    config = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]
+        target_modules=_attention_layers(model) if options.lora_attention else [],
+        target_parameters=_expert_matrices(model) if options.lora_experts else None,
+        modules_to_save=None if options.freeze_router else _router_modules(model),
+        task_type=TaskType.CAUSAL_LM,
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # which PEFT 0.21 asks for
+        torch.manual_seed(derive_seed(seed, "adapters"))
+        return get_peft_model(model, config)
+
+
+def _attention_layers(model: nn.Module) -> list[str]:
+    """Return the names, from the attention's own on, of the linear layers of attention."""
+    found = {
+        f"{_in_layer(name)}.{child}": None
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Attention")
+        for child, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    if not found:
+        raise UserError(
+            f"lora_attention=True: model {type(model).__name__} has no attention with linear layers: leave it out."
+        )
+    return list(found)
+
+
+def _expert_matrices(model: nn.Module) -> list[str]:
+    """Return the names, from the layer on, of the stacked matrices of experts."""
+    found = {
+        f"{_in_layer(name)}.{matrix}": None
+        for name, module in experts_modules(model).items()
+        if (library := library_that_multiplies(module)) is not None
+        for matrix in library.projections(module)
+    }
+    if not found:
+        raise UserError(
+            f"lora_experts=True: model {type(model).__name__} has no stacked experts that adapters are known for: "
+            "take lora_experts=False."
+        )
+    return list(found)
+
+
+def _router_modules(model: nn.Module) -> list[str]:
+    found: dict[int, Any] = {id(module): name for name, module in model.named_modules()}
+    return list(dict.fromkeys(_in_layer(found[id(router)]) for router in routers(model).values()))
+
+
+def _in_layer(name: str) -> str:
+    """Return the part of a name behind the number of its layer: `mlp.experts` of `model.layers.3.mlp.experts`."""
+    return re.split(r"(?:^|\.)\d+\.", name)[-1]

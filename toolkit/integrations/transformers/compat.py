@@ -1,0 +1,68 @@
+"""Private names of transformers that the toolkit relies on, each behind one function.
+
+`tests/test_compat.py` tests the behaviour that each function relies on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    pass
+
+
+@contextmanager
+def weights_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
+    """Has `from_pretrained` call `load(theirs, model, state_dict, checkpoint_files, load_config, ...)` once it has made
+    a model on the meta device, where `theirs` is what it would have called with all that follows."""
+    from transformers import PreTrainedModel
+
+    theirs = vars(PreTrainedModel)["_load_pretrained_model"]
+    ours = staticmethod(functools.partial(load, theirs.__func__))
+    PreTrainedModel._load_pretrained_model = ours  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = theirs  # type: ignore[method-assign]
+
+
+def mark_as_loaded(parameter: Tensor) -> None:
+    """Have transformers leave a parameter that no file has as it is."""
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def experts_implementation(config: Any) -> str | None:
+    """Return the `experts_implementation` that a model was made with."""
+    return getattr(config, "_experts_implementation", None)
+
+
+def register_experts_function(name: str, forward: Callable[..., Tensor]) -> None:
+    """Make `experts_implementation=name` call `forward(experts, hidden_TD, ids_TK, weights_TK)`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, forward)
+
+
+def register_ep_implementation(name: str, implementation: type) -> None:
+    """Make `DistributedConfig(ep_implementation=name)` use `implementation`. ImportError before transformers 5.23."""
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    EPImplementationInterface.register(name, implementation)
+
+
+def apply_gate(experts: Any, hidden_ND: Tensor) -> Tensor:
+    """Returns what an experts module computes between its two products: the activation and, where there is one, the
+    gate."""
+    return experts._apply_gate(hidden_ND)
+
+
+def has_default_gate(experts: Any) -> bool:
+    """Whether `apply_gate` is `act_fn(gate) * up`, with the gate in the first half of the columns."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return type(experts)._apply_gate is _default_apply_gate

@@ -1,0 +1,156 @@
+"""An experts implementation for transformers that does not sort rows which a dispatcher has sorted already.
+
+`experts_implementation="toolkit"` works for any experts module, sharded or not, in any floating type. Rows from a
+dispatcher are in order of slots and carry `rows_per_slot`, so they are multiplied as they are; others are sorted first.
+Gated SiLU experts without biases run as one autograd node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.feed_forward import GroupedFeedForward
+from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
+from toolkit.experts.sharding.foreign import LowRank, in_order_of_slots, slots_of_rows
+from toolkit.experts.sharding.host_memory import is_on_host, rows_on
+from toolkit.experts.sharding.libraries import Library
+from toolkit.integrations.transformers.compat import apply_gate, has_default_gate, register_experts_function
+from toolkit.integrations.transformers.four_bits import is_packed, unpacked
+
+NAME = "toolkit"
+
+
+class TransformersLibrary(Library):
+    """The experts of transformers' mixtures: `toolkit.integrations` registers it."""
+
+    def refuse_spread(self, model: nn.Module) -> None:
+        """Raise UserError for a model, with adapters or without, that was loaded into transformers' own expert
+        parallelism."""
+        for name, module in model.named_modules():
+            counts = isinstance(getattr(module, "num_experts", None), int)
+            if counts and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+                raise UserError(
+                    f"the experts at {name!r} were loaded with a DistributedConfig, which has spread them, and not "
+                    "their adapters: load the model without, because ExpertParallel spreads both."
+                )
+
+    def projections(self, experts: nn.Module) -> tuple[str, ...]:
+        """Return the matrices of an experts module in order of use; none for modules that are not described."""
+        if not all(hasattr(experts, name) for name in ("is_concatenated", "is_transposed", "has_bias")):
+            return ()
+        return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
+
+    def forward_with_adapters(
+        self, experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        return experts_forward(experts, hidden_TD, ids_TK, weights_TK)
+
+
+def use_toolkit_kernel() -> str:
+    """Make `experts_implementation="toolkit"` known to transformers; returns that name."""
+    register_experts_function(NAME, experts_forward)
+    return NAME
+
+
+def experts_forward(
+    experts: Any, hidden_TD: Float[Tensor, "T D"], ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"]
+) -> Float[Tensor, "T D"]:
+    """Return the output (T, D) of an experts module of transformers."""
+    return in_order_of_slots(_feed_forward, experts, hidden_TD, ids_TK, weights_TK)
+
+
+def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
+    dtype = rows_ND.dtype
+    first, last = TransformersLibrary().projections(experts)
+    low_rank: dict[str, list[LowRank]] = getattr(experts, "low_rank", {})
+    if not low_rank and not _is_brought(experts, first) and _is_plain(experts):
+        (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
+        if accepts(rows_ND, up) and accepts(rows_ND, down):
+            ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
+            return GroupedFeedForward.apply(rows_ND, up.transpose(1, 2), down, ends_S).to(dtype)
+    hidden = _project(experts, first, rows_ND, rows_per_slot, low_rank.get(first, []))
+    hidden = apply_gate(experts, hidden) if getattr(experts, "has_gate", True) else experts.act_fn(hidden)
+    out = _project(experts, last, hidden, rows_per_slot, low_rank.get(last, []))
+    if getattr(experts, "has_post_expert_norm", False):
+        out = experts.post_expert_norm(out)
+    return out.to(dtype)
+
+
+def _operands(experts: Any, name: str, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows, and the (S, in, out) matrices of parameter `name`."""
+    x_ND, weight = cast_as_autocast_would(x_ND, getattr(experts, name))
+    if not experts.is_transposed:  # (S, out, in) and (S, in, out) are both in use: go on with the latter
+        weight = weight.transpose(1, 2)
+    return x_ND.to(weight.dtype), weight
+
+
+def _project(
+    experts: Any, name: str, x_ND: Tensor, rows_per_slot: Int[Tensor, " S"], low_rank: list[LowRank]
+) -> Tensor:
+    """(N, out): each row times its slot's matrix and what is added to it, and its bias."""
+    if _is_brought(experts, name):
+        rows = experts.packed[name] if is_packed(experts, name) else getattr(experts, name)
+        x_ND, like = cast_as_autocast_would(x_ND, x_ND.new_empty(0, dtype=rows.dtype))
+        x_ND = x_ND.to(like.dtype)
+        out = FrozenProduct.apply(x_ND, rows_per_slot, experts, name)
+    else:
+        x_ND, weight = _operands(experts, name, x_ND)
+        out = grouped_mm(x_ND, weight, rows_per_slot)
+    for a_SRI, b_SOR, scaling in low_rank:
+        inner_NR = grouped_mm(x_ND, a_SRI.to(x_ND.dtype).transpose(1, 2), rows_per_slot) * scaling
+        out = out + grouped_mm(inner_NR, b_SOR.to(x_ND.dtype).transpose(1, 2), rows_per_slot)
+    if experts.has_bias:
+        out = out + getattr(experts, f"{name}_bias")[slots_of_rows(rows_per_slot, len(x_ND)).squeeze(1)]
+    return out
+
+
+def _is_brought(experts: nn.Module, name: str) -> bool:
+    """Whether the matrices of a frozen parameter are unpacked, or brought to the device, when they are used."""
+    return is_packed(experts, name) or is_on_host(experts, name)
+
+
+class FrozenProduct(torch.autograd.Function):
+    """Rows times the matrices of frozen experts, which are brought to the device and unpacked for the forward, and
+    again for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"], module: Any, name: str
+    ) -> Float[Tensor, "N F"]:
+        """(N, F): each row times its slot's matrix."""
+        ctx.save_for_backward(rows_per_slot)
+        ctx.module, ctx.name = module, name
+        return grouped_mm(rows_ND, _matrices(module, name, rows_ND), rows_per_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradient of the rows alone."""
+        (rows_per_slot,) = ctx.saved_tensors
+        matrices = _matrices(ctx.module, ctx.name, grads[0]).transpose(1, 2)
+        return grouped_mm(grads[0].contiguous(), matrices, rows_per_slot), None, None, None
+
+
+def _matrices(module: Any, name: str, like: Tensor) -> Float[Tensor, "S D F"]:
+    rows = unpacked(module, name, like.device) if is_packed(module, name) else rows_on(module, name, like.device)
+    rows = rows.to(like.dtype)
+    return rows if module.is_transposed else rows.transpose(1, 2)
+
+
+def _is_plain(experts: Any) -> bool:
+    """Whether the experts compute `down(silu(gate(x)) * up(x))` with the gate's rows before those of `up`."""
+    from transformers.activations import SiLUActivation
+
+    return (
+        isinstance(getattr(experts, "act_fn", None), (nn.SiLU, SiLUActivation))
+        and experts.is_concatenated
+        and getattr(experts, "has_gate", True)
+        and not getattr(experts, "has_post_expert_norm", False)
+        and not experts.has_bias
+        and has_default_gate(experts)
+    )

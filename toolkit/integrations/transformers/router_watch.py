@@ -1,0 +1,113 @@
+"""What the routers of a transformers model decide, for `RouterPenalty`.
+
+No model family is named: experts and routers are what `toolkit.experts.sharding.foreign` finds, and a router
+returns (logits, weights, ids).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
+from toolkit.experts.layer.router import Routing
+from toolkit.experts.routing.model_inputs import counted_tokens, model_adds_balance_loss, watch_inputs
+from toolkit.experts.routing.routing_log import Choices
+from toolkit.experts.sharding.foreign import routers, rows_of_router
+
+
+class RouterWatch:
+    """What one router decided in the last forward."""
+
+    def __init__(self, name: str, router: nn.Module):
+        self.name, self.module = name, router
+        self.num_choices = rows_of_router(router) or 0
+        """Experts, over all ranks."""
+        self.is_sigmoid: bool | None = None
+        """Whether it scores by the sigmoid of each logit and not by a softmax; None until a forward tells."""
+        self.routing: Routing | None = None
+        self.sequence_length: int | None = None
+        """transformers flattens sequences before its routers see them."""
+        self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
+        """int64: assignments per expert on this rank in the last forward, in training or not, without padding."""
+        self.model_balances = False
+        """Whether the loss of the last forward has the model's own balance loss."""
+        router.register_forward_hook(self._record)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model: without the routing, whose tensors are in the graph of the last forward."""
+        return self.__dict__ | {"routing": None}
+
+    def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
+        if not isinstance(output, tuple) or len(output) != 3:
+            raise UserError(
+                f"the router of the experts at {self.name!r} ({type(router).__name__}) does not return logits, weights "
+                "and expert ids, so RouterPenalty cannot balance it: use the model's own balance loss."
+            )
+        if router.training and not torch.is_grad_enabled() and in_reentrant_forward():
+            raise UserError(
+                "reentrant checkpointing gives RouterPenalty a routing without gradients, so it would balance nothing: "
+                'call gradient_checkpointing_enable({"use_reentrant": False}).'
+            )
+        logits_TE, weights_TK, ids_TK = output
+        logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
+        if self.is_sigmoid is None:
+            self.is_sigmoid = has_sigmoid_scores(logits_TE, weights_TK, ids_TK)
+        probs_TE = logits_TE.softmax(-1)
+        if self.is_sigmoid:  # scores as the family uses them, made comparable: DeepSeek-V3 (arXiv 2412.19437), eq. 19
+            scores_TE = logits_TE.sigmoid()
+            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
+            return
+        counted_T = counted_tokens(len(ids_TK))
+        self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE, counted_T=counted_T)
+        kept_TK = None if counted_T is None else counted_T[:, None].expand_as(ids_TK)
+        self.last_load_E = Choices(ids_TK, kept_TK).load(self.num_choices)
+        self.model_balances = model_adds_balance_loss()
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def has_sigmoid_scores(logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> bool | None:
+    """Returns whether weights are made of the sigmoid of a router's logits, and not of a softmax; None where these
+    tokens do not tell, as with equal logits. A host sync.
+
+    Weights may be scaled, and normalised over a token's experts. So their ratios within a token are compared, or those
+    between tokens, where each has one expert.
+    """
+    if weights_TK.shape != ids_TK.shape or not weights_TK.numel():
+        return None
+    weights = weights_TK.double().clamp(min=1e-30).log()
+    logits_TE = logits_TE.double()
+
+    def distance(scores_TE: Tensor) -> Tensor:
+        ratios = weights - scores_TE.gather(1, ids_TK)
+        return (ratios - ratios.mean(1 if ids_TK.shape[1] > 1 else 0, keepdim=True)).square().mean()
+
+    to_sigmoid, to_softmax = torch.stack(
+        [distance(logsigmoid(logits_TE)), distance(logits_TE.log_softmax(-1))]
+    ).tolist()
+    nearer, farther = sorted((to_sigmoid, to_softmax))
+    return to_sigmoid < to_softmax if farther > max(4 * nearer, 1e-12) else None
+
+
+def watch_routers(model: nn.Module) -> list[RouterWatch]:
+    """A watch on each router of `model`, in order of layers: what `RouterPenalty` needs. Call it before wrapping.
+
+    transformers' own `output_router_logits` loss looks at this rank's tokens alone, and multiplies fractions that were
+    averaged over layers first, so an expert that is busy in one layer is excused by an idle one in another.
+
+    Raises UserError for a model without experts.
+    """
+    watch_inputs(model)
+    watches = [RouterWatch(name, router) for name, router in routers(model).items()]
+    if not watches:
+        raise UserError(
+            f"model {type(model).__name__} has no experts to balance: "
+            "use a mixture-of-experts model, or leave the penalty out."
+        )
+    return watches
