@@ -81,10 +81,8 @@ def main() -> int:
         return 0
     if options.check:
         for name, total in now.items():
-            if total > limits[name]:
-                print(
-                    f"{name}: {total:,} is more than {limits[name]:,} in {TABLE.name}. Make it smaller, or raise it there."
-                )
+            if total > (limit := limits[name]):
+                print(f"{name}: {total:,} is more than {limit:,}. Make it smaller, or raise it in {TABLE.name}.")
         risen = any(total > limits[name] for name, total in now.items())
         fallen = [name for name, total in now.items() if total < limits[name]]
         if fallen:
