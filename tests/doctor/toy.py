@@ -121,8 +121,8 @@ for step in range(10):
     loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + world * penalty()
     accelerator.backward(loss)
     sync.before_clip()
-    for parameter in sync.parameters:
-        parameter.grad *= {"sum": world, "twice": 1 / world}.get(fault, 1)
+    for parameter in sync.parameters if fault in ("sum", "twice") else ():
+        parameter.grad *= world if fault == "sum" else 1 / world
     clip = accelerator.clip_grad_norm_ if fault == "clip" else sync.clip
     clip(list(model.parameters()), 0.5)
     optimizer.step()
