@@ -32,7 +32,7 @@ from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows
 from toolkit.experts.parallel.ownership import shard_like, spread_like
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
-from toolkit.experts.sharding.foreign import run_experts
+from toolkit.experts.sharding.experts_modules import run_experts
 from toolkit.integrations.accelerate.expert_parallel import describe_balance
 from toolkit.integrations.transformers.compat import register_ep_implementation
 from toolkit.integrations.transformers.training_state import TrainingState
