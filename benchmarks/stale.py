@@ -54,7 +54,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "mnist_throughput.py": (*LAYER, *TRAINS),
     "moe_layer.py": LAYER,
     "moving_experts.py": (*SPREAD, f"{EXPERTS}placement/", f"{EXPERTS}moving/"),
-    "overlap.py": LAYER,
     "placement_lab.py": PLANS,
     "planners.py": (f"{EXPERTS}placement/",),
     "quality.py": TRAINS,

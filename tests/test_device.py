@@ -240,7 +240,7 @@ def plain(results: dict[str, Any]) -> dict[str, Any]:
 
 
 DYNAMIC = "--max-experts 8 --max-steps 26 --lifecycle.grow-every 10 --lifecycle.sleep-every 20 --lifecycle.min-age 5"
-MOVING = "--replan.planner replicate --replan.every 5 --replan.no-guarded --spare-slots 2 --dispatch-chunks 2"
+MOVING = "--replan.planner replicate --replan.every 5 --replan.no-guarded --spare-slots 2"
 
 
 RECIPES = [

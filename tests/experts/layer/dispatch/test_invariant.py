@@ -24,7 +24,7 @@ ELSEWHERE = {
 }
 """By EP size: other orders, uneven ranks, replicas."""
 LAYOUTS: list[dict[str, Any]] = [
-    {"ep_size": ep_size, **more} for ep_size in (1, 2, 4) for more in ({}, {"elsewhere": True}, {"dispatch_chunks": 2})
+    {"ep_size": ep_size, **more} for ep_size in (1, 2, 4) for more in ({}, {"elsewhere": True})
 ]
 
 
