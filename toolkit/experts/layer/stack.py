@@ -236,25 +236,15 @@ class ExpertStack:
         """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
-    @property
-    def storage_groups(self) -> ExpertGroups:
-        """The ranks among which rows are stored. Others than `groups` where FSDP shards the experts, too."""
-        return self.groups
-
-    def stored(self, placement: ExpertPlacement) -> ExpertPlacement:
-        """Returns which experts each rank of `storage_groups` stores where they are computed as `placement` says."""
-        return placement
-
     def mark(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
-        groups = self.storage_groups
-        stored = self.stored(self.placement)
+        groups, placement = self.groups, self.placement
         for name, parameter in self.parameters.items():
             mark_owned(
                 parameter,
-                row_ids=stored.slots[groups.ep_rank],
+                row_ids=placement.slots[groups.ep_rank],
                 groups=groups,
-                rows_of_ranks=stored.slots if stored.has_replicas else None,
+                rows_of_ranks=placement.slots if placement.has_replicas else None,
                 holder=self,
                 in_files=self.in_files(name),
                 computed_on=self._computed_on.get(name),
