@@ -45,7 +45,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--optimizer adam", "it is a group of flags: --optimizer.beta1, --optimizer.beta2, --optimizer.eps, "),
     ("--top-k 5", "--top-k 5: take 1 to 4, the number of experts"),
     ("--ep-size 5", "--ep-size 5: take at most 4, the number of experts"),
-    ("--replan.planner swapp", "--replan.planner swapp: take one of affinity, contiguous, "),
+    ("--replan.planner swapp", "--replan.planner swapp: take one of contiguous, "),
     ("--exchange hierarchical --parallel-strategy data_parallel", "use flat, because no experts are spread"),
     ("--dispatch-chunks 2 --compile", "--dispatch-chunks 2: use 1 with --compile"),
     ("--dispatch-chunks 2 --ep-size 1", "--dispatch-chunks 2: use 1, because no experts are spread"),
