@@ -47,8 +47,6 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--ep-size 5", "--ep-size 5: take at most 4, the number of experts"),
     ("--replan.planner swapp", "--replan.planner swapp: take one of contiguous, "),
     ("--exchange hierarchical --parallel-strategy data_parallel", "use flat, because no experts are spread"),
-    ("--dispatch-chunks 2 --compile", "--dispatch-chunks 2: use 1 with --compile"),
-    ("--dispatch-chunks 2 --ep-size 1", "--dispatch-chunks 2: use 1, because no experts are spread"),
     ("--ep-size 2 --parallel-strategy data_parallel", "use --parallel-strategy expert_parallel"),
     ("--ep-size 2 --ep-stride 3 --num-processes 4", "--ep-stride 3: it does not divide the 2 EP group(s) of 2"),
     ("--fsdp-size 3 --num-processes 4", "--fsdp-size 3: it must divide --num-processes 4"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -108,20 +108,20 @@ class MoE(nn.Module):
             if self.shared_expert is not None:
                 shared_TD = self.shared_expert(x_TD)
 
-        y_TD, plans = self.expert_stack.dispatcher.mix(
+        y_TD, plan = self.expert_stack.dispatcher.mix(
             x_TD, routing.expert_ids_TK, routing.weights_TK, experts, kept_TK=kept_TK, meanwhile=meanwhile
         )
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if not replaying():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
-            self.record(routing, plans, kept_TK, x_TD, y_TD)
+            self.record(routing, plan, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
 
     def record(
         self,
         routing: Routing,
-        plans: Sequence[DispatchPlan],
+        plan: DispatchPlan,
         kept_TK: Bool[Tensor, "T K"] | None,
         x_TD: Float[Tensor, "T D"],
         y_TD: Float[Tensor, "T D"],
@@ -135,7 +135,7 @@ class MoE(nn.Module):
             dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
         choices = Choices(routing.expert_ids_TK, routing.kept_TK)
         training = self.training and torch.is_grad_enabled()
-        self.expert_stack.record(plans, choices, x_TD, routing.weights_TK, y_TD, training=training, dropped_E=dropped_E)
+        self.expert_stack.record(plan, choices, x_TD, routing.weights_TK, y_TD, training=training, dropped_E=dropped_E)
 
 
 def make_moe(

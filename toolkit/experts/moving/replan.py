@@ -180,7 +180,7 @@ class Replanner:
         self._ends = []
         stacks = list(self.stacks.values())
         if self.link_gbytes_per_second is None:
-            group = stacks[0].storage_groups.ep_group
+            group = stacks[0].groups.ep_group
             device = stacks[0].log.load_E.device
             self.link_gbytes_per_second = link_bytes_per_second(group, device) / 1e9
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.

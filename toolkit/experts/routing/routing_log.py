@@ -226,8 +226,6 @@ def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | No
             continue
         chosen, size = log.last.choices, log.last.row_bytes
         ids_TK = chosen.expert_ids_TK.where(chosen.kept(), -1)
-        if log.groups.invariant:  # each choice travels as a token of its own
-            ids_TK = ids_TK.reshape(-1, 1)
         mine.append((ids_TK[:tokens].cpu().numpy().astype(np.int32), size.dispatched + size.combined))
     samples: list[Sample | None] = []
     for log, of_ranks in zip(logs, zip(*gather_objects(mine), strict=True), strict=True):

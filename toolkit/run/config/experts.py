@@ -54,12 +54,8 @@ class ExpertRunConfig(RunConfig, GroupOptions):
         require(self.ep_stride == 1 or is_spread, "ep_stride", self.ep_stride, remedy)
         require(self.ep_size in (None, 1) or is_spread, "ep_size", self.ep_size, remedy)
         exchanges = self.experts > 0 and is_spread and self.ep_size != 1
-        for name, usual in (("exchange", "flat"), ("dispatch_chunks", 1)):
-            value = getattr(self, name)
-            remedy = f"use {usual}, because no experts are spread over processes"
-            require(exchanges or value == usual, name, value, remedy)
-        overlaps = self.dispatch_chunks == 1 or not self.compile
-        require(overlaps, "dispatch_chunks", self.dispatch_chunks, "use 1 with compile=True, under which none overlap")
+        remedy = "use flat, because no experts are spread over processes"
+        require(exchanges or self.exchange == "flat", "exchange", self.exchange, remedy)
         if self.ep_size is not None:
             remedy = f"take at most {most}, the number of experts"
             require(self.ep_size <= most, "ep_size", self.ep_size, remedy)

@@ -27,7 +27,7 @@ from toolkit.run.folder import write_text
 from toolkit.run.tracking.guard import Backend, GuardedTracker, Table
 from toolkit.run.tracking.secrets import mask_text
 
-METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "drift", "perf")
+METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "perf")
 WANDB_START_S = WANDB_FINISH_S = 8.0
 """Seconds after which W&B is given up."""
 LONGEST_TAG = 64
