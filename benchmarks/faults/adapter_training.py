@@ -25,9 +25,9 @@ from tests.support.equality import in_float64
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.ownership import is_owned
+from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.accelerate.replica_check import ReplicaCheck
 from toolkit.integrations.peft.merged_weights import save_merged
 from toolkit.integrations.transformers import causal_lm, place_experts, save_pretrained
 

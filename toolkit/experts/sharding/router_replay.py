@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from toolkit.dynamic.dynamic_router import DynamicRouter
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
@@ -120,11 +119,8 @@ def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
 
 def _hook_of_ours(name: str, layer: MoE) -> RouteHook:
     router = layer.router
-    if isinstance(router, DynamicRouter):
-        raise UserError(
-            f"layer {name!r}: {type(router).__name__} does not choose a fixed number out of the same experts for each "
-            "token, so it has no routes: use a top-k router."
-        )
+    if not router.experts_are_fixed:
+        raise UserError(f"model: routes of {type(router).__name__} at {name!r} cannot be replayed. Use a top-k router.")
     if not isinstance(router.route_hook, RouteHook):
         router.route_hook = RouteHook(name)
     return router.route_hook

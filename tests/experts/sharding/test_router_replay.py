@@ -30,8 +30,8 @@ from toolkit.experts.layer.recompute import checkpoint, replay_contexts
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.routing.routes import Routes
+from toolkit.experts.sharding.router_replay import hook_blocks, record_routes, replay_routes
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.accelerate.route_hooks import hook_blocks, record_routes, replay_routes
 from toolkit.integrations.transformers import causal_lm
 
 DIM, TOP_K = 8, 2
