@@ -78,7 +78,14 @@ OF_THE_EXPERTS = {
     "toolkit",
 }
 """Libraries that `toolkit/experts/` imports."""
-FLAGS_ARE_KNOWN_TO = ("toolkit.commands", "toolkit.doctor", "toolkit.lab", "toolkit.train", "toolkit.run", "toolkit.errors")
+FLAGS_ARE_KNOWN_TO = (
+    "toolkit.commands",
+    "toolkit.doctor",
+    "toolkit.lab",
+    "toolkit.train",
+    "toolkit.run",
+    "toolkit.errors",
+)
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}
 
 
