@@ -113,12 +113,13 @@ test-ray: $(VENV)/.installed-dev ## a run on a Ray cluster inside this machine t
 	$(PY) -m pytest -m ray tests/commands/test_ray_train.py
 
 .PHONY: check
-check: $(VENV)/.installed-dev ## style, types, import rules, and links of the documentation
+check: $(VENV)/.installed-dev ## style, types, import rules, size totals, and links of the documentation
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	MYPYPATH=recipes $(PY) -m mypy recipes
 	$(PY) -m pytest tests/test_architecture.py
+	$(PY) benchmarks/lines.py --check
 	$(PY) -m sphinx --builder dummy --fail-on-warning --keep-going --quiet --conf-dir docs \
 	    --doctree-dir build/doctrees . build/dummy
 

@@ -403,18 +403,6 @@ def test_an_experts_module_with_a_gate_of_its_own_is_not_taken_for_the_default()
     assert not transformers_compat.has_default_gate(own)
 
 
-def test_a_registered_ep_implementation_is_found_by_its_name():
-    interface = pytest.importorskip(
-        "transformers.distributed.expert_parallel", reason="transformers before 5.23 has no such interface"
-    ).EPImplementationInterface
-
-    class Canary: ...
-
-    with relying_on("transformers", "EPImplementationInterface.register"):
-        transformers_compat.register_ep_implementation("canary", Canary)
-        assert interface()["canary"] is Canary
-
-
 def test_weights_of_a_pretrained_model_can_be_loaded_by_something_else(tmp_path):
     from transformers import LlamaConfig, LlamaModel
 

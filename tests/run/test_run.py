@@ -161,7 +161,7 @@ def test_a_run_that_made_no_step_begins_anew_with_other_settings(tmp_path):
 def test_how_tokens_reach_experts_may_change(tmp_path):
     settings = {"run_dir": tmp_path, "tracker": "none", "cpu": True}
     start_run("toy", ExpertRunConfig(**settings)).close()
-    with start_run("toy", ExpertRunConfig(**settings, dispatch_chunks=2)) as run:
+    with start_run("toy", ExpertRunConfig(**settings, exchange="hierarchical")) as run:
         assert run.continues
 
 

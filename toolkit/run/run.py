@@ -119,8 +119,6 @@ class Run:
             config.ep_size_in(self.world_size),
             ep_stride=config.ep_stride,
             exchange=config.exchange,
-            dispatch_chunks=config.dispatch_chunks,
-            ep_invariant=config.ep_invariant,
         )
 
     @property

@@ -83,7 +83,7 @@ def print_idle_settings(
         (alone or config.dense_parallel != "ddp", _names(config, "ddp"), spread),
         (
             bool(stacks) and stacks[0].groups.ep_size == 1,
-            ["replan.planner", "spare_slots", "ep_stride", "dispatch_chunks"],
+            ["replan.planner", "spare_slots", "ep_stride"],
             "because every process has all experts",
         ),
     ]

@@ -19,7 +19,7 @@ from tests.support.helpers import peak_bytes, run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.moving.migrate import MigrationReport, migrate
+from toolkit.experts.moving.migrate import MigrationReport, migrate, place_experts
 from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
@@ -267,6 +267,18 @@ def test_other_slots_or_experts_are_refused() -> None:
         migrate(stack, contiguous(4, 1, slots_per_rank=5), optimizer)
     with pytest.raises(ValueError, match="3 experts for a stack of 4"):
         migrate(stack, contiguous(3, 1, slots_per_rank=4), optimizer)
+
+
+def test_place_experts_without_a_place_for_them_raises() -> None:
+    model = nn.Sequential(make_moe(4, 8, num_experts=4, top_k=2))
+    for placement, message in (
+        (contiguous(4, 1, slots_per_rank=5), r"\[5\] slots per rank"),
+        ({"1": contiguous(4, 1)}, "no experts at '1'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            place_experts(model, placement, None)
+    with pytest.raises(UserError, match="has no experts that can move"):
+        place_experts(nn.Linear(2, 2), contiguous(4, 1), None)
 
 
 def test_optimizer_state_that_is_not_stacked_by_expert_is_refused() -> None:

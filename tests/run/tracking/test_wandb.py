@@ -116,9 +116,7 @@ def test_an_offline_run_read_back_has_config_facts_and_every_group_of_metrics_wi
     evaluated = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     assert set(evaluated) == {10, 20}
     globs = {record["metric"].get("glob_name"): record["metric"] for record in records if record["type"] == "metric"}
-    assert {globs[f"{group}/*"]["step_metric"] for group in ("train", "eval", "moe", "lifecycle", "drift", "perf")} == {
-        "step"
-    }
+    assert {globs[f"{group}/*"]["step_metric"] for group in ("train", "eval", "moe", "lifecycle", "perf")} == {"step"}
 
     (summary,) = inspect(offline_folder(folder), "--summary")
     assert summary["project"] == "toy"

@@ -167,8 +167,8 @@ def mark_owned(
     Raises:
         ValueError: Where `row_ids` are not one for each row.
     """
-    if len(row_ids) != len(local_rows(parameter)):
-        raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(local_rows(parameter))} rows")
+    if len(row_ids) != len(parameter):
+        raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(parameter)} rows")
     everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
     record = Ownership(tuple(row_ids), groups, everywhere, holder, in_files, computed_on=computed_on)
     if (before := ownership_of(parameter)) is not None:
@@ -227,12 +227,6 @@ def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
 def local_rows(tensor: Tensor) -> Tensor:
     """The rows that this rank holds: its shard of a `DTensor`, else all of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(like: Any, rows: Tensor) -> DTensor:
-    """`rows` as this rank's shard of a tensor that is sharded as the `DTensor` `like`, and of its shape."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def spread_like(like: DTensor, whole: Tensor) -> DTensor:

@@ -142,10 +142,10 @@ def run_experts(
     expert's.
     """
     _refuse_no_expert(ids_TK, stack.num_experts)
-    y_TD, plans = stack.dispatcher.mix(x_TD, ids_TK, weights_TK, lambda: partial(compute_rows, forward))
+    y_TD, plan = stack.dispatcher.mix(x_TD, ids_TK, weights_TK, lambda: partial(compute_rows, forward))
     if not recomputing():
         training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
-        stack.record(plans, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
+        stack.record(plan, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
     return y_TD
 
 

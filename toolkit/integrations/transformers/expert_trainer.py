@@ -212,8 +212,7 @@ def _refuse(trainer: Any) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or accelerator.parallelism_config is not None:
         raise UserError(
-            "fsdp, deepspeed and parallelism_config divide the model themselves: leave them out, or load the model "
-            "with use_toolkit_ep(), which has experts spread under FSDP2."
+            "fsdp, deepspeed, parallelism_config: expert_trainer shards the experts itself. Leave them out."
         )
     if args.save_strategy != "no" and not args.save_only_model:
         raise UserError(

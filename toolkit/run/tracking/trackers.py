@@ -26,7 +26,7 @@ from toolkit.run.config.settings import leaves
 from toolkit.run.folder import write_text
 from toolkit.run.tracking.guard import Backend, GuardedTracker, Table
 
-METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "drift", "perf")
+METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "perf")
 WANDB_START_S = WANDB_FINISH_S = 8.0
 """Seconds after which W&B is given up."""
 LONGEST_TAG = 64
