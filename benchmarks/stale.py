@@ -43,7 +43,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "har_folds.py": ("recipes/activity/",),
     "inject.py": ("toolkit/run/", *TRAINS),
     "large_checkpoint.py": ("toolkit/integrations/transformers/", f"{EXPERTS}sharding/"),
-    "large_scale.py": PLANS,
     "lm_bits_per_byte.py": (*LAYER, "recipes/language/"),
     "lmu_forms.py": ("recipes/speech/",),
     "lmu_psmnist.py": ("recipes/speech/",),

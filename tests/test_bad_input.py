@@ -44,7 +44,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--experts 0", "--experts 0: a dense network has no --top-k 2: add --top-k 1"),
     ("--top-k 5", "--top-k 5: take 1 to 4, the number of experts"),
     ("--ep-size 5", "--ep-size 5: take at most 4, the number of experts"),
-    ("--replan.planner swapp", "--replan.planner swapp: take one of affinity, contiguous, "),
+    ("--replan.planner swapp", "--replan.planner swapp: take one of contiguous, "),
     ("--exchange hierarchical --parallel-strategy data_parallel", "use flat, because no experts are spread"),
     ("--ep-size 2 --parallel-strategy data_parallel", "use --parallel-strategy expert_parallel"),
     ("--ep-size 2 --ep-stride 3 --num-processes 4", "--ep-stride 3: it does not divide the 2 EP group(s) of 2"),
