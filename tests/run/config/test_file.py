@@ -93,7 +93,6 @@ def test_every_setting_reads_back_from_the_config_of_a_run(tmp_path: Path, confi
             "optimizer:\n  weight_decy: 4",
             "unknown flag --optimizer.weight-decy: did you mean --optimizer.weight-decay?",
         ),
-        ("optimizer: adam", "unknown flag --optimizer: it is a group of flags"),
         ("epochs: many", "--epochs: invalid literal"),
         ("epochs: 0", "--epochs 0: input should be greater than 0"),
         ("cpu: 1", "--cpu 1: take true or false."),

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.errors import UserError
-from toolkit.run.config.flags import flags_of, instead_of
+from toolkit.errors import UserError, did_you_mean
+from toolkit.run.config.flags import flags_of
 from toolkit.run.config.run import to_dict
 from toolkit.run.config.settings import decides_what_is_learned
 from toolkit.run.recipe_script import Recipe
@@ -74,7 +74,9 @@ def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequenc
         flag = f"--{name}"
         if flag not in flags:
             axis = f"--grid {name}={','.join(values)}"
-            raise UserError(f"{axis}: {recipe.script} has no flag {flag}: {instead_of(flag, flags)}")
+            raise UserError(
+                f"{axis}: {recipe.script} has no flag {flag}: {did_you_mean(flag, flags, 'see its --help all.')}"
+            )
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     cells: dict[str, Cell] = {}
     for seed in seeds:
