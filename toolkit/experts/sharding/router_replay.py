@@ -100,9 +100,7 @@ def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
         elif name in blocks:
             hooks[name] = blocks[name]
     if not hooks:
-        raise UserError(
-            f"model: {type(model).__name__} has no routers to record. Use an MoE model."
-        )
+        raise UserError(f"model: {type(model).__name__} has no routers to record. Use an MoE model.")
     return hooks
 
 
