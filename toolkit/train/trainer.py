@@ -22,12 +22,12 @@ from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.dense import refuse_late_parameters
+from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.seeding import seed_device
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.parallel.waits import waits
 from toolkit.experts.state.tensor_files import ToCPU, on_cpu
 from toolkit.integrations.accelerate.prepare import prepare
-from toolkit.integrations.accelerate.replica_check import ReplicaCheck
 from toolkit.run.data import record_data
 from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of

@@ -19,9 +19,9 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel import groups
+from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
-from toolkit.integrations.accelerate.replica_check import ReplicaCheck
 
 
 def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
