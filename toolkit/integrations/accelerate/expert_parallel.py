@@ -364,7 +364,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         if self.accelerator.num_processes > 1:
             keep(optimizer.register_step_pre_hook(ReplicaCheck(self._prepared)))
         for stack in self.stacks.values():
-            keep(*stack.note_gradients(optimizer))
+            stack.sync = self.sync
         keep(optimizer.register_step_post_hook(lambda *_: self._after_step()))
 
     def _correct_accelerate(self) -> None:

@@ -26,8 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from toolkit.errors import UserError, one_line, require, require_choice
-from toolkit.experts.layer.stack import clear_empty
-from toolkit.experts.parallel.ownership import RowsInFiles, as_in_files, stacked
+from toolkit.experts.layer.stack import RowsInFiles, as_in_files, clear_empty, stacked
 from toolkit.experts.sharding.libraries import library_that_multiplies
 from toolkit.experts.sharding.shard import require_experts, stacked_parameters
 from toolkit.integrations.transformers.compat import experts_implementation, mark_as_loaded, weights_loaded_by
