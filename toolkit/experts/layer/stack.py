@@ -18,13 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import (
-    SLOT_TYPE,
-    AllToAllDispatcher,
-    DispatchPlan,
-    LocalDispatcher,
-    TokenDispatcher,
-)
+from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.gradients import average_in_backward, average_owned_gradients, stop_averaging
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -33,13 +27,6 @@ from toolkit.experts.parallel.ownership import RowsInFiles, device_of, mark_owne
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.routing.model_inputs import counted_tokens
 from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
-
-
-def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
-    """The dispatcher for experts on the EP group of `groups`."""
-    if groups.ep_size == 1:
-        return LocalDispatcher(placement)
-    return AllToAllDispatcher(placement, groups)
 
 
 class ExpertStack:
@@ -196,7 +183,7 @@ class ExpertStack:
 
     def record(
         self,
-        plan: DispatchPlan,
+        plan: Plan,
         choices: Choices,
         inputs: Float[Tensor, "*batch D"],
         weights_TK: Float[Tensor, "T K"],

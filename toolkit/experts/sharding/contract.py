@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError, one_line
-from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
+from toolkit.experts.layer.dispatcher import LocalDispatcher
 from toolkit.experts.placement.placement import contiguous
 from toolkit.experts.sharding.foreign import compute_rows
 from toolkit.experts.sharding.waiting_rows import is_waiting
@@ -118,8 +118,8 @@ def _one_by_one(
 ) -> Tensor:
     """(T, D), as a rank with `slots` computes it."""
     dispatcher = LocalDispatcher(contiguous(slots, 1))
-    rows, arrived = dispatcher.dispatch(x_TD, slots_TK, weights_TK)
-    return dispatcher.combine(compute_rows(forward, rows, arrived.rows_per_slot), arrived)
+    rows, dispatched = dispatcher.dispatch(x_TD, slots_TK, weights_TK)
+    return dispatcher.combine(compute_rows(forward, rows, dispatched.rows_per_slot), dispatched)
 
 
 def _accepted_width(kind: str, module: nn.Module, ids_TK: Tensor, weights_TK: Tensor, draws: torch.Generator) -> int:
