@@ -1,7 +1,7 @@
-"""The ways in which libraries spread the experts of a mixture over processes, each with the same few methods.
+"""Ways to shard the experts of an MoE model, one class for each library path, with the same methods.
 
-A path is made from a folder with saved weights, as its library documents it, and takes one step at a time. What a
-library has no function for, a path does as the library's own `Trainer` or examples do, and says so.
+A path is made from a folder with saved weights, as its library documents, and takes one step at a time. Where a library
+has no function, a path does what the library's own `Trainer` or examples do.
 """
 
 from __future__ import annotations
