@@ -28,8 +28,7 @@ TRAINS = ("toolkit/train/", "toolkit/data/")
 MEASURED: dict[str, tuple[str, ...]] = {
     "adapter_faults.py": ("toolkit/integrations/peft/",),
     "checkpoint_stall.py": ("toolkit/checkpoint/", f"{EXPERTS}state/"),
-    "continual_learning.py": (f"{EXPERTS}dynamic/", "recipes/continual/"),
-    "dynamic_experts.py": (f"{EXPERTS}dynamic/", "recipes/continual/"),
+    "dynamic_experts.py": ("toolkit/dynamic/",),
     "each_step.py": PLANS,
     "ep_crossover.py": SPREAD,
     "ep_speed.py": SPREAD,
@@ -44,7 +43,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "har_folds.py": ("recipes/activity/",),
     "inject.py": ("toolkit/run/", *TRAINS),
     "large_checkpoint.py": ("toolkit/integrations/transformers/", f"{EXPERTS}sharding/"),
-    "large_scale.py": PLANS,
     "lm_bits_per_byte.py": (*LAYER, "recipes/language/"),
     "lmu_forms.py": ("recipes/speech/",),
     "lmu_psmnist.py": ("recipes/speech/",),
@@ -64,7 +62,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "scaling.py": (*SPREAD, *TRAINS),
     "score.py": ("toolkit/doctor/", "benchmarks/faults/silent_bugs/"),
     "simulator.py": (*SPREAD, f"{EXPERTS}placement/"),
-    "split_mnist.py": (f"{EXPERTS}dynamic/",),
     "trainer_overhead.py": TRAINS,
     "vae_robustness.py": ("recipes/autoencoder/",),
 }

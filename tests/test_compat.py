@@ -441,14 +441,6 @@ def test_a_dataset_has_a_fingerprint_of_its_content():
         assert other_compat.fingerprint(mapped) != other_compat.fingerprint(same)
 
 
-def test_wandb_knows_the_setting_that_keeps_the_command_line_private():
-    wandb = pytest.importorskip("wandb")
-    with relying_on("wandb", "the setting x_disable_meta"):
-        for has_secrets in (True, False):
-            settings = wandb.Settings(**other_compat.wandb_privacy(has_secrets=has_secrets))
-            assert settings.x_disable_meta is has_secrets
-
-
 def test_wandb_workspaces_sends_what_we_print():
     ws = pytest.importorskip("wandb_workspaces.workspaces")
     with relying_on("wandb_workspaces", "Workspace._to_model"):

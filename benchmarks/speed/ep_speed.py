@@ -43,7 +43,7 @@ from tests.support.helpers import run_distributed
 from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.sharding.foreign import slots_of_rows
+from toolkit.experts.sharding.experts_modules import slots_of_rows
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.integrations.transformers.kernel import experts_forward
@@ -152,11 +152,11 @@ def transformers_by_hand(folder: Path) -> Step:
     return step
 
 
-def under_ddp(folder: Path, experts_implementation: str, **groups: Any) -> Step:
-    """Returns a step with our expert parallelism in `groups` and DDP for all other parameters."""
+def under_ddp(folder: Path, experts_implementation: str) -> Step:
+    """Returns a step with our expert parallelism and DDP for all other parameters."""
     accelerator, model, optimizer = unprepared(folder, experts_implementation)
-    made = make_expert_groups(**{"ep_size": dist.get_world_size()} | groups)
-    return stepper(accelerator, *ExpertParallel(accelerator, groups=made).prepare(model, optimizer))
+    groups = make_expert_groups(dist.get_world_size())
+    return stepper(accelerator, *ExpertParallel(accelerator, groups=groups).prepare(model, optimizer))
 
 
 def plain_ddp(folder: Path) -> Step:
@@ -201,7 +201,6 @@ CONTENDERS: dict[str, Callable[[Path], Step]] = {
     BY_HAND: transformers_by_hand,
     OURS: lambda folder: under_ddp(folder, "toolkit"),
     PLAIN: plain_ddp,
-    "ours, the same bits at every EP degree (DDP)": lambda folder: under_ddp(folder, "toolkit", ep_invariant=True),
     "ours, their kernel (DDP)": lambda folder: under_ddp(folder, "grouped_mm"),
 }
 

@@ -23,10 +23,10 @@ from tests.integrations.transformers.mixtures import EXPERTS, build, outputs
 from tests.integrations.transformers.test_mixtures import MOVED, PLACED, difference
 from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
+from toolkit.dynamic.dynamic_router import DynamicRouter
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint, replay_contexts
-from toolkit.experts.layer.router import ExpertChoiceRouter
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.routing.routes import Routes
@@ -58,7 +58,7 @@ class Ours(nn.Module):
 
 ROUTERS = {
     "softmax": RouterOptions(),
-    "sigmoid": RouterOptions(router_score="sigmoid", router_groups=2, top_k_groups=1, balance="bias"),
+    "sigmoid": RouterOptions(router_score="sigmoid", balance="bias"),
 }
 """Those of our layers that are tried."""
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "dbrx", "gemma4_text", "glm4_moe")
@@ -351,8 +351,8 @@ def test_models_without_routes_are_refused() -> None:
     with pytest.raises(UserError, match="model Linear has no routers"), record_routes(nn.Linear(2, 2)):
         pass
     with (
-        pytest.raises(UserError, match="ExpertChoiceRouter does not choose a fixed"),
-        record_routes(make_moe(DIM, 8, 4, 2, router_type=ExpertChoiceRouter)),
+        pytest.raises(UserError, match="DynamicRouter does not choose a fixed"),
+        record_routes(make_moe(DIM, 8, 4, 2, router_type=partial(DynamicRouter, active=2))),
     ):
         pass
     model, ids = build("phimoe"), tokens()

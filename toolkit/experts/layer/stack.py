@@ -38,7 +38,7 @@ from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingL
 def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
     """The dispatcher for experts on the EP group of `groups`."""
     if groups.ep_size == 1:
-        return LocalDispatcher(placement, invariant=groups.invariant)
+        return LocalDispatcher(placement)
     return AllToAllDispatcher(placement, groups)
 
 
@@ -222,8 +222,8 @@ class ExpertStack:
         visits_P = crossed = None
         if plan.visits_TP is not None:
             visits_TP = plan.visits_TP
-            if counted_T is not None:  # each token has one row, or, with `invariant` groups, one for each choice
-                visits_TP = visits_TP & counted_T.repeat_interleave(len(visits_TP) // max(1, len(counted_T)))[:, None]
+            if counted_T is not None:
+                visits_TP = visits_TP & counted_T[:, None]
             visits_P = visits_TP.sum(0)
             if self.node_of_peer is not None:
                 self.node_of_peer = self.node_of_peer.to(load_E.device)

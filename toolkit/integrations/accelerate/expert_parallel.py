@@ -45,8 +45,7 @@ from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
-from toolkit.experts.sharding.foreign import num_experts
-from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.sharding.experts_modules import num_experts
 from toolkit.experts.sharding.shard import (
     PlacementOf,
     require_experts,
@@ -165,8 +164,6 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
         model, optimizer = _model_and_optimizer(objects)
         refuse_meta(model)
-        for library in libraries():
-            library.refuse_spread(model)
         layers = require_experts(model)
         optimizers = _optimizers_of(model, objects)
         for each in optimizers:

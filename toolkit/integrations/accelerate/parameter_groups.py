@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.sharding.foreign import outside_wrappers, routers
+from toolkit.experts.sharding.experts_modules import outside_wrappers, routers
 from toolkit.experts.sharding.shard import require_experts
 
 Part = Literal["router", "experts", "rest"]

@@ -25,10 +25,9 @@ from toolkit.dynamic.dynamic_router import DynamicRouter
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
-from toolkit.experts.layer.router import ExpertChoiceRouter
 from toolkit.experts.routing.routes import Given, RouteHook, Routes, given
-from toolkit.experts.sharding.adapted_experts import has_fused_tables
-from toolkit.experts.sharding.foreign import experts_modules, num_experts, outside_wrappers
+from toolkit.experts.sharding.experts_modules import experts_modules, num_experts, outside_wrappers
+from toolkit.experts.sharding.layouts import has_fused_tables
 
 
 @contextmanager
@@ -121,7 +120,7 @@ def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
 
 def _hook_of_ours(name: str, layer: MoE) -> RouteHook:
     router = layer.router
-    if isinstance(router, ExpertChoiceRouter | DynamicRouter):
+    if isinstance(router, DynamicRouter):
         raise UserError(
             f"layer {name!r}: {type(router).__name__} does not choose a fixed number out of the same experts for each "
             "token, so it has no routes: use a top-k router."

@@ -2,7 +2,7 @@
 not to be imported."""
 
 from toolkit.experts.moving.migrate import place_experts
-from toolkit.experts.sharding.foreign import experts_modules, routers
+from toolkit.experts.sharding.experts_modules import experts_modules, routers
 from toolkit.integrations.accelerate.pretrained_files import save_pretrained
 from toolkit.integrations.transformers.experts_in_files import experts_in_files
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel

@@ -19,7 +19,6 @@ ONLY_OF_THE_SPEED = frozenset(
         "ep_size",
         "ep_stride",
         "exchange",
-        "ep_invariant",
         "recompute",
         "replan",
         "spare_slots",

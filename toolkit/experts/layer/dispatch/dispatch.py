@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from toolkit.experts.layer.dispatch.order import (
     Copies,
     SlotOrder,
     count,
-    in_order_of_tokens,
     place_within_slot,
     sort_by_slot,
     visited,
@@ -116,8 +114,6 @@ class TokenDispatcher:
     """Of this rank."""
     first_slot = 0
     """Of this rank, numbered through the ranks of the EP group."""
-    invariant = False
-    """Whether outputs have the same bits under any placement, on any number of ranks."""
     announce: Callable[[Tensor, Tensor], None] | None = None
     """Called with (T, D) and expert ids before each dispatch: see `toolkit.integrations.accelerate.join`."""
 
@@ -158,37 +154,12 @@ class TokenDispatcher:
         """Each token's weighted sum of its experts' outputs, and the plan.
 
         `meanwhile` is called while rows travel, then `experts`, and what it returns when the rows have arrived.
-
-        Where outputs are `invariant`, products have rows in blocks (`in_blocks`), and between ranks each assignment
-        travels as a token of its own: outputs are added up where the token is, in the order of its choices.
         """
-        if not self.invariant or self.placement.ranks == 1:
-            return self._mix(x_TD, expert_ids_TK, weights_TK, experts, kept_TK, meanwhile)
-        order = in_order_of_tokens(expert_ids_TK)
-        rows_ND, plan = self._mix(
-            Copy.apply(x_TD, order),
-            expert_ids_TK.reshape(-1, 1),
-            weights_TK.new_ones(expert_ids_TK.numel(), 1),
-            experts,
-            None if kept_TK is None else kept_TK.reshape(-1, 1),
-            meanwhile,
-        )
-        return WeightedSum.apply(rows_ND, weights_TK, order), plan
-
-    def _mix(
-        self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: Callable[[], ComputeRows],
-        kept_TK: Tensor | None,
-        meanwhile: Callable[[], None] | None,
-    ) -> tuple[Tensor, DispatchPlan]:
         plan = self._decided(x_TD, expert_ids_TK, kept_TK)
         departed = self.depart(x_TD, weights_TK, plan, overlaps=meanwhile is not None)
         if meanwhile is not None:
             meanwhile()
-        compute = partial(in_blocks, experts()) if self.invariant else experts()
+        compute = experts()
         rows, arrived = self.arrive(departed, plan)
         return self.combine(compute(rows, arrived.rows_per_slot), arrived), plan
 
@@ -242,8 +213,7 @@ class TokenDispatcher:
 class LocalDispatcher(TokenDispatcher):
     """For an EP group of one rank."""
 
-    def __init__(self, placement: ExpertPlacement, *, invariant: bool = False):
-        self.invariant = invariant
+    def __init__(self, placement: ExpertPlacement):
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -275,7 +245,7 @@ class AllToAllDispatcher(TokenDispatcher):
     """
 
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
-        self.groups, self.invariant = groups, groups.invariant
+        self.groups = groups
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -374,28 +344,6 @@ class AllToAllDispatcher(TokenDispatcher):
 def rows_of_ids(values_E: Tensor, ids_TK: Int[Tensor, "T K"]) -> Tensor:
     """(T, K): `values_E[ids_TK]`, but for negative ids, which are refused and do not count from the end."""
     return values_E.index_select(0, ids_TK.flatten()).view(ids_TK.shape)
-
-
-BLOCK = 16
-"""Rows to a multiple of which products are filled up, so that each row has the same bits however many others there are.
-Products of torch 2.13 for CPUs in float32 have other bits for the last rows of up to three, or, on an even number of
-threads, of up to eleven; in bfloat16 none have."""
-
-
-def in_blocks(compute: ComputeRows, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
-    """`compute` of the rows, with rows of zeros after those of each slot, up to a multiple of `BLOCK`. No host sync:
-    there are as many as may be needed, and the first slot has the rest."""
-    if not len(rows_per_slot):
-        return compute(rows_ND, rows_per_slot)
-    total = len(rows_ND) + (BLOCK - 1) * len(rows_per_slot)
-    total += -total % BLOCK
-    filled_S = (rows_per_slot + BLOCK - 1) // BLOCK * BLOCK
-    filled_S[0] += total - filled_S.sum()
-    shift_S = (filled_S.cumsum(0) - filled_S) - (rows_per_slot.cumsum(0) - rows_per_slot)
-    place_N = shift_S.repeat_interleave(rows_per_slot, output_size=len(rows_ND))
-    place_N = place_N + torch.arange(len(rows_ND), device=place_N.device)
-    filled = rows_ND.new_zeros(total, rows_ND.shape[1]).index_copy(0, place_N, rows_ND)
-    return compute(filled, filled_S).index_select(0, place_N)
 
 
 def _count_kept(slots_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, num_slots: int) -> Tensor:

@@ -1,8 +1,9 @@
-"""Experts modules that are not ours: how one and its router are recognised, and how it is called with rows in order of
-slots.
+"""Experts modules of any model: how one and its router are found, and how one is called with rows in order of slots.
 
-A module with an integer `num_experts` whose parameters are stacked along dimension 0 holds experts. It is called with
-(hidden (T, D), expert ids (T, K), weights (T, K)). Its router is the sibling with one weight row per expert.
+An experts module has an integer `num_experts`, parameters stacked along dimension 0, and is called with (hidden (T, D),
+expert ids (T, K), weights (T, K)). Its router is the sibling with one weight row per expert.
+
+T tokens, D model width, E experts, K experts per token, S slots of this rank, N (token, expert) pairs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def layers_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of `model` that hold stacked experts and are not ours, by name."""
+    """Return the modules of `model` that hold stacked experts, except in our `MoE` layers, by name."""
     return {
         name: module
         for name, module in layers_with_experts(model)
@@ -63,41 +64,40 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def rows_of_router(module: nn.Module) -> int | None:
-    """Return how many experts `module` chooses among if it is a router, else None."""
+    """Return the number of experts that `module` chooses from if it is a router, else None."""
     weight = getattr(module, "weight", None)
     return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the router of each experts module of `model` that is not ours, by the name of the experts module.
+    """Return the router of each of the `experts_modules` of `model`, by the name of the experts module.
 
     Raises:
-        UserError: A mixture has no sibling that could be its router, or several.
+        UserError: An experts module has no sibling that could be its router, or several.
     """
     found = {}
     for name, experts in experts_modules(model).items():
         block = model.get_submodule(outside_wrappers(name).rpartition(".")[0])
-        beside: list[Any] = list(block.children())
-        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in beside]
+        siblings: list[Any] = list(block.children())
+        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in siblings]
         candidates = [m for m in children if rows_of_router(m) == num_experts(experts)]
         if len(candidates) != 1:
             raise UserError(
-                f"model {type(model).__name__}: the experts at {name!r} have {len(candidates)} modules beside them "
-                "that could be their router: use a model whose mixture has one router with a weight row per expert."
+                f"model: {len(candidates)} modules next to the experts at {name!r} could be their router. "
+                "Use a model with one router per MoE layer, with a weight row per expert."
             )
         found[name] = candidates[0]
     return found
 
 
 def num_experts(experts: nn.Module) -> int:
-    """Return the number of experts over all ranks, of our layer or a foreign module, which counts its slots itself."""
+    """Return the number of experts of a layer over all ranks. A sharded experts module counts its slots itself."""
     stack = getattr(experts, "expert_stack", None)
     return int(stack.num_experts if stack is not None else experts.num_experts)  # type: ignore[arg-type]
 
 
 def outside_wrappers(name: str) -> str:
-    """Return the name of the outermost wrapper around the module `name`, which each has as its `base_layer`; the same
-    name where there is none."""
+    """Return the name of the outermost wrapper that has the module `name` as its `base_layer`, or `name` itself."""
     return re.sub(r"(\.base_layer)+$", "", name)
 
 
@@ -136,12 +136,11 @@ def run_experts(
     ids_TK: Int[Tensor, "T K"],
     weights_TK: Float[Tensor, "T K"],
 ) -> Tensor:
-    """(T, D): each token's weighted outputs of its experts, on whichever ranks of `stack` they are. A collective.
+    """(T, D): the weighted sum of each token's expert outputs, on whichever ranks the experts are. A collective.
 
-    `forward` is that of the foreign `module`, which computes this rank's slots. Raises UserError for ids that are no
-    expert's.
+    `forward` is that of the experts module `module`, for this rank's slots. Raises UserError for invalid expert ids.
     """
-    _refuse_no_expert(ids_TK, stack.num_experts)
+    _require_expert_ids(ids_TK, stack.num_experts)
     y_TD, plan = stack.dispatcher.mix(x_TD, ids_TK, weights_TK, lambda: partial(compute_rows, forward))
     if not recomputing():
         training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
@@ -149,25 +148,25 @@ def run_experts(
     return y_TD
 
 
-def _refuse_no_expert(ids_TK: Int[Tensor, "T K"], num_experts: int) -> None:
-    # On a GPU the kernels that sort by ids stop at such a one: to look at them here would be a host sync.
+def _require_expert_ids(ids_TK: Int[Tensor, "T K"], num_experts: int) -> None:
+    # On a GPU the kernels that sort by ids fail for an invalid one, and looking at them here would be a host sync.
     if ids_TK.device.type != "cpu" or torch.compiler.is_compiling() or not ids_TK.numel():
         return
     least, greatest = (int(each) for each in ids_TK.aminmax())
     if least < 0 or greatest >= num_experts:
         raise UserError(
-            f"expert id {least if least < 0 else greatest} in a layer of {num_experts} experts: "
-            "give an assignment to no expert any expert's id, and the weight 0."
+            f"expert ids: {least if least < 0 else greatest} in a layer of {num_experts} experts. "
+            "For a token without an expert, give any expert's id and the weight 0."
         )
 
 
 def compute_rows(
     forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]
 ) -> Tensor:
-    """(N, D): the outputs of a foreign `forward` for rows in order of slots, each with one expert of weight 1."""
+    """(N, D): the outputs of an experts module's `forward` for rows in order of slots, each of one expert, weight 1."""
     if len(rows_ND):
         slot_N1 = slots_of_rows(rows_per_slot, len(rows_ND))
         return forward(rows_ND, slot_N1, rows_ND.new_ones(len(rows_ND), 1))
-    # A row of zeros keeps parameters and exchange in the graph: their backward is a collective, too.
+    # A row of zeros keeps parameters and all-to-all in the graph: their backward pass is a collective, too.
     row, slot = rows_ND.sum(0, keepdim=True), rows_per_slot.new_zeros(1, 1)
     return forward(row, slot, rows_ND.new_ones(1, 1))[:0]

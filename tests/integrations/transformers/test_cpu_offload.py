@@ -18,11 +18,16 @@ from tests.support.helpers import run_distributed
 from toolkit.experts.moving import migrate
 from toolkit.experts.parallel import collectives
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
-from toolkit.experts.sharding import host_memory
 from toolkit.experts.sharding.shard import require_experts
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
+from toolkit.integrations.transformers import (
+    causal_lm,
+    cpu_offload,
+    experts_in_files,
+    place_experts,
+    use_toolkit_kernel,
+)
 
 LAYERS = 4
 TABLES = ("gate_up_proj", "down_proj")
@@ -56,7 +61,7 @@ def train(
         where = {name: module.get_parameter(name).device.type for name in TABLES}
         assert where == dict.fromkeys(TABLES, "cpu" if offload else device.device.type)
     losses, copied, waits = [], [], []
-    fill = host_memory.LayersOnHost._copy
+    fill = cpu_offload.LayersOnHost._copy
 
     def copy(layers: Any, held: Any, layer: int, *rest: Any) -> None:
         copied.append((len(losses), layer, held is layers._held[1]))
@@ -74,7 +79,7 @@ def train(
         send(rows, **options)
 
     with (
-        mock.patch.object(host_memory.LayersOnHost, "_copy", copy),
+        mock.patch.object(cpu_offload.LayersOnHost, "_copy", copy),
         mock.patch.object(migrate._Payload, "_operation", operation),
     ):
         for step in range(5):

@@ -1,4 +1,4 @@
-"""Experts whose rows are elsewhere until they are spread, such as in the files of a pretrained model.
+"""Lazy loading: experts whose rows stay in the files of a pretrained model until they are sharded.
 
 Their parameters have the shapes of all experts and a single number in memory, so that adapters can be added, optimizers
 made, and the model moved and cast. They cannot be called, and have no values to save.
@@ -16,41 +16,38 @@ from toolkit.experts.compat import move_as_usual, move_by
 from toolkit.experts.parallel.collectives import together
 
 ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
-"""(experts module, experts) to their rows by the name of the parameter, with zeros for an `EMPTY_ROW`: on the device
-and in the type of the parameter, or packed, with more parameters that it gives the module."""
+"""(experts module, experts) to their rows by parameter, with zeros for an `EMPTY_ROW`: on the device and in the type of
+the parameter, or packed, with further parameters that it gives the module."""
 
 
-def wait_for_rows(module: nn.Module, read: ReadRows) -> None:
-    """Have the experts module `module`, whose parameters expand a single number each, wait for rows of `read`."""
+def load_lazily(module: nn.Module, read: ReadRows) -> None:
+    """Have `read` give the rows of the experts module `module`, whose parameters expand a single number each."""
     module.read_rows = read  # type: ignore[assignment]
-    module.hooks_while_waiting = (  # type: ignore[assignment]
+    module.hooks_until_read = (  # type: ignore[assignment]
         module.register_forward_pre_hook(_refuse_forward),
         module.register_state_dict_post_hook(_without_values),
     )
     move_by(module, _move_numbers, [name for name, _ in module.named_parameters(recurse=False)])
 
 
-def is_waiting(module: nn.Module) -> bool:
-    """Return whether the rows of `module` are elsewhere."""
-    return "read_rows" in vars(module)
+def read_rows(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
+    """Return the rows of `experts` by parameter, once; nothing for a module that is not loaded lazily.
 
-
-def rows_from_files(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
-    """Return the rows of `experts` by the name of the parameter, of a module that waits no more; nothing for one that
-    did not. A collective where it waits: what one rank cannot read is raised on all."""
-    if not is_waiting(module):
+    A collective if it is: an error of one rank is raised on all.
+    """
+    if "read_rows" not in vars(module):
         return {}
     rows: dict[str, Tensor] = {}
     together(lambda: rows.update(module.read_rows(module, experts)))  # type: ignore[operator]
-    for hook in module.hooks_while_waiting:  # type: ignore[union-attr]
+    for hook in module.hooks_until_read:  # type: ignore[union-attr]
         hook.remove()
     move_as_usual(module)
-    del module.read_rows, module.hooks_while_waiting
+    del module.read_rows, module.hooks_until_read
     return rows
 
 
 def _move_numbers(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Of a waiting module, `to`, `half` and `cuda` change the one number that a parameter is."""
+    """Have `to`, `half` and `cuda` change the one number that each parameter is."""
     for parameter in module.parameters(recurse=False):
         shape = parameter.shape
         parameter.data = change(parameter.data[(slice(1),) * parameter.ndim]).expand(shape)
@@ -58,13 +55,13 @@ def _move_numbers(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None
 
 def _refuse_forward(*_: Any) -> NoReturn:
     raise UserError(
-        "the experts of this model are still in their files: spread them first, by ExpertParallel.prepare or "
-        "shard_experts, also on one process."
+        "model: its experts are still in their files. Call ExpertParallel.prepare or shard_experts first, also on one "
+        "process."
     )
 
 
 def _without_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave names and shapes in a state dict: whoever writes it finds that there are no values."""
+    """Put parameters on the meta device in a state dict: writing it raises, because there are no values."""
     for name, parameter in module.named_parameters(recurse=False):
-        if state.get(prefix + name, parameter) is not parameter:  # which `keep_vars` asks for
+        if state.get(prefix + name, parameter) is not parameter:  # with `keep_vars` it is
             state[prefix + name] = parameter.detach().to("meta")

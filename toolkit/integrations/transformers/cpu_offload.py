@@ -1,8 +1,8 @@
-"""Frozen experts of a model on a GPU that stay on the host, in its memory or a file, and come to the GPU by layers.
+"""CPU offload of frozen experts, with prefetch: they stay in main memory or a file, and are copied to the GPU by layer.
 
-The matrices of a layer come when it is computed, in the forward and again in the backward, and meanwhile those of the
-layer that follows: the GPU has room for two layers. They come whole, because a training batch leaves hardly an expert
-without rows: of 128 with 8 chosen for each token, 64 tokens leave out 1.6 %, so no load could say which ones to keep.
+A layer's matrices are copied when it is computed, in the forward and the backward pass, while the following layer's are
+prefetched: the GPU holds two layers. All experts are copied, because a training batch leaves hardly one without rows:
+with 8 of 128 experts per token, 64 tokens leave out 1.6 %.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,9 @@ ALIGNED = 256
 
 
 def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor in memory of the host that a GPU reads by itself.
+    """Return an uninitialised tensor in page-locked main memory.
 
-    Memory is page-locked where it is, because torch's allocator of such memory rounds sizes up to powers of two.
+    Memory is locked in place, because torch's pinned allocator rounds sizes up to powers of two.
     """
     rows = torch.empty(shape, dtype=dtype)
     if torch.cuda.is_available() and rows.nbytes:
@@ -37,8 +37,9 @@ def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def keep_on_host(module: nn.Module, name: str) -> None:
-    """Have the frozen parameter `name` of an experts module, which is on the host, stay there once it is spread."""
-    module.names_on_host = {*getattr(module, "names_on_host", ()), name}  # type: ignore[assignment]
+    """Offload the parameter `name` of an experts module, computed on its present device, once it is sharded."""
+    device = module.get_parameter(name).device
+    module.names_on_host = {**getattr(module, "names_on_host", {}), name: device}  # type: ignore[assignment]
 
 
 @dataclass
@@ -147,16 +148,13 @@ def rows_on(module: nn.Module, name: str, device: torch.device) -> Tensor:
     return layers.matrices(layer, device)[name]
 
 
-def stay_on_host(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Have the parameters of `modules` to `keep_on_host` stay where they are when modules are moved.
-
-    The modules have stacks. They compute on `device`, until they are moved to another.
-    """
+def stay_on_host(modules: Iterable[nn.Module]) -> None:
+    """Keep the offloaded parameters of `modules`, which have stacks, where they are when the modules are moved."""
     staying = [module for module in modules if "names_on_host" in vars(module)]
     layers = LayersOnHost(staying)
     for number, module in enumerate(staying):
         module.on_host = layers, number  # type: ignore[assignment]
-        for name in _kept(module):
+        for name, device in vars(module)["names_on_host"].items():
             module.expert_stack.compute_on(name, device)  # type: ignore[union-attr, operator]
         move_by(module, _note_device, list(_kept(module)))
 

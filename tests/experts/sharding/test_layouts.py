@@ -1,4 +1,4 @@
-"""Layers as others write them, rewritten for `ExpertParallel`, learn on one and two processes what they learned."""
+"""Layers of other layouts, adapted for `ExpertParallel`, learn the same on one and two processes as before."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.sharding.own_layers import batched_experts, sorted_experts, stack_experts
+from toolkit.experts.sharding.layouts import batched_experts, sorted_experts, stack_experts
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
@@ -199,7 +198,7 @@ def learn(model: Any, optimizer: Any, backward: Callable[[Tensor], Any], rows: s
 
 
 def learn_all(spread: bool) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """As written on one process, or rewritten and spread over those that there are."""
+    """As written on one process, or adapted and sharded."""
     found = []
     with in_float64():
         for kind in LAYERS:
@@ -228,7 +227,7 @@ def expected() -> list[tuple[list[float], dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_rewritten_layer_learns_what_it_learned(world: int, expected: list[tuple[list[float], dict[str, Tensor]]]):
+def test_adapted_layer_learns_as_before(world: int, expected: list[tuple[list[float], dict[str, Tensor]]]):
     ranks = run_distributed(learn_all, world, True)
     for number, kind in enumerate(LAYERS):
         losses, weights = expected[number]
@@ -246,7 +245,7 @@ def test_a_rewritten_layer_learns_what_it_learned(world: int, expected: list[tup
             torch.testing.assert_close(saved[name], value, rtol=IN_FLOAT64, atol=1e-12)
 
 
-def test_stacked_experts_take_the_state_of_the_list_that_they_were():
+def test_stack_experts_loads_the_state_of_the_list():
     written, other = build(InAList), build(InAList)
     other[1].rewrite()
     other[1].rewritten = True
@@ -257,22 +256,14 @@ def test_stacked_experts_take_the_state_of_the_list_that_they_were():
     assert copy.deepcopy(other)(torch.ones(3, DIM)).equal(other(torch.ones(3, DIM)))
 
 
-def test_modules_that_are_more_than_their_parameters_are_not_stacked():
+def test_stack_experts_of_unequal_modules_raises():
     one = nn.Linear(3, 3)
-    for experts, words in (
-        ([nn.Sequential(nn.Linear(3, 3), act) for act in (nn.ReLU(), nn.GELU())], "use modules of one kind"),
-        ([nn.BatchNorm1d(3), nn.BatchNorm1d(3)], "without buffers"),
-        ([one, one], "experts share parameters"),
-    ):
-        with pytest.raises(UserError, match=words):
+    different = [nn.Sequential(nn.Linear(3, 3), act) for act in (nn.ReLU(), nn.GELU())]
+    for experts in (different, [nn.BatchNorm1d(3), nn.BatchNorm1d(3)], [one, one]):
+        with pytest.raises(UserError, match="Use modules of one kind without buffers"):
             stack_experts(experts)
 
 
-def test_experts_in_a_list_are_named_where_others_are_spread_and_refused_where_there_are_none():
-    layer = build(InAList)
-    with pytest.raises(UserError, match=r"experts at '1.experts' \(ModuleList\) are modules .*own_layer.md"):
-        ExpertParallel(Accelerator(cpu=True)).prepare(layer, torch.optim.SGD(layer.parameters()))
-    both = nn.Sequential(*build(InAList), *build(AnotherOrder))
-    with pytest.warns(UserWarning, match=r"'1.experts' are a ModuleList, .* stack_experts"):
-        stacks = shard_experts(both, ExpertGroups())
-    assert list(stacks) == ["3.experts"]
+def test_shard_experts_of_a_list_raises():
+    with pytest.raises(UserError, match=r"no experts that can be sharded, not '1.experts.*own_layer.md"):
+        shard_experts(build(InAList))
