@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def train(path: Any, folder: Path, expected: list[Step]) -> dict[str, Cell]:
 
     found: dict[str, Cell] = {}
     for number in range(STEPS):
-        if isinstance(refusal := attempt(lambda number=number: step(number)), str):
+        if isinstance(refusal := attempt(partial(step, number)), str):
             return {"loss": refusal}
         if number == STEPS - 2:
             found["resume"] = attempt(lambda: path.save_state(folder / "state"))
@@ -176,7 +177,8 @@ def adapt(kind: Any, folder: Path) -> float:
     paths = Alone(folder / "start", adapters=True), kind(folder / "start", adapters=True)
     largest = 0.0
     for number in range(2):
-        expected, found = ({}, {})
+        expected: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for path, into in zip(paths, (expected, found), strict=True):
             path.backward(tokens(number))
             into.update({f"gradient of {name}": value for name, value in by_expert(path.values(grads=True)).items()})
@@ -241,8 +243,8 @@ def page(rows: list[str], bullets: list[str]) -> str:
     return f"""# Parity of expert-parallel libraries
 
 Written by `make matrix` with {versions}. A
-Qwen3-MoE model of {EXPERTS} experts takes {STEPS} clipped AdamW steps on two gloo processes of a CPU, by each path, and on one process with the
-whole batch, in float64 if the path supports it.
+Qwen3-MoE model of {EXPERTS} experts takes {STEPS} clipped AdamW steps on two gloo processes of a CPU, by each path,
+and on one process with the whole batch, in float64 if the path supports it.
 
 - **loss**, **gradients** (whole, before clipping), **norm** (used for clipping), **weights** (after the steps): yes if
   no tensor differs by more than 1e-8, in float32 1e-5, relative to its norm.
