@@ -24,12 +24,12 @@ from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.routes import Routes
+from toolkit.experts.sharding.router_replay import record_routes
+from toolkit.experts.sharding.router_replay import replay_routes as replaying_routes
 from toolkit.experts.sharding.shard import PlacementOf
 from toolkit.integrations.accelerate.compat import undo_prepare_for_evaluation
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.accelerate.patches import Patches
-from toolkit.integrations.accelerate.route_hooks import record_routes
-from toolkit.integrations.accelerate.route_hooks import replay_routes as replaying_routes
 from toolkit.integrations.transformers.router_watch import watch_routers
 from toolkit.integrations.transformers.training_state import ExpertTrainingState
 

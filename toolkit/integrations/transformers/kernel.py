@@ -7,7 +7,7 @@ Gated SiLU experts without biases run as one autograd node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from toolkit.integrations.transformers.compat import apply_gate, has_default_gat
 from toolkit.integrations.transformers.cpu_offload import is_on_host, rows_on, stay_on_host
 from toolkit.integrations.transformers.four_bits import is_packed, unpacked
 from toolkit.integrations.transformers.lazy_rows import read_rows
+from toolkit.integrations.transformers.pretrained_files import save_whole_model
 
 NAME = "toolkit"
 
@@ -34,6 +35,9 @@ class TransformersLibrary(Library):
 
     def after_sharding(self, layers: Iterable[nn.Module]) -> None:
         stay_on_host(layers)
+
+    def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
+        save_whole_model(model, replace)
 
     def projections(self, experts: nn.Module) -> tuple[str, ...]:
         """Return the matrices of an experts module in order of use; none for modules that are not described."""
