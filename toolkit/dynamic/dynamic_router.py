@@ -33,6 +33,7 @@ class DynamicRouter(TopKRouter):
     nest: both experts of a split keep the restrictions of the expert that was split.
     """
 
+    experts_are_fixed = False
     active_E: Tensor
     normal_ED: Tensor
     offset_E: Tensor

@@ -27,8 +27,8 @@ from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balanc
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.accelerate.pretrained_files import Tensors, write_on_main, write_pretrained
 from toolkit.integrations.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
+from toolkit.integrations.transformers.pretrained_files import Tensors, write_on_main, write_pretrained
 from toolkit.integrations.transformers.router_watch import has_sigmoid_scores
 
 

@@ -69,6 +69,9 @@ class TopKRouter(nn.Module):
     Raises UserError for a `top_k` below 1 or above `num_experts`.
     """
 
+    experts_are_fixed = True
+    """Whether every token can choose the same experts throughout training, so that routes can be replayed."""
+
     def __init__(self, dim: int, num_experts: int, top_k: int, options: RouterOptions | None = None):
         super().__init__()
         self.options = options = options or RouterOptions()

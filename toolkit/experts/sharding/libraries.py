@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +38,12 @@ class Library:
 
     def after_sharding(self, layers: Iterable[nn.Module]) -> None:
         """Called with the layers of a model once each has its `expert_stack`."""
+
+    def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
+        """Have the methods that save a sharded `model` gather the experts of all ranks.
+
+        `replace(target, name, value)` replaces an attribute.
+        """
 
     def projections(self, experts: nn.Module) -> tuple[str, ...]:  # noqa: ARG002
         """Return the names of an experts module's matrices in order of use; none if the library does not know them."""

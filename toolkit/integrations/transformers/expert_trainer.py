@@ -29,14 +29,14 @@ from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.metrics import usage_metrics
 from toolkit.experts.routing.routes import Routes
 from toolkit.experts.routing.routing_log import Cursor, take_loads
+from toolkit.experts.sharding.router_replay import record_routes
+from toolkit.experts.sharding.router_replay import replay_routes as replaying_routes
 from toolkit.experts.sharding.shard import PlacementOf
 from toolkit.experts.state import checkpoint_files
 from toolkit.experts.state.random_states import random_states, restore_random_states
 from toolkit.integrations.accelerate.compat import undo_prepare_for_evaluation
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.accelerate.patches import Patches
-from toolkit.integrations.accelerate.route_hooks import record_routes
-from toolkit.integrations.accelerate.route_hooks import replay_routes as replaying_routes
 from toolkit.integrations.transformers.router_watch import watch_routers
 
 FOLDER = "toolkit"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from toolkit.experts.sharding.libraries import Library
 from toolkit.integrations.transformers.cpu_offload import stay_on_host
 from toolkit.integrations.transformers.kernel import experts_forward, projections
 from toolkit.integrations.transformers.lazy_loading import read_rows
+from toolkit.integrations.transformers.pretrained_files import save_whole_model
 
 
 class TransformersLibrary(Library):
@@ -18,6 +20,9 @@ class TransformersLibrary(Library):
 
     def after_sharding(self, layers: Iterable[nn.Module]) -> None:
         stay_on_host(layers)
+
+    def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
+        save_whole_model(model, replace)
 
     def projections(self, experts: nn.Module) -> tuple[str, ...]:
         return projections(experts)

@@ -115,7 +115,7 @@ class TokenDispatcher:
     first_slot = 0
     """Of this rank, numbered through the ranks of the EP group."""
     announce: Callable[[Tensor, Tensor], None] | None = None
-    """Called with (T, D) and expert ids before each dispatch: see `toolkit.integrations.accelerate.join`."""
+    """Called with (T, D) and expert ids before each dispatch: see `toolkit.experts.sharding.join`."""
 
     def place(self, placement: ExpertPlacement) -> None:
         """Dispatch by `placement` from now on, which has as many slots as the former one. To be called on all ranks

@@ -17,8 +17,8 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.experts.sharding.parameter_groups import parameter_groups
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.accelerate.parameter_groups import parameter_groups
 
 STEPS, SAMPLES = 2, 4
 RATES: dict[str, Any] = {

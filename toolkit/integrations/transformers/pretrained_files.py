@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accelerate.utils import convert_file_size_to_int
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -84,6 +83,23 @@ def _records(inner: Any) -> list[Callable[[Path], None]]:
     return [record for library in libraries() if (record := library.record(inner)) is not None]
 
 
+def save_whole_model(model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
+    """Have the `save_pretrained` and `push_to_hub` of `model` gather the experts of all ranks; `replace(target, name,
+    value)` replaces an attribute. The base of a model with adapters keeps its own methods, which raise."""
+    for module in [model] if hasattr(model, "peft_config") else model.modules():
+        for name, value in (("save_pretrained", save_as_called), ("push_to_hub", push_as_called)):
+            if hasattr(type(module), name):
+                replace(module, name, partial(value, module))
+    for module in model.modules():
+        if hasattr(type(module), "load_adapter"):
+            replace(module, "load_adapter", partial(_load_adapter, module.load_adapter))
+
+
+def _load_adapter(load: Any, *args: Any, **kwargs: Any) -> Any:
+    with only_names_are_read(load.__self__):  # PEFT reads the names of its state dict
+        return load(*args, **kwargs)
+
+
 def save_as_called(
     model: Any,
     folder: str | os.PathLike[str],
@@ -92,7 +108,7 @@ def save_as_called(
     state_dict: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """What `model.save_pretrained` is after `prepare`: `save_pretrained`, on every rank.
+    """`model.save_pretrained` after `prepare`: `save_pretrained`, on every rank.
 
     With a `state_dict`, as `accelerator.get_state_dict` gives it, rank 0 writes that, and others do nothing. Raises
     UserError where it has the experts of one rank.
@@ -112,7 +128,7 @@ def save_as_called(
 
 
 def push_as_called(model: Any, *args: Any, **options: Any) -> None:
-    """What `model.push_to_hub` is after `prepare`: rank 0 uploads, with the experts of all ranks, which it gathers in
+    """`model.push_to_hub` after `prepare`: rank 0 uploads, with the experts of all ranks, which it gathers in
     main memory. A collective."""
     state, records = _gathered(_tensors(model)), _records(model)
 
@@ -138,6 +154,8 @@ def write_pretrained(
 
     Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
     """
+    from transformers.utils.hub import convert_file_size_to_int
+
     # Files of a variant have other names than those that are made here, and parts are no model to be uploaded.
     is_one = "variant" in options or options.get("push_to_hub")
     limit = math.inf if is_one else convert_file_size_to_int(options.get("max_shard_size", MOST_IN_A_FILE))

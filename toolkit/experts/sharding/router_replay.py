@@ -5,9 +5,10 @@
     with replay_routes(model, routes):                 # or Routes.from_rollout(output.routed_experts, attention_mask)
         model(**batch).loss.backward()
 
-A router that is not ours is not asked what it is: while its block runs up to the experts, the call of `torch.topk` that
-chooses them returns the given ids, with the scores at these. So its own code computes their weights as ever, with
-softmax or sigmoid, before or after the choice, normalised and scaled.
+Routers of other libraries are not asked for their kind: while a block runs up to its experts, the call of `torch.topk`
+that chooses them returns the given ids, with the scores at these. The router's own code computes the weights.
+
+T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -21,29 +22,26 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from toolkit.dynamic.dynamic_router import DynamicRouter
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
-from toolkit.experts.routing.routes import Given, RouteHook, Routes, given
+from toolkit.experts.routing.routes import RouteHook, Routes, given
 from toolkit.experts.sharding.experts_modules import experts_modules, num_experts, outside_wrappers
 from toolkit.experts.sharding.layouts import has_fused_tables
 
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Routes]:
-    """Records, within it, the experts that every forward of `model` chooses.
-
-    Each rank records its own tokens. Recomputation in a backward is not recorded again.
+    """Record the experts that each forward pass of `model` chooses, except recomputations in a backward pass.
 
     Args:
-        model: Any model that `ExpertParallel` spreads, before or after `prepare`, bare or as Accelerate wrapped it.
+        model: Any model that `shard_experts` accepts, before or after it was sharded or wrapped.
 
     Yields:
-        The routes, to which each forward is added.
+        The routes of this rank's tokens, to which each forward pass is added.
 
     Raises:
-        UserError: If the model has no routers of top-k experts, or after a forward of a router that is none.
+        UserError: The model has no top-k routers.
     """
     hooks = route_hooks(model)
     routes = Routes([[] for _ in hooks])
@@ -58,25 +56,25 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
 
 @contextmanager
 def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
-    """Has the forwards of `model`, within it, use recorded experts, call by call.
+    """Have the forward passes of `model` use recorded experts, call by call.
 
-    Weights are computed from the scores of `model`'s routers, as these do, so routers have their gradient. Loads,
-    balance losses and placement go by the experts that are used. Gradient checkpointing repeats a forward with its
-    routes, also after the end of this context.
+    The routers of `model` compute weights from their scores, so they have gradients. Expert load, auxiliary losses and
+    placement follow the replayed experts. Activation checkpointing repeats a forward pass with its routes, also after
+    the end of this context.
 
     Args:
-        model: A model as `record_routes` takes it.
+        model: As for `record_routes`.
         routes: The experts of this rank's tokens. For tokens without a route the router chooses.
 
     Raises:
-        UserError: For routes of other layers, tokens, experts or numbers of experts per token, and at the end where
-            calls are left over.
+        UserError: The routes have other layers, tokens, experts or numbers of experts per token, or calls are left over
+            at the end.
     """
     hooks = route_hooks(model)
     layers = _layers_with_experts(model, list(hooks), routes)
     calls = [[given(name, ids_TK) for ids_TK in layer] for name, layer in zip(hooks, layers, strict=True)]
     for name in hooks:
-        _refuse_new_drops(name, model)
+        _require_same_drops(name, model)
     for hook, of_layer in zip(hooks.values(), calls, strict=True):
         hook.replay(of_layer)
     try:
@@ -84,8 +82,8 @@ def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
         for name, hook in hooks.items():
             if hook.not_replayed:
                 raise UserError(
-                    f"routes of {len(routes)} calls, but layer {name!r} was called {len(routes) - hook.not_replayed} "
-                    "times: replay as many forwards as were recorded."
+                    f"routes: {len(routes)} calls, but layer {name!r} was called {len(routes) - hook.not_replayed} "
+                    "times. Replay as many forward passes as were recorded."
                 )
     finally:
         for hook in hooks.values():
@@ -93,38 +91,30 @@ def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
 
 
 def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
-    """Returns the hook of each layer with experts, by its name, in the order of layers. They are made once, and
-    stay."""
+    """Return the hook of each layer with experts, by name in order of layers. Hooks are made once, and stay."""
     blocks = hook_blocks(model)
     hooks = {}
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            hooks[name] = _hook_of_ours(name, module)
+            hooks[name] = _hook_of_moe(name, module)
         elif name in blocks:
             hooks[name] = blocks[name]
     if not hooks:
-        raise UserError(
-            f"model {type(model).__name__} has no routers whose choices could be recorded: "
-            "use a mixture of experts that ExpertParallel spreads."
-        )
+        raise UserError(f"model: {type(model).__name__} has no routers to record. Use an MoE model.")
     return hooks
 
 
 def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
-    """Return those of `route_hooks` whose layers are not ours. With them, a region of `toolkit.experts.layer.recompute`
-    routes once."""
+    """Return the `route_hooks` of layers other than `MoE`. With them, activation checkpointing routes once."""
     fused = {name: module for name, module in model.named_modules() if has_fused_tables(module)}
     found = experts_modules(model) | fused
     return {name: _hook_of_block(name, experts, model) for name, experts in found.items()}
 
 
-def _hook_of_ours(name: str, layer: MoE) -> RouteHook:
+def _hook_of_moe(name: str, layer: MoE) -> RouteHook:
     router = layer.router
-    if isinstance(router, DynamicRouter):
-        raise UserError(
-            f"layer {name!r}: {type(router).__name__} does not choose a fixed number out of the same experts for each "
-            "token, so it has no routes: use a top-k router."
-        )
+    if not router.experts_are_fixed:
+        raise UserError(f"model: routes of {type(router).__name__} at {name!r} cannot be replayed. Use a top-k router.")
     if not isinstance(router.route_hook, RouteHook):
         router.route_hook = RouteHook(name)
     return router.route_hook
@@ -140,25 +130,24 @@ def _hook_of_block(name: str, experts: nn.Module, model: nn.Module) -> RouteHook
 
 
 def _block_of(experts: str, model: nn.Module) -> nn.Module:
-    """Returns the module in which the experts so named have a router beside them."""
+    """Return the module that holds the experts of this name and their router."""
     name = outside_wrappers(experts).rpartition(".")[0]
-    while name and len(list(model.get_submodule(name).children())) == 1:  # of DBRX, whose tables are further inside
+    while name and len(list(model.get_submodule(name).children())) == 1:  # DBRX's tables are further inside
         name = name.rpartition(".")[0]
     return model.get_submodule(name)
 
 
-def _refuse_new_drops(name: str, model: nn.Module) -> None:
+def _require_same_drops(name: str, model: nn.Module) -> None:
     capacity = getattr(model.get_submodule(name), "capacity", None)
     if capacity is not None and capacity.policy == "probs" and model.training:
         raise UserError(
-            f"layer {name!r} drops assignments by their new weights, so replayed ones would be dropped anew: "
-            'leave out the capacity, or use drop_policy="position".'
+            f"drop_policy: layer {name!r} would drop other pairs than the recorded forward pass did. "
+            'Leave out the capacity, or use drop_policy="position".'
         )
 
 
 def _layers_with_experts(model: nn.Module, names: list[str], routes: Routes) -> list[list[Tensor]]:
-    """Returns the layers of `routes` for those so named: all of them, or out of all hidden layers those with these
-    numbers."""
+    """Return the layers of `routes` for the layers `names`: all, or out of all hidden layers those of their numbers."""
     if len(routes.layers) == len(names):
         return routes.layers
     numbers = [int(found[1]) if (found := re.search(r"\.(\d+)(\.|$)", f".{name}")) else -1 for name in names]
@@ -167,17 +156,17 @@ def _layers_with_experts(model: nn.Module, names: list[str], routes: Routes) -> 
     hidden = getattr(config, "num_hidden_layers", None)
     if hidden != len(routes.layers) or len(set(numbers)) < len(names) or not all(0 <= n < hidden for n in numbers):
         raise UserError(
-            f"routes of {len(routes.layers)} layers, but {len(names)} layers of the model have experts"
-            f"{f', out of {hidden}' if hidden else ''}: take those of the same model."
+            f"routes: {len(routes.layers)} layers, but {len(names)} layers of the model have experts"
+            f"{f', out of {hidden}' if hidden else ''}. Use routes of the same model."
         )
     return [routes.layers[number] for number in numbers]
 
 
-# --- a block of a model that is not ours -----------------------------------------------------------------------------
+# --- blocks of other libraries ---------------------------------------------------------------------------------------
 
 
 class _BlockWatch:
-    """Records and gives the choices of a block that is not ours, from its beginning to the call of its experts."""
+    """Records and replays the choices of a block, from its beginning to the call of its experts."""
 
     def __init__(self, hook: RouteHook, experts: int):
         self.hook, self.experts = hook, experts
@@ -207,8 +196,7 @@ class _BlockWatch:
         return self.hook.is_active or in_region()
 
     def _end_choice(self, _experts: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Ends the choice before the experts are called: what they are called with shows whether they were chosen by
-        topk."""
+        """End the choice before the experts are called: their arguments show whether `topk` chose them."""
         call, self._call = self._call, None
         if call is not None:
             call.__exit__(None, None, None)
@@ -224,17 +212,17 @@ class _BlockWatch:
 
 
 class _Call(TorchFunctionMode):
-    """One forward of a block: what its router's `topk` returns."""
+    """One forward pass of a block: what its router's `topk` returns."""
 
     def __init__(self, hook: RouteHook, experts: int, tokens: int):
         super().__init__()
         self.hook, self.tokens = hook, tokens
         self.sizes = (experts, experts + 1)
-        """The numbers of scores that a router chooses by; ZAYA's has one for no expert."""
+        """How many scores a router may choose by; ZAYA's has one for no expert."""
         self.given = hook.begin(tokens)
         self.chosen_TK: Tensor | None = None
         self.top_k: int | None = None
-        """The number of experts in the last `topk` that could have been the choice."""
+        """K of the last `topk` that could have been the choice."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -261,32 +249,26 @@ class _Call(TorchFunctionMode):
         def own() -> Tensor:
             return torch.topk(scores.detach(), k, sorted=sorted).indices.view(-1, k)
 
-        # Outside of autograd, and `gather` in each case: a recomputation has to save the same tensors.
+        # Outside of autograd, and `gather` in each case: a recomputation must save the same tensors.
         self.chosen_TK = decide(lambda: own() if self.given is None else self.given.fill(own, scores.device))
         ids = self.chosen_TK.view(*scores.shape[:-1], k)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def finish(self, ids: Tensor | None) -> None:
-        """Checks and records the choice, where the experts are called with `ids`."""
-        chosen_TK = self.chosen_TK
-        if chosen_TK is None and self.given is not None and self.top_k is not None:
-            self.hook.check(self.given, self.top_k, max(self.sizes))
+        """Check and record the choice, given the `ids` that the experts are called with."""
+        chosen_TK, fixed = self.chosen_TK, self.given
+        is_replayed = chosen_TK is not None
+        if chosen_TK is None and fixed is not None and self.top_k is not None:
+            self.hook.check(fixed, self.top_k, max(self.sizes))
         if chosen_TK is None and ids is not None and ids.ndim == 2 and len(ids) == self.tokens:
-            chosen_TK = ids  # of a table, as DeepSeek-V4's first layers have
-            if self.given is not None:
-                self._refuse_another_choice(self.given, ids)
-        if chosen_TK is None and (self.hook.is_active or self.given is not None):
+            chosen_TK = ids  # from a table, as in DeepSeek-V4's first layers
+            if fixed is not None:
+                self.hook.check(fixed, ids.shape[1], max(self.sizes))
+                is_replayed = torch.equal(fixed.fill(lambda: ids, ids.device), ids)
+        if (chosen_TK is None and self.hook.is_active) or (fixed is not None and not is_replayed):
             raise UserError(
-                f"the router of layer {self.hook.layer!r} does not choose by torch.topk among {self.sizes[0]} experts, "
-                "so its choices can be neither recorded nor replayed: use a model with a top-k router."
+                f"model: the router of layer {self.hook.layer!r} does not choose by torch.topk among {self.sizes[0]} "
+                "experts, so its choices cannot be recorded or replayed. Use a model with a top-k router."
             )
         if chosen_TK is not None:
             self.hook.end(chosen_TK)
-
-    def _refuse_another_choice(self, fixed: Given, ids_TK: Tensor) -> None:
-        self.hook.check(fixed, ids_TK.shape[1], max(self.sizes))
-        if not torch.equal(fixed.fill(lambda: ids_TK, ids_TK.device), ids_TK):
-            raise UserError(
-                f"the router of layer {self.hook.layer!r} does not choose by torch.topk, and now chooses other experts "
-                "than its routes say, which cannot be replayed: use a model with a top-k router."
-            )

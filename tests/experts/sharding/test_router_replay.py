@@ -1,4 +1,4 @@
-"""Recorded routes are replayed: no choice is made anew, and gradients are those of the recorded forward."""
+"""Replayed routes keep the choices of the recorded forward pass, and routers have their gradients."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from toolkit.experts.layer.recompute import checkpoint, replay_contexts
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.routing.routes import Routes
+from toolkit.experts.sharding.router_replay import hook_blocks, record_routes, replay_routes
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.accelerate.route_hooks import hook_blocks, record_routes, replay_routes
 from toolkit.integrations.transformers import causal_lm
 
 DIM, TOP_K = 8, 2
@@ -61,7 +61,7 @@ ROUTERS = {
     "sigmoid": RouterOptions(router_score="sigmoid", balance="bias"),
 }
 """Those of our layers that are tried."""
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "dbrx", "gemma4_text", "glm4_moe")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "llama4_text", "dbrx", "gemma4_text")
 """Softmax after and before the choice, sigmoid with a bias and groups, weights at the input, fused tables, and
 routers that are not beside the experts."""
 
@@ -108,7 +108,7 @@ def taken_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", [*ROUTERS, *FAMILIES])
-def test_replay_keeps_the_choices_of_other_weights_and_trains_the_router(name: str) -> None:
+def test_replay_routes_with_other_weights_keeps_choices_and_trains_the_router(name: str) -> None:
     with in_float64():
         model, ids = make(name), tokens()
         plain = gradients(model, ids)
@@ -133,7 +133,7 @@ def test_replay_keeps_the_choices_of_other_weights_and_trains_the_router(name: s
 
 
 @pytest.mark.parametrize("name", ["softmax", "mixtral"])
-def test_a_copy_of_a_model_records_and_replays_its_own_calls(name: str) -> None:
+def test_copy_of_a_model_records_and_replays_separately(name: str) -> None:
     model, ids = make(name), tokens()
     with record_routes(model) as routes:
         logits(model, ids)
@@ -148,7 +148,7 @@ def test_a_copy_of_a_model_records_and_replays_its_own_calls(name: str) -> None:
 
 # PEFT asks transformers by an older name.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_adapters_of_experts_are_no_obstacle() -> None:
+def test_replay_routes_with_adapters_keeps_choices() -> None:
     """In stock PEFT's wrappers, and once they are rows of their experts."""
     from accelerate import Accelerator
 
@@ -185,7 +185,7 @@ def enable_checkpointing(model: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "regions"])
 @pytest.mark.parametrize("name", ["softmax", "mixtral"])
-def test_a_recomputed_forward_has_its_routes_and_consumes_none(name: str, how: str) -> None:
+def test_recomputed_forward_repeats_its_routes(name: str, how: str) -> None:
     """Though each backward comes after the end of the context, and the router would choose otherwise by then."""
     found = []
     for recomputed in (False, True):
@@ -214,7 +214,7 @@ def test_a_recomputed_forward_has_its_routes_and_consumes_none(name: str, how: s
     assert all(torch.allclose(recomputed[key], value, rtol=1e-5, atol=1e-8) for key, value in plain.items())
 
 
-def test_plain_checkpointing_of_several_forwards_before_a_backward_is_refused() -> None:
+def test_plain_checkpointing_of_several_forwards_raises() -> None:
     model = make("mixtral")
     enable_checkpointing(model, "plain")
     with record_routes(model):
@@ -225,7 +225,7 @@ def test_plain_checkpointing_of_several_forwards_before_a_backward_is_refused() 
 
 @pytest.mark.parametrize("how", ["plain", "regions"])
 @pytest.mark.parametrize("name", ["softmax", "mixtral"])
-def test_a_router_that_changes_before_the_backward_does_not_choose_anew(name: str, how: str) -> None:
+def test_router_changed_before_the_backward_keeps_its_choice(name: str, how: str) -> None:
     """In regions without `record_routes` too, once a model is prepared; of one token, two of four experts are used."""
     model = make(name)
     enable_checkpointing(model, how)
@@ -249,7 +249,7 @@ def test_a_router_that_changes_before_the_backward_does_not_choose_anew(name: st
 # --- what a server returns -------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_file_of_vllm_is_read_back(tmp_path: Path) -> None:
+def test_rollout_of_vllm_is_replayed(tmp_path: Path) -> None:
     """Arrays of all hidden layers, the first of which is dense, without the last token; two prompts, padded left."""
     torch.manual_seed(0)
     model: Any = awaken(causal_lm(config("deepseek_v3"))).eval()
@@ -279,7 +279,7 @@ def test_a_rollout_file_of_vllm_is_read_back(tmp_path: Path) -> None:
         assert (found[-1] >= 0).all()
 
 
-def test_tokens_without_a_route_are_left_to_the_router() -> None:
+def test_tokens_without_a_route_are_routed() -> None:
     model, ids = make("sigmoid"), tokens(0, 2)
     mask = torch.ones(2, 10)
     mask[1, 7:] = 0
@@ -315,21 +315,22 @@ def set_first(value: Any) -> Callable[[Routes], Routes]:
     return lambda routes: changed(routes, write)
 
 
-@pytest.mark.parametrize("name", ["softmax", "mixtral"])
 @pytest.mark.parametrize(
-    ("change", "forwards", "words"),
+    ("name", "change", "forwards", "words"),
     [
-        (lambda routes: Routes(routes.layers * 2), 1, "layers, but . layers of the model have experts"),
-        (lambda routes: changed(routes, lambda ids: ids[:-1]), 1, "has 30 tokens, but its routes are of 29"),
-        (lambda routes: changed(routes, lambda ids: ids[:, :1]), 1, "routes have 1 experts per token, .* takes 2"),
-        (set_first([0, 200]), 1, "routes name expert 200, but layer .* has"),
-        (set_first([-1, 2]), 1, r"in a part of their places \(token 4: \[-1, 2\]\): fill"),
-        (set_first([0, 0]), 1, r"have an expert twice.*token 4: \[0, 0\]"),
-        (lambda routes: routes, 2, "is called 2 times, but there are routes of 1 calls"),
-        (lambda routes: routes + routes, 1, "routes of 2 calls, but layer .* was called 1 times"),
+        ("mixtral", lambda routes: Routes(routes.layers * 2), 1, "layers, but . layers of the model have experts"),
+        ("mixtral", lambda routes: changed(routes, lambda ids: ids[:-1]), 1, "has 30 tokens, but its routes are of 29"),
+        ("mixtral", lambda routes: changed(routes, lambda ids: ids[:, :1]), 1, "1 experts per token, .* takes 2"),
+        ("softmax", lambda routes: changed(routes, lambda ids: ids[:, :1]), 1, "1 experts per token, .* takes 2"),
+        ("mixtral", set_first([0, 200]), 1, "routes name expert 200, but layer .* has"),
+        ("softmax", set_first([0, 200]), 1, "routes name expert 200, but layer .* has"),
+        ("mixtral", set_first([-1, 2]), 1, r"in a part of their places \(token 4: \[-1, 2\]\): fill"),
+        ("mixtral", set_first([0, 0]), 1, r"have an expert twice.*token 4: \[0, 0\]"),
+        ("mixtral", lambda routes: routes, 2, "is called 2 times, but there are routes of 1 calls"),
+        ("softmax", lambda routes: routes + routes, 1, "2 calls, but layer .* was called 1 times"),
     ],
 )
-def test_routes_that_do_not_fit_are_refused_and_the_model_stays_usable(
+def test_replay_routes_that_do_not_fit_raises_and_keeps_the_model_usable(
     name: str, change: Callable[[Routes], Routes], forwards: int, words: str
 ) -> None:
     model, ids = make(name), tokens()
@@ -347,32 +348,34 @@ def test_routes_that_do_not_fit_are_refused_and_the_model_stays_usable(
         assert torch.equal(logits(model, ids), expected)
 
 
-def test_models_without_routes_are_refused() -> None:
-    with pytest.raises(UserError, match="model Linear has no routers"), record_routes(nn.Linear(2, 2)):
-        pass
-    with (
-        pytest.raises(UserError, match="DynamicRouter does not choose a fixed"),
-        record_routes(make_moe(DIM, 8, 4, 2, router_type=partial(DynamicRouter, active=2))),
-    ):
-        pass
-    model, ids = build("phimoe"), tokens()
-    with record_routes(model) as routes:
-        outputs(model, ids)
-    perturb(model, by=3)
-    with pytest.raises(UserError, match="now chooses other experts than its routes say"), replay_routes(model, routes):
-        outputs(model, ids)
-    dropping = Ours(capacity_factor=1.0)
-    with record_routes(dropping) as routes:
-        dropping(ids)
-    with pytest.raises(UserError, match="would be dropped anew"), replay_routes(dropping, routes):
-        dropping(ids)
-    ours = make("softmax")
-    with record_routes(ours) as routes:
-        ours(ids)
-    with replay_routes(ours, routes):
-        with pytest.raises(UserError, match="already replaying"), replay_routes(ours, routes):
+def test_record_routes_of_models_without_routes_raises() -> None:
+    dynamic = make_moe(DIM, 8, 4, 2, router_type=partial(DynamicRouter, active=2))
+    for model, words in ((nn.Linear(2, 2), "no routers"), (dynamic, "DynamicRouter at '' cannot be replayed")):
+        with pytest.raises(UserError, match=words), record_routes(model):
             pass
-        ours(ids)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "words"),
+    [(partial(build, "phimoe"), "does not choose by torch.topk"), (partial(Ours, capacity_factor=1.0), "drop_policy")],
+)
+def test_replay_routes_raises_if_the_choice_would_differ(make_model: Callable[[], nn.Module], words: str) -> None:
+    model, ids = make_model(), tokens()
+    with record_routes(model) as routes:
+        logits(model, ids)
+    perturb(model, by=3)
+    with pytest.raises(UserError, match=words), replay_routes(model, routes):
+        logits(model, ids)
+
+
+def test_replay_routes_within_replay_raises() -> None:
+    model, ids = make("softmax"), tokens()
+    with record_routes(model) as routes:
+        model(ids)
+    with replay_routes(model, routes):
+        with pytest.raises(UserError, match="already replaying"), replay_routes(model, routes):
+            pass
+        model(ids)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +386,7 @@ def test_models_without_routes_are_refused() -> None:
         ([np.zeros((3, 1, 2), int), np.zeros((1, 1, 2), int)], r"routed_experts\[1\] has 1 rows for 4 tokens"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(arrays: list[Any], words: str) -> None:
+def test_from_rollout_of_wrong_arrays_raises(arrays: list[Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         Routes.from_rollout(arrays, torch.ones(2, 4))
 
@@ -432,8 +435,8 @@ def replay_on_ranks(names: tuple[str, ...]) -> list[dict[str, float]]:
     return found
 
 
-def test_on_two_processes_replay_is_that_of_one_before_and_after_experts_move() -> None:
-    names = (*ROUTERS, *FAMILIES[2:])
+def test_replay_on_two_processes_equals_one_also_after_migration() -> None:
+    names = ("sigmoid", *FAMILIES[2:])
     for of_rank in run_distributed(replay_on_ranks, 2, names):
         for name, found in zip(names, of_rank, strict=True):
             assert found["difference"] < 1e-6, name
