@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import (
-    SLOT_TYPE,
-    AllToAllDispatcher,
-    DispatchPlan,
-    LocalDispatcher,
-    TokenDispatcher,
-)
+from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
@@ -35,13 +29,6 @@ from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingL
 RowsInFiles = Literal["stacked", "joined", "columns"]
 """E experts with A x B numbers each: (E, A, B); (E * A, B), one after another; or (A, B * E), the columns of experts
 within those of B."""
-
-
-def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
-    """The dispatcher for experts on the EP group of `groups`."""
-    if groups.ep_size == 1:
-        return LocalDispatcher(placement)
-    return AllToAllDispatcher(placement, groups)
 
 
 class ExpertStack:
@@ -174,7 +161,7 @@ class ExpertStack:
 
     def record(
         self,
-        plan: DispatchPlan,
+        plan: Plan,
         choices: Choices,
         inputs: Float[Tensor, "*batch D"],
         weights_TK: Float[Tensor, "T K"],
