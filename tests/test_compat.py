@@ -99,15 +99,6 @@ def test_a_formula_that_fails_is_named_and_ends_nothing(monkeypatch):
     assert counter.uncounted == "aten.mm"
 
 
-def test_tensors_become_one_vector_and_come_back():
-    with relying_on("torch", "torch._utils._flatten_dense_tensors"):
-        flat = compat.flattened(tensors())
-        assert flat.tolist() == [3.0, 4.0, 1.0, 2.0, 2.0, 4.0]
-    with relying_on("torch", "torch._utils._unflatten_dense_tensors"):
-        back = compat.unflattened(flat * 2, tensors())
-        assert [t.tolist() for t in back] == [(t * 2).tolist() for t in tensors()]
-
-
 def test_the_gradient_of_bag_weights_is_the_dot_product_with_each_row():
     grad_TD, table_ND = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
     indices_N, bag_N = torch.tensor([3, 0, 1, 2]), torch.tensor([0, 0, 1, 1])

@@ -25,11 +25,10 @@ from toolkit.experts.layer.dispatch.dispatch import (
     LocalDispatcher,
     TokenDispatcher,
 )
-from toolkit.experts.parallel.collectives import world_size
-from toolkit.experts.parallel.gradients import average_in_backward, average_owned_gradients, stop_averaging
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.ownership import RowsInFiles, device_of, mark_owned
+from toolkit.experts.parallel.sync import divide_in_backward, stop_dividing
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.routing.model_inputs import counted_tokens
 from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
@@ -77,7 +76,7 @@ class ExpertStack:
         """Whether gradients came since the optimizer's last step, after `note_gradients`."""
         self.has_stepped = False
         """Whether the optimizer of `note_gradients` has made a step since then, so that it has states."""
-        self._is_synchronising: Callable[[], bool] | None = None
+        self._divides = False
         self.mark()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
@@ -101,20 +100,20 @@ class ExpertStack:
         self.__dict__.update(state)
         self.copies = WeakSet()
         self.mark()  # those of copies have neither marks nor hooks
-        if self._is_synchronising is not None:
-            self.average_in_backward(self._is_synchronising)
+        if self._divides:
+            self.divide_in_backward()
 
-    def average_in_backward(self, is_synchronising: Callable[[], bool]) -> None:
-        """Average gradients as `toolkit.experts.parallel.gradients.average_in_backward` does; those of copies, too."""
-        self._is_synchronising = is_synchronising
+    def divide_in_backward(self) -> None:
+        """Divide incoming gradients by `ep_size`, also in copies."""
+        self._divides = True
         for parameter in self.parameters.values():
-            average_in_backward(parameter, is_synchronising)
+            divide_in_backward(parameter)
 
-    def stop_averaging(self) -> None:
-        """Undo `average_in_backward`; copies that were made meanwhile go on."""
-        self._is_synchronising = None
+    def stop_dividing(self) -> None:
+        """Undo `divide_in_backward`; copies that were made meanwhile go on."""
+        self._divides = False
         for parameter in self.parameters.values():
-            stop_averaging(parameter)
+            stop_dividing(parameter)
 
     def note_gradients(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Have `awaits_step` say whether gradients came since the last step of `optimizer`; returns the hooks."""
@@ -286,17 +285,6 @@ def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
 def _bytes_of_slot(stacked: Tensor) -> int:
     # Also on a rank that has no slot.
     return stacked.shape[1:].numel() * stacked.element_size()
-
-
-def average_gradients(stacks: Mapping[str, ExpertStack]) -> None:
-    """Makes the gradients of all experts the mean over all ranks' batches, as DDP makes those of other parameters.
-
-    A collective, once between the last backward of a step and clipping, in loops without `ExpertParallel`.
-
-    Args:
-        stacks: The experts of each layer, as `shard_experts` returned them.
-    """
-    average_owned_gradients([p for stack in stacks.values() for p in stack.parameters.values()], world_size())
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:

@@ -33,16 +33,12 @@ from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner, ReplannerState
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
-from toolkit.experts.parallel.gradients import (
-    average_accumulated,
-    clip_grad_norm_,
-    refresh_replicas,
-)
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_strangers
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.parallel.replica_check import ReplicaCheck
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
@@ -127,6 +123,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         self.replanner: Replanner | None = None
         if replan is not None and replan.planner is not None:
             self.replanner = Replanner({}, replan)
+        self.sync = ExpertSync([])
+        """Synchronization of experts around each step."""
         self.steps = 0
         """Optimizer steps since `prepare`."""
         self._meter: LoadMeter | None = None
@@ -198,7 +196,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         fit_optimizer(optimizer, self.stacks)
         if self.groups.ep_size > 1:
-            self._average_in_backward()
+            for stack in self.stacks.values():
+                stack.divide_in_backward()
+                self.patches.callback(stack.stop_dividing)
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
         return prepare(
@@ -222,6 +222,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         """
         self.patches.close()
         self.stacks = {}
+        self.sync = ExpertSync([])
         self._model = self._prepared = self._meter = None
         self._optimizers = []
         if self.replanner is not None:
@@ -246,9 +247,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         if not self.accelerator.sync_gradients:
             return None
         self.accelerator.unscale_gradients()
-        average_accumulated(self.expert_parameters())
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return clip_grad_norm_(listed, max_norm)
+        self.sync.before_clip()
+        return self.sync.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm)
 
     @contextmanager
     def join(self, *models: nn.Module) -> Iterator[None]:
@@ -355,17 +355,12 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         world = self.accelerator.num_processes
         return math.gcd(world, *map(num_experts, layers.values()))
 
-    def _average_in_backward(self) -> None:
-        """Have the gradient of each owned parameter averaged, exactly once."""
-        accelerator = self.accelerator  # a hook of a parameter that held `self` would keep the model for ever
-        for stack in self.stacks.values():
-            stack.average_in_backward(lambda: accelerator.sync_gradients)
-            self.patches.callback(stack.stop_averaging)
-
     def _follow_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Have each step of `optimizer` begin with averaged gradients, and end with what `_after_step` does."""
         keep = self.patches.keep
-        keep(optimizer.register_step_pre_hook(lambda *_: average_accumulated(self.expert_parameters())))
+        rebalance = self.replanner.after_step if self.replanner is not None else None
+        self.sync = ExpertSync(self.expert_parameters(), rebalance, batches=self.groups.expert_dp_size)
+        keep(*self.sync.follow(optimizer))
         if self.accelerator.num_processes > 1:
             keep(optimizer.register_step_pre_hook(ReplicaCheck(self._prepared)))
         for stack in self.stacks.values():
@@ -440,12 +435,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 
     def _after_step(self) -> None:
         self.steps += 1
-        # The optimizer also steps a parameter that was frozen after it got a gradient.
-        refresh_replicas(p for p in self.expert_parameters() if p.requires_grad or p.grad is not None)
         if self._meter is not None:
             self._meter.fold_when_many()
-        if self.replanner is not None:
-            self.replanner.after_step(self.steps, self._optimizers[0])
+        self.sync.after_step(self.steps, self._optimizers[0])
 
 
 class _Saved(BaseModel, strict=True):
