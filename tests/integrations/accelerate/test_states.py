@@ -213,7 +213,7 @@ def evaluated_without_an_optimizer(folder: Path) -> tuple[bool, str]:
     expected = model(x)
     only = Model().double()
     evaluation = ExpertParallel(accelerator)
-    (wrapped,) = evaluation.prepare(only)
+    wrapped = evaluation.prepare(only)
     evaluation.load(folder)
     with evaluation.join():
         same = torch.equal(wrapped(x), expected)

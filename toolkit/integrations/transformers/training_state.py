@@ -94,13 +94,13 @@ class ExpertTrainingState(TrainingState):
         self.experts, self.replanner = experts, experts.replanner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
-        if not self.experts.stacks:
+        if self.experts.training is None:
             raise UserError(
                 "the trainer did not prepare its model by Accelerate, as under torch.nn.DataParallel: start one "
                 "process for each GPU, with accelerate launch."
             )
         super().on_train_begin(args, state, control, **trainer)
-        self.experts.steps = state.global_step
+        self.experts.training.steps = state.global_step
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
