@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: inspect, verify, export or import one, in one process, without the model's code."""
+"""`toolkit checkpoint`: inspect, verify or export a checkpoint, in one process, without the model's code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ import torch
 from safetensors import SafetensorError
 
 from toolkit.checkpoint import without_model
-from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import best_or_newest
 from toolkit.errors import EXIT_DONE, UserError, one_line
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.state import manifest
 from toolkit.run.arguments import Parser
 
-FORMATS = (
-    "dcp: a folder of torch.distributed.checkpoint, with optimizer states, for dcp.load of get_state_dict's dicts; "
-    "dcp-weights: without, for accelerate merge-weights; out is its name"
-)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,14 +40,7 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("checkpoint", type=Path, help=of)
     command.add_argument("out", type=Path, help="a file *.safetensors, or a folder for model.safetensors")
     command.add_argument("--dtype", choices=DTYPES, help="type of floating point numbers; as they are without it")
-    command.add_argument("--format", choices=("safetensors", "dcp", "dcp-weights"), default="safetensors", help=FORMATS)
     command.set_defaults(run=_export)
-
-    command = commands.add_parser("import", help="a checkpoint with the tensors of a torch.distributed.checkpoint")
-    command.add_argument("source", type=Path, help="a folder that torch.distributed.checkpoint.save wrote, trusted")
-    command.add_argument("checkpoint", metavar="like", type=Path, help=f"{of}: has the same tensors, and all else")
-    command.add_argument("out", type=Path, help="the new checkpoint")
-    command.set_defaults(run=_import)
 
     args = parser.parse_args(argv)
     args.checkpoint = find_folder(args.checkpoint)
@@ -121,19 +109,6 @@ def _draw(slots: list[list[int]]) -> str:
 
 
 def _export(args: argparse.Namespace) -> None:
-    if args.format != "safetensors":
-        if args.dtype is not None:
-            raise UserError(
-                f"--dtype {args.dtype}: --format {args.format} keeps the types that a run continues with: leave it out."
-            )
-        export_dcp(args.checkpoint, args.out, with_optimizer=args.format == "dcp")
-        _say(f"{args.out}: written")
-        return
     out = args.out if args.out.suffix == ".safetensors" else args.out / "model.safetensors"
     without_model.export(args.checkpoint, out, DTYPES.get(args.dtype))
     _say(f"{out}: written")
-
-
-def _import(args: argparse.Namespace) -> None:
-    has_states = import_dcp(args.source, args.checkpoint, args.out)
-    _say(f"{args.out}: written" + ("" if has_states else ", without optimizer states, of which there are none"))
