@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import gather_objects, is_main, rank
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
-from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, shard_like, spread_like
+from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, spread_like
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
@@ -70,10 +70,10 @@ def tensors_to_write(
                     files[file][key] = value if whole is value else whole.cpu()
         elif _writes_rows(ownership):
             for uid, row in _owned(ownership).items():
-                files[rows_file][f"{name}/{uid}"] = local_rows(parameter)[row : row + 1]
+                files[rows_file][f"{name}/{uid}"] = parameter[row : row + 1]
                 for key, value in state.items():
                     # What all rows share, such as Adam's step, is saved with each, as each may be loaded elsewhere.
-                    rows = local_rows(rows_of_state(name, key, value, parameter))[row : row + 1] if value.ndim else None
+                    rows = rows_of_state(name, key, value, parameter)[row : row + 1] if value.ndim else None
                     files[rows_file][f"{name}/{uid}/{key}"] = value.clone() if rows is None else rows
     return {
         file: {key: to_cpu(f"{file}/{key}", tensor.detach()) for key, tensor in tensors.items()}
@@ -230,7 +230,7 @@ def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         for row, uid in enumerate(ownership.row_ids):
             if uid != EMPTY_ROW:
-                yield f"{name}/{uid}", local_rows(parameter.detach())[row : row + 1]
+                yield f"{name}/{uid}", parameter.detach()[row : row + 1]
     yield from _buffers(model)
 
 
@@ -295,8 +295,6 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
             whole = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
             if uid in rows:
                 whole[rows[uid]] = value[0]
-    if isinstance(parameter, DTensor):
-        return {key: shard_like(parameter, value) if value.ndim else value for key, value in state.items()}
     return state
 
 
