@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.sharding.experts_modules import outside_wrappers
