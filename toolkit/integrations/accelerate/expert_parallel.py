@@ -23,14 +23,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
-from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.moving.replan import Migration, Replanner, ReplannerState
+from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
@@ -324,15 +323,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 by another.
         """
         self._require_prepared("load")
-
-        def oddity(saved: dict[str, Any]) -> str | None:
-            try:
-                checkpoint_files.check_types(_Saved, saved, "training")
-            except ValueError as error:
-                return f"it was not saved by ExpertParallel ({error})"
-            return self.replanner.oddity(saved["replanner"]) if self.replanner and saved["replanner"] else None
-
-        state = checkpoint_files.load(folder, self._model, self._optimizers, oddity)
+        state = checkpoint_files.load(folder, self._model, self._optimizers)
         self.steps = state["steps"]
         if self._meter is not None:
             self._meter.begin(self.steps)
@@ -438,14 +429,6 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         if self._meter is not None:
             self._meter.fold_when_many()
         self.sync.after_step(self.steps, self._optimizers[0])
-
-
-class _Saved(BaseModel, strict=True):
-    """The types of what `ExpertParallel.save` gives."""
-
-    steps: NonNegativeInt
-    replanner: ReplannerState | None
-    extra: dict[str, Any]
 
 
 def describe_balance(model: nn.Module) -> str:
