@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import signal
 import time
 from typing import Any
 
@@ -116,16 +114,6 @@ def test_the_report_of_a_gpu_keeps_what_a_part_had_when_it_failed_or_its_time_wa
     assert "a row" in capsys.readouterr().out
     left = next(int(line.split()[0]) for line in page.splitlines() if line.endswith(" is left"))
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_report_of_a_gpu_that_a_signal_ends_has_what_there_was_until_then(tmp_path, monkeypatch, number):
-    asks = f"import os, time; print('the', 'first', flush=True); os.kill({os.getpid()}, {int(number)}); time.sleep(60)"
-    code, page = report({"asks": asks, "later": "print('not' + 'begun')"}, tmp_path, monkeypatch)
-    assert code == 128 + number
-    assert f"ended, by {number.name}," in page
-    assert "the first" in page
-    assert "notbegun" not in page
 
 
 def test_the_parts_of_the_report_of_a_gpu_are_commands_of_this_repository() -> None:

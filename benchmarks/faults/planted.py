@@ -60,18 +60,18 @@ class Calls:
 
 def is_rank(rank: int) -> bool:
     """Whether this process is `rank` of its world, and not what starts the ranks."""
-    from toolkit.run.launch.restarts import REPORT_PIPE
+    from toolkit.run.launch.restarts import LAUNCH
 
-    starts_ranks = {"--num-processes", "--max-restarts"} & set(sys.argv) and REPORT_PIPE not in os.environ
+    starts_ranks = {"--num-processes", "--max-restarts"} & set(sys.argv) and LAUNCH not in os.environ
     return not starts_ranks and os.environ.get("RANK", "0") == str(rank)
 
 
 def count(folder: str) -> None:
     """Write the number of calls of each phase to `folder` when a rank leaves."""
-    from toolkit.run.launch import world
+    from toolkit.run.launch import exits
 
     calls = Calls(lambda *_: None)
-    leave = world.leave
+    leave = exits.leave
 
     def write_and_leave(code: int) -> NoReturn:
         sys.setprofile(None)
@@ -80,7 +80,7 @@ def count(folder: str) -> None:
             Path(folder, f"calls-{rank}.json").write_text(json.dumps(calls.numbers))
         leave(code)
 
-    world.leave = write_and_leave
+    exits.leave = write_and_leave
     calls.begin()
 
 
