@@ -113,12 +113,13 @@ test-ray: $(VENV)/.installed-dev ## a run on a Ray cluster inside this machine t
 	$(PY) -m pytest -m ray tests/commands/test_ray_train.py
 
 .PHONY: check
-check: $(VENV)/.installed-dev ## style, types, import rules, and links of the documentation
+check: $(VENV)/.installed-dev ## style, types, import rules, size totals, and links of the documentation
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	MYPYPATH=recipes $(PY) -m mypy recipes
 	$(PY) -m pytest tests/test_architecture.py
+	$(PY) benchmarks/lines.py --check
 	$(PY) -m sphinx --builder dummy --fail-on-warning --keep-going --quiet --conf-dir docs \
 	    --doctree-dir build/doctrees . build/dummy
 
@@ -138,7 +139,6 @@ BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_trai
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/project/results.md
 	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS) %/__init__.py,$(wildcard benchmarks/speed/*.py benchmarks/learning/*.py benchmarks/placement/*.py)); do \
 	    echo "== $$benchmark"; $(PY) $$benchmark || missed=1; done; \
-	$(PY) benchmarks/faults/inject.py && $(PY) benchmarks/faults/inject.py --restarts 50 || missed=1; \
 	$(PY) benchmarks/placement/record_traces.py runs/traces && $(PY) benchmarks/placement/placement_lab.py runs/traces && \
 	$(PY) benchmarks/placement/each_step.py runs/traces || missed=1; exit $$missed
 

@@ -1,112 +1,103 @@
-"""Counts the lines of Python by room, now and at an older revision.
+"""Size of the project: lines by package, and totals that may only fall.
 
-    python benchmarks/lines.py                      this tree
-    python benchmarks/lines.py --against 463afd4    beside an older revision, whose files are counted in their new rooms
+    python benchmarks/lines.py             print lines by package and the totals
+    python benchmarks/lines.py --check     compare the totals with benchmarks/totals.json, as `make check` does
+    python benchmarks/lines.py --lower     write totals that fell to benchmarks/totals.json
 
-A room is a folder of `toolkit/`, a folder of `toolkit/experts/`, the recipes or the tests. Files that an older revision
-has elsewhere are counted where git finds them now, and those that are gone where `ROOMS_BEFORE` says.
+The totals hold for the whole project, not for a file. A change that lowers a total lowers the table with `--lower`.
+A change that has to raise a total edits the table in the same commit and adds to "raised" what a user gets for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import json
+import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-
-ROOMS_BEFORE = {
-    "toolkit/callbacks": "toolkit/train",
-    "toolkit/tasks": "toolkit/train",
-    "toolkit/models": "toolkit/train",
-    "toolkit/standard": "toolkit/train",
-    "toolkit/trainer.py": "toolkit/train",
-    "toolkit/task.py": "toolkit/train",
-    "toolkit/state.py": "toolkit/train",
-    "toolkit/metrics.py": "toolkit/train",
-    "toolkit/optim.py": "toolkit/train",
-    "toolkit/finite_check.py": "toolkit/train",
-    "toolkit/batch_size.py": "toolkit/train",
-    "toolkit/cli.py": "toolkit/run",
-    "toolkit/config": "toolkit/run",
-    "toolkit/launch/ray_train.py": "toolkit/commands",
-    "toolkit/launch": "toolkit/run",
-    "toolkit/tracking": "toolkit/run",
-    "toolkit/pictures": "toolkit/run",
-    "toolkit/doctor": "toolkit/commands",
-    "toolkit/lab": "toolkit/commands",
-    "toolkit/report": "toolkit/commands",
-    "toolkit/sweep": "toolkit/commands",
-    "toolkit/domains": "recipes/subjects",
-    "toolkit/placement": "toolkit/experts/placement",
-    "toolkit/seeding.py": "toolkit/experts/parallel",
-    "toolkit/parallel": "toolkit/experts/parallel",
-    "toolkit/moe/lifecycle/callback.py": "toolkit/train",
-    "toolkit/moe/lifecycle/report.py": "toolkit/train",
-    "toolkit/moe/lifecycle": "toolkit/dynamic",
-    "toolkit/moe/load": "toolkit/experts/routing",
-    "toolkit/moe/routes.py": "toolkit/experts/routing",
-    "toolkit/moe/migrate.py": "toolkit/experts/moving",
-    "toolkit/moe/replan.py": "toolkit/experts/moving",
-    "toolkit/moe/state_dict.py": "toolkit/experts/state",
-    "toolkit/checkpoint/tensor_files.py": "toolkit/experts/state",
-    "toolkit/moe": "toolkit/experts/layer",
-    "toolkit/hosts": "toolkit/integrations",
-}
-"""Folders and files of 0.1.0 -> the rooms of 0.2.0; the longest match counts."""
+TABLE = ROOT / "benchmarks" / "totals.json"
 
 
-def room(path: str) -> str | None:
-    """Returns the room of a file, or None where it is in none that is counted."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in ROOMS_BEFORE and path[length : length + 1] in ("", "/"):
-            return ROOMS_BEFORE[path[:length]]
-    parts = path.split("/")
-    if parts[:2] == ["toolkit", "experts"]:
-        return "/".join(parts[:3]) if len(parts) > 3 else "toolkit/experts"
-    if parts[0] == "toolkit":
-        return "/".join(parts[:2]) if len(parts) > 2 else "toolkit (root)"
-    if parts[0] == "recipes":
-        return "recipes/subjects" if len(parts) > 2 else "recipes"
-    return parts[0] if parts[0] in ("tests", "benchmarks") else None
+def tracked(*patterns: str) -> list[Path]:
+    """List the tracked files that match git's `patterns` and exist in the working tree."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", *patterns], capture_output=True, text=True, check=True)
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).exists()]
 
 
-def git(*words: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+def count_lines(paths: list[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
 
 
-def count(revision: str | None) -> Counter[str]:
-    """Returns the lines of Python in each room, in `revision` or, for None, in the working tree."""
-    listed = git("ls-files") if revision is None else git("ls-tree", "-r", "--name-only", revision)
-    lines: Counter[str] = Counter()
-    for path in listed.splitlines():
-        if path.endswith((".py", ".pyi")) and (where := room(path)):
-            text = (ROOT / path).read_text() if revision is None else git("show", f"{revision}:{path}")
-            lines[where] += len(text.splitlines())
-    return lines
+def package(path: Path) -> str:
+    """Return the folder that `path` is counted in, for example toolkit/run or toolkit/experts/layer."""
+    parts = path.relative_to(ROOT).parts
+    depth = {"toolkit": 3 if parts[1] in ("experts", "integrations") else 2}.get(parts[0], 1)
+    return "/".join(parts[:-1][:depth])
 
 
-def total(lines: Counter[str], prefix: str) -> int:
-    return sum(number for name, number in lines.items() if name.startswith(prefix))
+def is_statement(node: ast.AST) -> bool:
+    """Return whether `node` counts as a statement: imports, docstrings and attribute docstrings do not."""
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return isinstance(node, ast.stmt) and not isinstance(node, (ast.Import, ast.ImportFrom)) and not is_text
+
+
+def recipe_flags() -> int:
+    """Count the flags that `python recipes/mnist_moe.py --help all` lists."""
+    words = [sys.executable, "recipes/mnist_moe.py", "--help", "all"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return len(set(re.findall(r"^\s*(?:-[a-z], )?(--[a-z][a-z.-]*)", listed, flags=re.MULTILINE)))
+
+
+def measure() -> dict[str, int]:
+    """Return the totals by name."""
+    nodes = [node for path in tracked("toolkit/*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    return {
+        "toolkit: statements": sum(is_statement(node) for node in nodes),
+        "toolkit: functions": sum(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in nodes),
+        "toolkit: raise UserError": sum(
+            isinstance(node, ast.Raise) and "UserError" in ast.unparse(node) for node in nodes
+        ),
+        "mnist_moe: flags": recipe_flags(),
+        "docs: words": sum(len(path.read_text().split()) for path in tracked("*.md")),
+        "tests: lines": count_lines(tracked("tests/*.py")),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="REVISION", help="an older revision to count as well")
+    parser.add_argument("--check", action="store_true", help="exit with code 1 if a total differs from the table")
+    parser.add_argument("--lower", action="store_true", help="write totals that fell to the table")
     options = parser.parse_args()
-    now, before = count(None), count(options.against) if options.against else Counter[str]()
-    rows = [(name, before[name], now[name]) for name in sorted({*now, *before})]
-    for name, prefix in (
-        ("toolkit in all", "toolkit"),
-        ("experts in all", "toolkit/experts"),
-        ("recipes in all", "recipes"),
-    ):
-        rows.append((f"**{name}**", total(before, prefix), total(now, prefix)))
-    print("| room | before | now |\n|---|---|---|" if options.against else "| room | lines |\n|---|---|")
-    for name, old, new in rows:
-        print(f"| {name} | {old:,} | {new:,} |" if options.against else f"| {name} | {new:,} |")
+    now, table = measure(), json.loads(TABLE.read_text())
+    limits = table["totals"]
+    if options.lower:
+        table["totals"] = {name: min(total, limits.get(name, total)) for name, total in now.items()}
+        TABLE.write_text(json.dumps(table, indent=2) + "\n")
+        return 0
+    if options.check:
+        for name, total in now.items():
+            if total > (limit := limits[name]):
+                print(f"{name}: {total:,} is more than {limit:,}. Make it smaller, or raise it in {TABLE.name}.")
+        risen = any(total > limits[name] for name, total in now.items())
+        fallen = [name for name, total in now.items() if total < limits[name]]
+        if fallen:
+            print(f"{', '.join(fallen)} fell: run python benchmarks/lines.py --lower and commit the table.")
+        return int(risen or bool(fallen))
+    lines: Counter[str] = Counter()
+    for path in tracked("*.py"):
+        lines[package(path)] += count_lines([path])
+    print(
+        "| package | lines |\n|---|---|",
+        *(f"| {name} | {number:,} |" for name, number in sorted(lines.items())),
+        sep="\n",
+    )
+    print("\n| total | now | table |\n|---|---|---|")
+    print(*(f"| {name} | {total:,} | {limits[name]:,} |" for name, total in now.items()), sep="\n")
     return 0
 
 

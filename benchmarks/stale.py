@@ -26,10 +26,8 @@ SPREAD = (*LAYER, f"{EXPERTS}parallel/", f"{EXPERTS}sharding/")
 PLANS = (f"{EXPERTS}placement/", "toolkit/lab/")
 TRAINS = ("toolkit/train/", "toolkit/data/")
 MEASURED: dict[str, tuple[str, ...]] = {
-    "adapter_faults.py": ("toolkit/integrations/peft/",),
     "checkpoint_stall.py": ("toolkit/checkpoint/", f"{EXPERTS}state/"),
-    "continual_learning.py": (f"{EXPERTS}dynamic/", "recipes/continual/"),
-    "dynamic_experts.py": (f"{EXPERTS}dynamic/", "recipes/continual/"),
+    "dynamic_experts.py": ("toolkit/dynamic/",),
     "each_step.py": PLANS,
     "ep_crossover.py": SPREAD,
     "ep_speed.py": SPREAD,
@@ -42,9 +40,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "gpu_layer.py": LAYER,
     "gpu_training.py": (*SPREAD, "toolkit/integrations/transformers/", *TRAINS),
     "har_folds.py": ("recipes/activity/",),
-    "inject.py": ("toolkit/run/", *TRAINS),
     "large_checkpoint.py": ("toolkit/integrations/transformers/", f"{EXPERTS}sharding/"),
-    "large_scale.py": PLANS,
     "lm_bits_per_byte.py": (*LAYER, "recipes/language/"),
     "lmu_forms.py": ("recipes/speech/",),
     "lmu_psmnist.py": ("recipes/speech/",),
@@ -55,7 +51,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "mnist_throughput.py": (*LAYER, *TRAINS),
     "moe_layer.py": LAYER,
     "moving_experts.py": (*SPREAD, f"{EXPERTS}placement/", f"{EXPERTS}moving/"),
-    "overlap.py": LAYER,
     "placement_lab.py": PLANS,
     "planners.py": (f"{EXPERTS}placement/",),
     "quality.py": TRAINS,
@@ -65,7 +60,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "scaling.py": (*SPREAD, *TRAINS),
     "score.py": ("toolkit/doctor/", "benchmarks/faults/silent_bugs/"),
     "simulator.py": (*SPREAD, f"{EXPERTS}placement/"),
-    "split_mnist.py": (f"{EXPERTS}dynamic/",),
     "trainer_overhead.py": TRAINS,
     "vae_robustness.py": ("recipes/autoencoder/",),
 }

@@ -52,7 +52,6 @@ CONTENTS = {
         "docs/recipes/speech",
         "docs/recipes/har",
         "docs/recipes/vae",
-        "docs/recipes/continual_learning",
     ],
     "Coming from a guide": [
         "docs/start/migration/README",

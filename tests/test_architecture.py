@@ -24,7 +24,8 @@ toolkit.train
 toolkit.checkpoint
 toolkit.run
 toolkit.data
-toolkit.integrations.transformers  toolkit.integrations.peft
+toolkit.integrations.peft
+toolkit.integrations.transformers
 toolkit.integrations.accelerate
 toolkit.integrations
 toolkit.experts
@@ -78,7 +79,14 @@ OF_THE_EXPERTS = {
     "toolkit",
 }
 """Libraries that `toolkit/experts/` imports."""
-FLAGS_ARE_KNOWN_TO = ("toolkit.commands", "toolkit.doctor", "toolkit.lab", "toolkit.train", "toolkit.run", "toolkit.errors")
+FLAGS_ARE_KNOWN_TO = (
+    "toolkit.commands",
+    "toolkit.doctor",
+    "toolkit.lab",
+    "toolkit.train",
+    "toolkit.run",
+    "toolkit.errors",
+)
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}
 
 

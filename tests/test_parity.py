@@ -57,7 +57,7 @@ class Case:
     layout: str = "ddp"
     """ddp has replicated dense parameters and EP groups of neighbours; of hsdp, two sets of ranks have all shards of
     them; strided: EP groups of ranks as far apart as can be; crossed: first with last, and so on inwards; by node: rows
-    go once to each of two nodes; in chunks: tokens are sent in three parts, some of them empty."""
+    go once to each of two nodes."""
     dtype: torch.dtype = torch.float64
     balance: str = "loss"
 
@@ -86,8 +86,8 @@ CASES = [
     Case(4, 2, 2, "copies", "strided hsdp"),
     Case(4, 4, 1, "uneven", "hsdp"),
     Case(4, 4, 1, "copies", "by node"),
-    Case(4, 2, 2, "uneven", "in chunks"),
-    Case(4, 4, 1, "uneven", "by node in chunks"),
+    Case(4, 2, 2, "uneven"),
+    Case(4, 4, 1, "uneven", "by node"),
     Case(4, 2, 1, "uneven", "crossed"),
     Case(8, 4, 1, "copies", "strided by node"),
 ]
@@ -120,7 +120,6 @@ def make_groups(ep_size: int, layout: str) -> ExpertGroups:
     if layout == "crossed":
         return make_expert_groups(ranks=[[rank, world - 1 - rank] for rank in range(world // 2)])
     options: dict[str, Any] = {"ep_stride": world // ep_size if "strided" in layout else 1}
-    options["dispatch_chunks"] = 3 if "in chunks" in layout else 1
     if "by node" not in layout:
         return make_expert_groups(ep_size, **options)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world // 2)):

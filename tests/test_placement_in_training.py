@@ -21,7 +21,7 @@ COMMON += ["--log-every", "2"]  # the first line is before the first plan
 WAYS = {
     "plain": [],
     "swap": ["--replan.planner", "swap", "--replan.every", "5"],
-    "round-robin": ["--initial-placement", "round_robin", "--replan.planner", "affinity", "--replan.every", "5"],
+    "round-robin": ["--initial-placement", "round_robin", "--replan.planner", "swap", "--replan.every", "5"],
     "by node": [
         "--exchange",
         "hierarchical",
@@ -32,7 +32,7 @@ WAYS = {
         "--spare-slots",
         "1",
     ],
-    "fsdp2": ["--dense-parallel", "fsdp2", "--replan.planner", "node_aware", "--replan.every", "5"],
+    "fsdp2": ["--dense-parallel", "fsdp2", "--replan.planner", "lpt", "--replan.every", "5"],
 }
 
 

@@ -43,8 +43,8 @@ from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.layer.router import TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
-from toolkit.experts.parallel.gradients import clip_grad_norm_
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.cost_model import EXCHANGES, Cores
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate
@@ -270,12 +270,14 @@ def optimizer_steps(config: Config) -> dict[str, Work]:
     for slots in SLOTS_TIMED:
         layers = [GroupedExperts(config.dim, config.hidden, expert_ids=range(slots)) for _ in range(LAYERS)]
         parameters = [p for layer in layers for p in layer.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+        optimizer, sync = torch.optim.AdamW(parameters, lr=1e-6), ExpertSync(parameters)
 
-        def work(parameters: list[nn.Parameter] = parameters, optimizer: Any = optimizer) -> None:
+        def work(
+            parameters: list[nn.Parameter] = parameters, optimizer: Any = optimizer, sync: ExpertSync = sync
+        ) -> None:
             for p in parameters:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            clip_grad_norm_(parameters, 1.0)
+            sync.clip(parameters, 1.0)
             optimizer.step()
 
         found[f"optimizer {slots}"] = work

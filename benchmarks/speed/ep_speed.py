@@ -6,9 +6,10 @@
 A Qwen3-MoE of 3.7 million parameters with 16 experts, top 2, in float32; 2,048 tokens per step over all ranks; forward,
 backward, clipping, AdamW. transformers as it is configured shards with FSDP2 and brings tokens by its own all-to-all;
 ours replicates the dense part with DDP. Like beside like: its all-to-all and its kernel with the dense part under DDP,
-which no configuration of it makes, so it is put together here by hand. Beside them stand two mixtures of both, to tell
-where the difference comes from. Before anything is timed the first losses have to agree. All contenders of a world run
-in one launch, in rounds in which each has its turn; figures are medians over rounds of the ratio in the same round.
+which no configuration of it makes, so it is put together here by hand. A last one has our dispatch with their kernel,
+to tell where the difference comes from. Before anything is timed the first losses have to agree. All contenders of a
+world run in one launch, in rounds in which each has its turn; figures are medians over rounds of the ratio in the same
+round.
 
 A second table takes one layer apart, forward and backward: what dispatch and combine cost beyond the all-to-alls of the
 same rows and counts, as a share of the whole layer; of the model's sizes, which are tiny, and of those of moe_layer.py,
@@ -42,9 +43,9 @@ from tests.support.helpers import run_distributed
 from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.sharding.foreign import slots_of_rows
+from toolkit.experts.sharding.experts_modules import slots_of_rows
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.transformers import causal_lm, use_toolkit_ep, use_toolkit_kernel
+from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.integrations.transformers.kernel import experts_forward
 from toolkit.run.process_settings import process_settings
 
@@ -80,21 +81,20 @@ def save_model(folder: Path, *sizes: int) -> int:
 
 
 def know_ours() -> None:
-    """Make this process know our expert parallelism and kernel by their names, and print no progress of loading."""
+    """Register our experts kernel with transformers, and print no progress of loading."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    use_toolkit_ep()
     use_toolkit_kernel()
 
 
-def under_transformers(folder: Path, implementation: str, experts_implementation: str) -> Step:
+def under_transformers(folder: Path) -> Step:
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
     from transformers.distributed import DistributedConfig
 
     world = dist.get_world_size()
-    distributed = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=implementation)
-    model: Any = causal_lm(folder, distributed_config=distributed, experts_implementation=experts_implementation)
+    distributed = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="all_to_all")
+    model: Any = causal_lm(folder, distributed_config=distributed, experts_implementation="grouped_mm")
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -152,11 +152,11 @@ def transformers_by_hand(folder: Path) -> Step:
     return step
 
 
-def under_ddp(folder: Path, experts_implementation: str, **groups: Any) -> Step:
-    """Returns a step with our expert parallelism in `groups` and DDP for all other parameters."""
+def under_ddp(folder: Path, experts_implementation: str) -> Step:
+    """Returns a step with our expert parallelism and DDP for all other parameters."""
     accelerator, model, optimizer = unprepared(folder, experts_implementation)
-    made = make_expert_groups(**{"ep_size": dist.get_world_size()} | groups)
-    return stepper(accelerator, *ExpertParallel(accelerator, groups=made).prepare(model, optimizer))
+    groups = make_expert_groups(dist.get_world_size())
+    return stepper(accelerator, *ExpertParallel(accelerator, groups=groups).prepare(model, optimizer))
 
 
 def plain_ddp(folder: Path) -> Step:
@@ -197,13 +197,11 @@ def timed(work: Callable[..., Any], inputs: Sequence[Any]) -> float:
 
 
 CONTENDERS: dict[str, Callable[[Path], Step]] = {
-    STOCK: lambda folder: under_transformers(folder, "all_to_all", "grouped_mm"),
+    STOCK: under_transformers,
     BY_HAND: transformers_by_hand,
     OURS: lambda folder: under_ddp(folder, "toolkit"),
     PLAIN: plain_ddp,
-    "ours, the same bits at every EP degree (DDP)": lambda folder: under_ddp(folder, "toolkit", ep_invariant=True),
     "ours, their kernel (DDP)": lambda folder: under_ddp(folder, "grouped_mm"),
-    "ours inside theirs (FSDP2)": lambda folder: under_transformers(folder, "toolkit", "toolkit"),
 }
 
 

@@ -15,16 +15,13 @@ import toolkit as tk
 from activity.voting import class_weights
 from activity.window_models import WindowClassifier, view_channels
 from autoencoder.labels import FewLabels
-from continual.streams import split_stream
 from speech.legendre import LegendreMemory
-from toolkit.data.images import ImageData
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import initial_placement
 
 TABLE = tk.TensorTable(input=torch.rand(20, 4), label=torch.arange(20) % 10)
-IMAGES = ImageData("rows", TABLE, TABLE, mean=0.0, std=1.0)
 SIGNALS: dict[str, Any] = {"mean": torch.zeros(1), "std": torch.ones(1)}
 FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
     ("placement", partial(tk.experts.make_moe, 8, 4, 4, 2)),
@@ -40,7 +37,6 @@ FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
     ("mode", partial(WindowClassifier, nn.Identity(), nn.Identity(), **SIGNALS)),
     ("mode", partial(view_channels, channels=3)),
     ("balance", partial(class_weights, torch.ones(3))),
-    ("scenario", partial(split_stream, IMAGES)),
     ("form", partial(LegendreMemory, 4, 8.0)),
     ("corruption", partial(FewLabels, TABLE, None, num_classes=10, seed=0)),
 ]
@@ -75,7 +71,6 @@ LAYER = {"dim": 8, "hidden_dim": 4, "num_experts": 4, "top_k": 2}
         ("spare_slots", -1, partial(tk.experts.make_moe, **LAYER)),
         *(("ep_size", value, tk.experts.make_expert_groups) for value in (0, 2.0, "2")),
         ("ep_stride", 0, partial(tk.experts.make_expert_groups, 1)),
-        ("dispatch_chunks", 0, partial(tk.experts.make_expert_groups, 1)),
     ],
 )
 def test_a_size_is_an_integer_that_can_be(name: str, value: Any, call: Callable[..., Any]) -> None:

@@ -54,4 +54,4 @@ def test_a_model_without_experts_is_named(tmp_path: Path, capsys: pytest.Capture
     sizes = {"vocab_size": 64, "dim": 16, "layers": 1, "heads": 2, "context": 8}
     language_model_config("qwen3_moe", **sizes, experts=0, top_k=1, expert_hidden_size=8).save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--gpus", "1", "--memory", "80"]) == 2
-    assert "has no experts that are stacked tensors" in capsys.readouterr().err
+    assert "has no experts that can be sharded" in capsys.readouterr().err

@@ -14,34 +14,26 @@ def table(rows: int = 400, classes: int = 4) -> TensorTable:
     return TensorTable(
         input=torch.arange(rows).float()[:, None],
         label=torch.randint(classes, (rows,), generator=draws),
-        task=torch.arange(rows) * 2 // rows,
     )
 
 
-def counts(memory: ReplayMemory) -> dict[tuple[int, ...], int]:
-    """How many rows are remembered of each stratum, by its values of the columns `strata`."""
-    remembered = memory.table[memory.rows]
-    return Counter(zip(*(remembered[name].tolist() for name in memory.strata), strict=True))
+def counts(memory: ReplayMemory) -> dict[int, int]:
+    """Remembered rows of each class."""
+    return Counter(memory.table[memory.rows]["label"].tolist())
 
 
 def test_a_memory_is_bounded_and_holds_as_many_of_each_class():
     memory = ReplayMemory(table(), 20, seed=0)
     memory.add(torch.arange(400))
     assert len(memory) == 20
-    assert counts(memory) == {(0,): 5, (1,): 5, (2,): 5, (3,): 5}
+    assert counts(memory) == {0: 5, 1: 5, 2: 5, 3: 5}
 
 
 def test_classes_that_are_rare_leave_their_room_to_the_others():
     labels = torch.tensor([0] * 2 + [1] * 50 + [2] * 50)
     memory = ReplayMemory(TensorTable(input=torch.zeros(102, 1), label=labels), 21, seed=0)
     memory.add(torch.arange(102))
-    assert counts(memory) == {(0,): 2, (1,): 10, (2,): 9}
-
-
-def test_tasks_can_be_strata_too():
-    memory = ReplayMemory(table(), 16, seed=0, strata=("task", "label"))
-    memory.add(torch.arange(400))
-    assert counts(memory) == {(task, label): 2 for task in range(2) for label in range(4)}
+    assert counts(memory) == {0: 2, 1: 10, 2: 9}
 
 
 @given(seed=st.integers(0, 2**31), capacity=st.integers(1, 60), pieces=st.integers(1, 12))

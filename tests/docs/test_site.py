@@ -117,7 +117,7 @@ def test_a_dead_link_fails_the_build(is_there: bool, tmp_path: Path):
     )
     (tmp_path / "other.md").write_text("# Other\n\n## A heading\n")
     (tmp_path / "code.py").write_text("print()\n")
-    (tmp_path / "picture.png").write_bytes((ROOT / "docs" / "images" / "overlap.png").read_bytes())
+    (tmp_path / "picture.png").write_bytes((ROOT / "docs" / "images" / "report_curves.png").read_bytes())
     settings = ["--isolated", "-D", "extensions=myst_parser,source_pages", "-D", "myst_heading_anchors=4"]
     done = sphinx(*settings, tmp_path, tmp_path / "built")
     assert done.returncode == (0 if is_there else 1), done.stderr

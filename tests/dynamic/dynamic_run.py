@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import toolkit as tk
-from continual.streams import TaskOrder
+from tests.support.orders import TaskAfterTask
 from toolkit.data.batches import Augment, EvalBatches, TrainBatches
 from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
@@ -94,8 +94,12 @@ def dynamic_trainer(
         task, balance = tk.Classification(penalty=penalty), WholeStepBalance(penalty)
         memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
         lifecycle = Lifecycle(model, task, memory, config.lifecycle, min_experts=config.min_experts, balance=balance)
-        order = TaskOrder(
-            sizes=(PER_TASK,) * TASKS, batch_size=BATCH, seed=config.seed, epochs_per_task=EPOCHS_PER_TASK
+        order = TaskAfterTask(
+            tasks=TASKS,
+            samples_per_task=PER_TASK,
+            batch_size=BATCH,
+            seed=config.seed,
+            epochs_per_task=EPOCHS_PER_TASK,
         )
         yield (
             tk.Trainer(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 
-from toolkit.dynamic.coverage import CoverageAlarm, CumulativeSum
+from toolkit.dynamic.coverage import CoverageAlarm
 
 SAMPLES = 128
 
@@ -57,11 +56,3 @@ def test_state_dict_continues_the_alarm() -> None:
     reported = [first.observe(u, SAMPLES) for u in levels[:30]]
     second.load_state_dict(first.state_dict())
     assert reported + [second.observe(u, SAMPLES) for u in levels[30:]] == expected
-
-
-def test_a_shift_is_detected_by_the_cumulative_sum_that_watches_losses() -> None:
-    draws, alarm = random.Random(0), CoverageAlarm(cooldown=0)
-    same = CumulativeSum(threshold=6.0, slack=1.0, memory=10, warmup=1, largest=None, largest_drop=math.inf)
-    for uncovered in readings(draws, [*learning(60), 0.9, *learning(20)]):
-        least = max(same.mean * (1 - same.mean), 0.5 / SAMPLES) / SAMPLES
-        assert (alarm.observe(uncovered, SAMPLES) == "shift") is same.add(uncovered, least_variance=least)

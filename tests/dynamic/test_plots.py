@@ -6,10 +6,10 @@ import numpy as np
 from PIL import Image
 
 from tests.dynamic.eventful import write_lifecycle
+from toolkit.dynamic import plots
 from toolkit.dynamic.knowledge_graph_plot import positions_on_circle
 from toolkit.dynamic.plots import draw_lifecycle, for_trackers
 from toolkit.dynamic.records import describe, read_lifecycle
-from toolkit.run.pictures import lifecycle_plots
 from toolkit.run.pictures.performance import performance_summary
 from toolkit.run.pictures.plots import spread
 
@@ -73,10 +73,10 @@ def test_the_summary_says_what_happened_and_where_it_lies(tmp_path):
 def test_a_long_run_draws_and_logs_a_bounded_number_of_graphs(tmp_path, monkeypatch):
     assert spread(list(range(100)), 5) == [0, 25, 50, 74, 99]
     assert spread([1, 2], 5) == [1, 2]
-    monkeypatch.setattr(lifecycle_plots, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(plots, "MOST_GRAPHS", 2)
     write_lifecycle(tmp_path)
     assert list(draw_lifecycle(tmp_path)) == [*PICTURES, GRAPHS[0], GRAPHS[3]]
     many = dict.fromkeys([*PICTURES, *(f"knowledge_graph_epoch_{i:03d}" for i in range(40))], tmp_path)
     logged = list(for_trackers(many))
-    assert len(logged) == len(PICTURES) + lifecycle_plots.MOST_LOGGED
+    assert len(logged) == len(PICTURES) + plots.MOST_LOGGED
     assert logged[-1] == "knowledge_graph_epoch_039"

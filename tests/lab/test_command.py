@@ -111,11 +111,9 @@ def test_the_workloads_are_tried_where_no_trace_is_given(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--planner", "swop"], "planner 'swop' is not known"),
+        (["--planner", "swop"], "unknown 'swop': did you mean swap?"),
         (["--every", "0"], "argument --every: 0: take one or more"),
         (["--every", "500"], "--every 500: W0 has 400 steps; take fewer"),
-        (["--planner", "affinity"], "planner affinity: W0 has no co-activation counts"),
-        (["--planner", "node_aware"], "planner node_aware: give --ranks-per-node"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence, capsys: pytest.CaptureFixture[str]):

@@ -49,7 +49,6 @@ def test_the_callbacks_that_the_config_asks_for_are_added(tmp_path: Path):
     [
         (2, False, {}, "ep_size=2: the model's experts are on 1 processes: build it with run.expert_groups"),
         (2, True, {"spare_slots": 1}, "spare_slots=1: the model has none"),
-        (2, True, {"dispatch_chunks": 2}, "ep_size=2: the model's experts are on 2 processes"),
         (4, True, {"ep_size": 2, "ep_stride": 2}, "ep_size=2: the model's experts are on 2 processes"),
     ],
 )
@@ -61,12 +60,11 @@ def test_a_model_that_was_built_otherwise_is_refused(
 
 
 def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2", "fsdp_size": 2, "dispatch_chunks": 2})
+    trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2", "fsdp_size": 2})
     lines = capsys.readouterr().out
     for notice in (
         "--replan.planner swap: no effect",
-        "--spare-slots 1: no effect",
-        "--dispatch-chunks 2: no effect because every process has all experts",
+        "--spare-slots 1: no effect because every process has all experts",
         "--dense-parallel fsdp2: no effect on one process",
         "--fsdp-size 2: no effect on one process",
     ):

@@ -19,7 +19,6 @@ from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions
-from toolkit.run.folder import CODE_BEGINS
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.evaluation import Evaluation
 
@@ -64,7 +63,7 @@ def poisoned(folder: Path, what: str, at_once: bool = True, rank: int = 0) -> tu
 
 @pytest.mark.parametrize("what", ["loss", "gradient", "weight"])
 def test_training_stops_at_the_first_tensor_that_is_not_finite(tmp_path: Path, what: str):
-    (tmp_path / "code.txt").write_text(CODE_BEGINS)  # else it is no folder of a run
+    (tmp_path / ".lock").touch()  # else it is no folder of a run
     precious = planted(tmp_path / "nonfinite.json")
     message, checkpoints = poisoned(tmp_path, what)
     assert precious.read_text() == "precious"

@@ -26,7 +26,6 @@ from toolkit.run.config.run import to_dict
 from toolkit.run.config.settings import LENGTH, decides_what_is_learned
 from toolkit.run.data import other_data
 from toolkit.run.folder import DATA
-from toolkit.run.tracking.secrets import mask
 
 if TYPE_CHECKING:
     from toolkit.run.run import Run
@@ -133,5 +132,5 @@ def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> l
 
 def _trajectory(run: Run) -> dict[str, Any]:
     """The settings and data that training results depend on."""
-    settings = mask(to_dict(run.config), digests=True).items()
+    settings = to_dict(run.config).items()
     return {name: value for name, value in settings if decides_what_is_learned(name)} | {DATA: run.data}

@@ -1,4 +1,4 @@
-"""A bounded memory of training examples, balanced over classes (or over any other columns).
+"""A bounded memory of training examples, balanced over classes.
 
 It holds row numbers of the training table, not examples: the same on every rank without communication, and a list of
 integers in a checkpoint. A memory of `capacity` rows never draws any other row of the table.
@@ -6,7 +6,6 @@ integers in a checkpoint. A memory of `capacity` rows never draws any other row 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,18 +20,17 @@ MOST_EPOCHS = 2**20
 
 
 class ReplayMemory:
-    """Keeps at most `capacity` rows of `table`, as evenly as the rows seen allow over the values of `strata`.
+    """Keeps at most `capacity` rows of `table`, as evenly over its `label` as the rows seen allow.
 
-    Of each stratum it keeps the rows with the least hashes of (seed, row): a uniform sample of the distinct rows seen
+    Of each class it keeps the rows with the least hashes of (seed, row): a uniform sample of the distinct rows seen
     (bottom-k sampling, Cohen & Kaplan 2007, PODC), which depends neither on the order in which they came nor on how
-    often. `strata` names integer columns of the table; examples alike in all of them are one stratum.
+    often.
     """
 
-    def __init__(self, table: TensorTable, capacity: int, *, seed: int, strata: Sequence[str] = ("label",)):
+    def __init__(self, table: TensorTable, capacity: int, *, seed: int):
         if capacity < 1:
             raise ValueError(f"a memory of {capacity} rows")
         self.table, self.capacity, self.seed = table, capacity, seed
-        self.strata = tuple(strata)
         self.rows = torch.empty(0, dtype=torch.int64)
         """Row numbers of what is remembered, (len(self),), in ascending order."""
         self._salt = derive_seed(seed, "memory") >> 1
@@ -43,11 +41,7 @@ class ReplayMemory:
     def add(self, rows: Tensor) -> None:
         """Record the examples at `rows` (N,) of the table as seen. Call it with the same rows on all ranks."""
         rows = torch.cat([self.rows, rows.cpu()]).unique()
-        values = self._values(rows)
-        if len(self.strata) == 1:  # the same as of rows, in a hundredth of the time
-            stratum = values[:, 0].unique(return_inverse=True)[1]
-        else:
-            stratum = values.unique(dim=0, return_inverse=True)[1]
+        stratum = self.table.columns["label"].index_select(0, rows).unique(return_inverse=True)[1]
         order = (stratum << PRIORITY_BITS | self._priority(rows)).argsort()
         counts = stratum.bincount()
         place = torch.empty_like(rows)  # of each row within its stratum, by priority
@@ -82,10 +76,6 @@ class ReplayMemory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` gave, of a memory of the same table."""
         self.rows = torch.tensor(state["rows"], dtype=torch.int64)
-
-    def _values(self, rows: Tensor) -> Tensor:
-        """(N, number of strata columns)."""
-        return torch.stack([self.table.columns[name].index_select(0, rows).long() for name in self.strata], 1)
 
     def _priority(self, rows: Tensor) -> Tensor:
         """A hash of each row of `PRIORITY_BITS` bits: the finalizer of SplitMix64 (Steele et al. 2014, OOPSLA)."""

@@ -74,7 +74,7 @@ class Lifecycle(Callback):
     Args:
         model: The model before it is prepared.
         task: Gives the loss of each sample.
-        memory: The samples to replay, which a callback such as `continual.Remember` stores.
+        memory: The samples to replay, which the callback `Remember` stores.
         config: When to grow and to sleep, and which changes to make.
         min_experts: So many experts remain active in each layer.
         balance: Gives replay the balance loss of the global batch, as other steps have; None: no balance loss.

@@ -19,48 +19,39 @@ Lack = Literal["shift", "plateau", "schedule"]
 """Why experts are split; "schedule" is no alarm: `grow_every` steps have passed."""
 
 
+THRESHOLD, SLACK = 6.0, 1.0
+"""In standard deviations. A reading averages many samples, so a single one may raise an alarm."""
+MEMORY = 10
+"""Readings over which mean and variance are taken."""
+
+
 class CumulativeSum:
     """One-sided CUSUM (Page 1954, Biometrika 41, 100-115) for a rise of the mean of a series.
 
-        g_t = max(0, g_{t-1} + z_t - slack),   alarm when g_t > threshold
+        g_t = max(0, g_{t-1} + z_t - SLACK),   alarm when g_t > THRESHOLD
 
-    where z_t is the value's distance from an exponential moving mean, in exponential moving standard deviations, both
-    of about `memory` values: so a loss that falls slowly raises no alarm. After an alarm both are estimated anew, from
-    `warmup` values without alarms. `largest` caps z_t, so that no single value raises an alarm; None caps nothing.
-    A value lowers the running mean as if it were at most `largest_drop` standard deviations below it.
+    where z_t is the value's distance from an exponential moving mean, in exponential moving standard deviations. After
+    an alarm both are estimated from scratch.
     """
 
-    def __init__(
-        self,
-        *,
-        threshold: float = 8.0,
-        slack: float = 0.5,
-        memory: int = 15,
-        warmup: int = 10,
-        largest: float | None = 5.0,
-        largest_drop: float = LARGEST_UPDATE,
-    ):
-        self.threshold, self.slack, self.memory, self.warmup = threshold, slack, memory, warmup
-        self.largest = math.inf if largest is None else largest
-        self.largest_drop = largest_drop
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all values, as after an alarm."""
+        """Forget all values, as after an alarm."""
         self.seen, self.mean, self.variance, self.sum = 0, 0.0, 0.0, 0.0
 
-    def add(self, value: float, *, least_variance: float = 1e-24) -> bool:
-        """Returns whether the mean has risen, with this value. A smaller variance than `least_variance` is not
-        believed."""
-        if self.seen >= self.warmup:
+    def add(self, value: float, *, least_variance: float) -> bool:
+        """Return whether the mean has risen, with this value. The variance counts as `least_variance` or more."""
+        if self.seen:
             scale = math.sqrt(max(self.variance, least_variance))
-            self.sum = max(0.0, self.sum + min((value - self.mean) / scale, self.largest) - self.slack)
-            if self.sum > self.threshold:
+            self.sum = max(0.0, self.sum + (value - self.mean) / scale - SLACK)
+            if self.sum > THRESHOLD:
                 self.reset()
                 return True
-            value = max(self.mean - self.largest_drop * scale, min(value, self.mean + LARGEST_UPDATE * scale))
+            value = min(value, self.mean + LARGEST_UPDATE * scale)
         # A plain mean at first, then an exponential one; the variance after West 1979 (CACM 22, 9).
-        kept = min(1 - 1 / self.memory, self.seen / (self.seen + 1))
+        kept = min(1 - 1 / MEMORY, self.seen / (self.seen + 1))
         difference = value - self.mean
         self.mean += (1 - kept) * difference
         self.variance = kept * (self.variance + (1 - kept) * difference * difference)
@@ -85,9 +76,7 @@ class CoverageAlarm:
 
     def __init__(self, *, tolerated: float = 0.1, patience: int = 40, cooldown: int = 8):
         self.tolerated, self.patience, self.cooldown = tolerated, patience, cooldown
-        # A reading averages many samples, so a single one may raise the alarm, and a model that learns fast lowers the
-        # mean at once.
-        self.shift = CumulativeSum(threshold=6.0, slack=1.0, memory=10, warmup=1, largest=None, largest_drop=math.inf)
+        self.shift = CumulativeSum()
         self.lowest = 1.0
         """The lowest running mean since the last alarm."""
         self.since_lowest = 0

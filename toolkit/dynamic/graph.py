@@ -168,7 +168,7 @@ class KnowledgeGraph:
         return self.weight("coactivation", a, b) > OFTEN_TOGETHER
 
     def affinity(self, uids_of_logical: Sequence[int | None]) -> NDArray[np.float64]:
-        """Returns (E, E) by logical id, symmetric: tokens routed to both experts, as the planner `affinity` takes them.
+        """Returns (E, E) by logical id, symmetric: tokens routed to both experts.
 
         Rows of inactive logical experts (uid None) and the diagonal are zero.
         """

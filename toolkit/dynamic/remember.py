@@ -1,4 +1,4 @@
-"""Callbacks of experience replay: filling a `ReplayMemory` while training, and adding its examples to each step."""
+"""The callback that fills a `ReplayMemory` while training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from toolkit.data.replay_memory import ReplayMemory
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
 
@@ -42,23 +41,3 @@ class Remember(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.memory.load_state_dict(state)
-
-
-class Replay(Callback):
-    """Adds `count` remembered examples, over all ranks, to each step (experience replay, Chaudhry et al. 2019,
-    arXiv 1902.10486), augmented as the others are. Nothing is added while the memory is empty.
-
-    Has no state: the draw is a function of the seed, the step and the memory, whose state `Remember` saves.
-    """
-
-    def __init__(self, memory: ReplayMemory, count: int):
-        self.memory, self.count = memory, count
-
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
-        if not len(self.memory):
-            return
-        visits = self.memory.draw_visits(self.count, trainer.state.step)
-        for batch, mine in zip(micro_batches, trainer.batches.parts_of(visits), strict=True):
-            remembered = trainer.batches.seen(mine)
-            for name, column in batch.items():
-                batch[name] = torch.cat([column, remembered[name]])

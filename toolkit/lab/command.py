@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from toolkit.errors import EXIT_DONE, UserError
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.placement.planners import PLANNERS, planner_named
+from toolkit.experts.placement.planners import PLANNERS
 from toolkit.experts.routing.traces import read_trace
 from toolkit.lab.report import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
 from toolkit.lab.simulate import read_machine
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser("toolkit lab", __doc__)
     parser.add_argument("trace", nargs="*", type=Path, help="files that --record-traces wrote; none: the workloads")
     parser.add_argument("--workloads", action="store_true", help="try W0 to W7, too")
-    parser.add_argument("--planner", nargs="+", default=USUAL, help=f"out of {', '.join(PLANNERS)}")
+    parser.add_argument("--planner", nargs="+", default=USUAL, choices=sorted(PLANNERS), help="the planners")
     parser.add_argument("--every", type=count, default=20, help="optimizer steps between plans")
     parser.add_argument("--ranks", type=count, help="ranks to spread experts over; traces: as many as in the run, W: 8")
     parser.add_argument("--spare-slots", type=int, default=0, help="empty slots per rank; replicate has at least one")
@@ -49,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--bytes-per-second", type=positive, help="of one rank's link, each way")
     parser.add_argument("--out", type=Path, help="folder for report.md, report.json and imbalance.png")
     args = parser.parse_args(argv)
-    for name in args.planner:
-        planner_named(name)
     machine = read_machine(args.machine) if args.machine else ASSUMED
     rates = ("ranks_per_node", "top_k", "seconds_per_row", "bytes_per_second")
     given = {name: getattr(args, name) for name in rates}

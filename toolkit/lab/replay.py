@@ -40,21 +40,19 @@ class Replay:
 def replay(
     load_TE: NDArray[Any],
     start: ExpertPlacement,
-    planner: str | Planner | None,
+    planner: Planner | None,
     *,
     every: int,
     guard: MigrationGuard | None = None,
-    **options: Any,
 ) -> Replay:
     """Replays recorded loads with a plan after each window of steps, made for the window's mean load.
 
     Args:
         load_TE: int64 (steps, E), the assignments to each expert.
         start: The placement of the first window.
-        planner: A planner or its name; None plans nothing.
+        planner: The planner; None plans nothing.
         every: The steps of a window.
         guard: Decides whether a plan is carried out; None: all are.
-        options: Those of the planner.
     """
     placement = start
     placements = [start]
@@ -63,7 +61,7 @@ def replay(
         window_TE = load_TE[first : first + every]
         loads_TR.append(window_TE @ shares(placement))
         if planner is not None and first + every < len(load_TE):
-            plan = plan_layer(planner, window_TE.mean(0), placement, guard=guard, steps=every, **options)
+            plan = plan_layer(planner, window_TE.mean(0), placement, guard=guard, steps=every)
             placement = plan or placement
         placements.append(placement)
     return Replay(np.concatenate(loads_TR), tuple(placements[: -(-len(load_TE) // every)]), every)

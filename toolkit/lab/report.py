@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from toolkit.experts.placement.guard import MigrationGuard
 from toolkit.experts.placement.loads import Ints, rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.placement.planners import planner_named
+from toolkit.experts.placement.planners import PLANNERS
 from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.planners.registry import Planner
 from toolkit.experts.placement.traffic import expected_visits, migration_cost, replica_rows
@@ -54,7 +53,6 @@ class Case:
     optimizer_bytes: tuple[int, ...]
     digest: str
     seed: Any
-    together_LEE: Ints | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +101,6 @@ def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
         tuple(facts["optimizer_bytes"]),
         trace.digest,
         facts.get("seed"),
-        trace.together_LEE,
     )
 
 
@@ -119,7 +116,7 @@ def case_of_workload(name: str, sizes: Sizes) -> Case:
 def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[str, Any]:
     """Returns one row of the report, for the planner `name` or `STAY`; `series` holds the imbalance of each step.
 
-    Raises UserError where `case` has too few steps for `rules.every`, or lacks what the planner needs.
+    Raises UserError where `case` has too few steps for `rules.every`.
     """
     load_TLSE, every = case.load_TLSE, rules.every
     steps, layers, ranks, _ = load_TLSE.shape
@@ -184,26 +181,10 @@ def _replays(case: Case, name: str, *, guarded: bool, rules: Rules) -> tuple[lis
     seconds: list[float] = []
     runs = []
     for layer in range(layers):
-        planner = None if name == STAY else _timed(_planner(name, case, layer, rules), seconds)
+        planner = None if name == STAY else _timed(PLANNERS[name], seconds)
         guard = MigrationGuard(rules.cost_model(case, layer)) if guarded else None
         runs.append(replay(load_TLSE[:, layer].sum(1), start, planner, every=every, guard=guard))
     return runs, seconds
-
-
-def _planner(name: str, case: Case, layer: int, rules: Rules) -> Planner:
-    """Returns the planner with its other arguments than the load; raises UserError if the case does not have them."""
-    planner = planner_named(name)
-    if name == "affinity":
-        if case.together_LEE is None:
-            raise UserError(f"planner affinity: {case.name} has no co-activation counts; leave it out.")
-        return partial(planner, together_EE=case.together_LEE[layer])
-    if name == "node_aware":
-        ranks = case.load_TLSE.shape[2]
-        if not rules.machine.ranks_per_node:
-            raise UserError("planner node_aware: give --ranks-per-node.")
-        nodes = [rank // rules.machine.ranks_per_node for rank in range(ranks)]
-        return partial(planner, node_of_rank=nodes, source_load_RE=case.load_TLSE[:, layer].sum(0))
-    return planner
 
 
 def _timed(planner: Planner, seconds: list[float]) -> Callable[..., ExpertPlacement]:

@@ -27,12 +27,13 @@ from toolkit.errors import (
     Preempted,
     StepOutOfMemory,
     UserError,
+    did_you_mean,
     is_out_of_memory,
 )
 from toolkit.experts.options import Options
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.config.file import CONFIG, words_of_file
-from toolkit.run.config.flags import as_typed, flags_of, instead_of, nearest
+from toolkit.run.config.flags import as_typed, flags_of
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch import agent, exits, world
 from toolkit.run.launch.signals import begin_handling_signals
@@ -98,8 +99,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     if args and not args[0].startswith("-"):
         preset = args.pop(0)
     if preset not in presets:
-        known = ", ".join(presets)
-        raise UserError(f"unknown preset {preset!r}: {nearest(preset, presets) or f'take one of {known}.'}")
+        remedy = did_you_mean(preset, presets, f"take one of {', '.join(presets)}.")
+        raise UserError(f"unknown preset {preset!r}: {remedy}")
     default = presets[preset]()
     flags = flags_of(type(default))
     if "--help" in args and args[args.index("--help") + 1 :][:1] != ["all"]:
@@ -155,7 +156,7 @@ def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
             name, equals, value = arg.partition("=")
             flag = name.replace("_", "-")
             if flag not in flags and flag not in (CONFIG, "--help"):
-                raise UserError(f"unknown flag {flag}: {instead_of(flag, flags)}")
+                raise UserError(f"unknown flag {flag}: {did_you_mean(flag, flags, 'see --help all.')}")
             words += [flag, value] if equals else [flag]
         else:
             words.append(arg)

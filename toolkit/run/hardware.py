@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,14 @@ def own_groups() -> list[str]:
         return Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
+
+
+def gpu_names() -> str:
+    """Return a text such as `8 x NVIDIA H100 80GB HBM3`; an empty one without a GPU."""
+    import torch
+
+    names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 
 def hardware() -> str:

@@ -498,7 +498,7 @@ def _check_experts(run: Run, model: nn.Module) -> None:
     if not isinstance(config, ExpertRunConfig) or not stacks or run.world_size == 1:
         return
     built, wanted = stacks[0].groups, run.expert_groups
-    compared = attrgetter("ep_groups", "chunks", "nodes", "invariant")
+    compared = attrgetter("ep_groups", "nodes")
     if compared(built) != compared(wanted):
         remedy = f"the model's experts are on {built.ep_size} processes: build it with run.expert_groups"
         raise UserError(field="ep_size", value=wanted.ep_size, remedy=remedy)

@@ -11,8 +11,7 @@ from toolkit.experts.layer.moe_layer import experts_on_ranks
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.options import Options
 from toolkit.run.config.experts import ExpertRunConfig
-from toolkit.run.hardware import memory_limit_bytes
-from toolkit.run.provenance import gpu_names
+from toolkit.run.hardware import gpu_names, memory_limit_bytes
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
 
@@ -84,7 +83,7 @@ def print_idle_settings(
         (alone or config.dense_parallel != "ddp", _names(config, "ddp"), spread),
         (
             bool(stacks) and stacks[0].groups.ep_size == 1,
-            ["replan.planner", "spare_slots", "ep_stride", "dispatch_chunks"],
+            ["replan.planner", "spare_slots", "ep_stride"],
             "because every process has all experts",
         ),
     ]

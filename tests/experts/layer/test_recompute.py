@@ -34,9 +34,9 @@ ROUTERS: list[dict[str, Any]] = [
     {},
     {
         "activation": "swiglu",
-        "router": RouterOptions(router_score="sigmoid", router_groups=4, top_k_groups=2, balance="bias"),
+        "router": RouterOptions(router_score="sigmoid", balance="bias"),
     },
-    {"router": RouterOptions(router_jitter=0.2), "capacity_factor": 0.8},
+    {"capacity_factor": 0.8},
     {"capacity_factor": 0.8, "drop_policy": "position", "shared_expert": True},
 ]
 

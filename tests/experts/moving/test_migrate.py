@@ -19,10 +19,10 @@ from tests.support.helpers import peak_bytes, run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.moving.migrate import MigrationReport, migrate
-from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
+from toolkit.experts.moving.migrate import MigrationReport, migrate, place_experts
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
+from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost
 
@@ -188,21 +188,21 @@ def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[l
     layer = make_moe(8, 16, experts, 2, groups=groups, placement=random_placement(rng, slots, experts))
     nn.init.normal_(layer.router.weight, generator=torch.Generator().manual_seed(1))
     optimizer = AdamW(layer.parameters(), lr=0.02)
-    rows = owned(layer.parameters())
+    sync = ExpertSync(layer.parameters())
     losses = []
     for step in range(12):
         draws = torch.Generator().manual_seed(100 * step + dist.get_rank())
         x, y = torch.randn(10, 8, generator=draws), torch.randn(10, 8, generator=draws)
         loss = (layer(x) - y).square().mean()
         loss.backward()
-        average_owned_gradients(rows, world)
+        sync.before_clip()
         for parameter in layer.parameters():
             if not is_owned(parameter):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world
-        clip_grad_norm_(list(layer.parameters()), 0.1)
+        sync.clip(layer.parameters(), 0.1)
         optimizer.step()
-        refresh_replicas(rows)
+        sync.after_step(step, optimizer)
         optimizer.zero_grad()
         losses.append(loss.item())
         if every and (step + 1) % every == 0:
@@ -267,6 +267,18 @@ def test_other_slots_or_experts_are_refused() -> None:
         migrate(stack, contiguous(4, 1, slots_per_rank=5), optimizer)
     with pytest.raises(ValueError, match="3 experts for a stack of 4"):
         migrate(stack, contiguous(3, 1, slots_per_rank=4), optimizer)
+
+
+def test_place_experts_without_a_place_for_them_raises() -> None:
+    model = nn.Sequential(make_moe(4, 8, num_experts=4, top_k=2))
+    for placement, message in (
+        (contiguous(4, 1, slots_per_rank=5), r"\[5\] slots per rank"),
+        ({"1": contiguous(4, 1)}, "no experts at '1'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            place_experts(model, placement, None)
+    with pytest.raises(UserError, match="has no experts that can move"):
+        place_experts(nn.Linear(2, 2), contiguous(4, 1), None)
 
 
 def test_optimizer_state_that_is_not_stacked_by_expert_is_refused() -> None:

@@ -19,9 +19,9 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel import groups
-from toolkit.experts.parallel.gradients import clip_grad_norm_
+from toolkit.experts.parallel.replica_check import ReplicaCheck
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
-from toolkit.integrations.accelerate.replica_check import ReplicaCheck
 
 
 def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
@@ -126,7 +126,7 @@ def two_sets() -> dict[str, Any]:
                 accelerator.backward(model(torch.full((4, 3), 1.0 + dist.get_rank() + micro)).square().sum())
             if accelerator.sync_gradients:
                 found.setdefault("reductions", []).append(len(reductions))
-                clip_grad_norm_(list(model.parameters()), 0.1)
+                ExpertSync(model.parameters()).clip(model.parameters(), 0.1)
                 check()
                 optimizer.step()
                 optimizer.zero_grad()

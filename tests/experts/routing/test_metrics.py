@@ -135,7 +135,6 @@ def train(
     *,
     ranks_per_node: int = RANKS_PER_NODE,
     exchange: ExpertExchange = "flat",
-    chunks: int = 1,
 ) -> Any:
     config = RunConfig(
         run_dir=folder,
@@ -146,7 +145,7 @@ def train(
     )
     with start_run("metered", config) as run:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
-            groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange, dispatch_chunks=chunks)
+            groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange)
         torch.manual_seed(0)
         model = TwoMixtures(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
@@ -177,12 +176,11 @@ def train(
 
 
 def run_cases(folder: Path) -> dict[int, Any]:
-    """All cases of this world in one launch, and at last one with the hierarchical exchange between two nodes, in two
-    chunks."""
+    """All cases of this world in one launch, and at last one with the hierarchical exchange between two nodes."""
     world = dist.get_world_size()
     mine = [index for index, case in enumerate(CASES) if case[0] == world]
     found = {index: train(folder / str(index), *CASES[index][1:]) for index in mine}
-    by_node: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical", "chunks": 2}
+    by_node: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical"}
     return found | {BY_NODE: train(folder / str(BY_NODE), world, 1, 1, "replicas", "replicate", False, **by_node)}
 
 

@@ -16,7 +16,6 @@ from tests.support.helpers import run_distributed
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.experts.routing import routing_log
 from toolkit.experts.routing.routing_log import Choices, Cursor, count_pairs, take_loads
 
 DIM, EXPERTS, TOP_K = 8, 4, 2
@@ -54,14 +53,14 @@ def test_each_cursor_reads_what_is_new_since_it_last_read() -> None:
 def test_only_training_forwards_are_counted_and_each_once() -> None:
     layer = layer_of()
     log = layer.expert_stack.log
-    sums, forwards = log.cursor(pairs=True), log.follow(choices=True)
+    sums, forwards = log.cursor(), log.follow(choices=True)
     x_TD = tokens(7).requires_grad_()
     checkpoint(layer, x_TD).square().sum().backward()
     with torch.no_grad():
         layer(tokens(5))
     layer.eval()
     layer(tokens(3))
-    assert int(sums.new_load_E().sum()) == int(sums.new_pairs_EE().trace()) == 7 * TOP_K
+    assert int(sums.new_load_E().sum()) == 7 * TOP_K
     (forward,) = forwards.take()
     assert torch.equal(forward.load_E, sums.new_load_E())
     assert int(log.last_load_E.sum()) == 3 * TOP_K, "losses ask for the last forward, in evaluation too"
@@ -88,16 +87,15 @@ def test_token_choices_are_kept_for_those_who_asked_only() -> None:
     choices = curious.take()[0].choices
     assert choices is not None
     assert choices.expert_ids_TK.shape == (6, TOP_K)
-    assert log.pairs_EE is None, "pairs are counted once a cursor asks"
 
 
 def test_pairs_are_exact_under_autocast() -> None:
     layer = layer_of()
-    cursor = layer.expert_stack.log.cursor(pairs=True)
+    forwards = layer.expert_stack.log.follow(choices=True)
     x_TD = tokens(1501)
     with torch.autocast("cpu", torch.bfloat16):
         layer(x_TD)
-        got_EE = cursor.new_pairs_EE()
+        got_EE = count_pairs([forward.choices for forward in forwards.take()], EXPERTS)
         chosen_TE = chosen(layer, x_TD)
     assert torch.equal(got_EE, chosen_TE.T @ chosen_TE)
     assert int(got_EE.max()) > 256, "bfloat16 cannot hold all whole numbers above"
@@ -106,19 +104,6 @@ def test_pairs_are_exact_under_autocast() -> None:
 def test_choices_that_a_router_filled_up_are_not_counted() -> None:
     choices = Choices(torch.tensor([[0, 2], [1, 0]]), torch.tensor([[True, True], [True, False]]))
     assert count_pairs([choices], 3).tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
-
-
-def test_expert_ids_do_not_pile_up_while_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing_log, "MOST_ASSIGNMENTS", 30)
-    layer = layer_of()
-    log = layer.expert_stack.log
-    cursor = log.cursor(pairs=True)
-    want_EE = torch.zeros(EXPERTS, EXPERTS, dtype=torch.int64)
-    for seed in range(8):
-        layer(tokens(5, seed))
-        want_EE += chosen(layer, tokens(5, seed)).T @ chosen(layer, tokens(5, seed))
-        assert sum(part.expert_ids_TK.numel() for part in log._unpaired) < 30
-    assert torch.equal(cursor.new_pairs_EE(), want_EE)
 
 
 def test_nothing_is_kept_for_a_cursor_that_is_gone() -> None:
@@ -138,7 +123,7 @@ def test_nothing_is_kept_for_a_cursor_that_is_gone() -> None:
 def test_a_copy_of_a_model_has_an_empty_log_of_its_own(duplicate: Any) -> None:
     layer = layer_of()
     log = layer.expert_stack.log
-    cursor, forwards = log.cursor(pairs=True), log.follow(choices=True)
+    cursor, forwards = log.cursor(), log.follow(choices=True)
     layer(tokens(4))
     with torch.no_grad():  # torch copies no module that holds tensors of a graph
         layer(tokens(3))
@@ -148,8 +133,7 @@ def test_a_copy_of_a_model_has_an_empty_log_of_its_own(duplicate: Any) -> None:
     assert int(its_log.load_E.sum()) == 0
     twin(tokens(6))
     assert int(its_log.load_E.sum()) == 6 * TOP_K
-    assert its_log.pairs_EE is None, "readers stay with the original"
-    assert int(cursor.new_load_E().sum()) == int(cursor.new_pairs_EE().trace()) == 4 * TOP_K
+    assert int(cursor.new_load_E().sum()) == 4 * TOP_K
     assert len(forwards) == 1
     layer(tokens(5))
     assert len(forwards) == 2
@@ -167,7 +151,6 @@ def test_a_compiled_layer_is_compiled_once_however_many_forwards_wait() -> None:
         return graph.forward
 
     forwards = layer.expert_stack.log.follow(choices=True)
-    cursor = layer.expert_stack.log.cursor(pairs=True)
     compiled = torch.compile(layer, backend=backend)
     after = []
     for _ in range(6):
@@ -175,14 +158,13 @@ def test_a_compiled_layer_is_compiled_once_however_many_forwards_wait() -> None:
         after.append(len(compilations))
     assert after[1] == after[-1]
     assert len(forwards) == 6
-    assert int(cursor.new_pairs_EE().trace()) == 6 * 10 * TOP_K
     torch.compiler.reset()
 
 
 def read_on_ranks(state: dict[str, Any] | None, ep_size: int) -> tuple[dict[str, Any], list[list[int]]]:
-    """A cursor's state with some forwards unread, what it says of sources and pairs, and loads read over two layers."""
+    """A cursor's state with some forwards unread, what it says of sources, and loads read over two layers."""
     layer = layer_of(ep_size)
-    cursor = layer.expert_stack.log.cursor(pairs=True)
+    cursor = layer.expert_stack.log.cursor()
     rank = dist.get_rank() if dist.is_initialized() else 0
     if state is None:
         layer(tokens(3, 9))
@@ -203,8 +185,7 @@ def test_what_is_unread_goes_into_the_state_and_comes_back_on_any_number_of_rank
     state, loads = ranks[0]
     assert ranks[1] == ranks[0]
     assert state["load"] == [chosen_TE.sum(0).tolist() for chosen_TE in by_rank]
-    assert state["pairs"] == torch.stack([chosen_TE.T @ chosen_TE for chosen_TE in by_rank]).sum(0).tolist()
     total = [a + b for a, b in zip(*state["load"], strict=True)]
     assert loads == [total, [0] * EXPERTS]
     assert run_distributed(read_on_ranks, 2, state, 2) == ranks
-    assert read_on_ranks(state, 1) == ({"load": [total], "pairs": state["pairs"]}, loads)
+    assert read_on_ranks(state, 1) == ({"load": [total]}, loads)

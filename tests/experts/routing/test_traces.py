@@ -105,12 +105,6 @@ def test_a_loop_without_a_trainer_records_each_training_forward_once(tmp_path: P
     assert trace.step_F.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert (trace.layers, trace.metadata["name"]) == (["first", "second"], "mine")
     assert trace.load_FLSE.sum() == 8 * 5 * (2 + 1)
-    together = trace.together_LEE
-    assert together is not None
-    assert (together == together.transpose(0, 2, 1)).all()
-    assert together[1].trace() == 5, "the five tokens of one forward, each with one expert"
-    off_diagonal = together[1] - np.diag(together[1].diagonal())
-    assert not off_diagonal.any(), "with one expert per token no two are chosen together"
 
 
 def test_layers_that_are_not_called_alike_are_named(tmp_path: Path):

@@ -19,7 +19,7 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.accelerate.pretrained_files import save_pretrained
+from toolkit.integrations.transformers.pretrained_files import save_pretrained
 
 
 class Savable(Model):

@@ -156,6 +156,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
                 accelerator.backward(loss * accelerator.num_processes * accumulation / BATCH)
                 total += loss.item() / BATCH
                 if accelerator.sync_gradients:
+                    experts.sync.before_clip()
                     gradients.append(by_id(raw, lambda p: p.grad))
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3))
                 optimizer.step()
@@ -197,14 +198,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"ep_size": 2, "placement": "shuffled", "dense": "fsdp2", "accumulation": 2, **MIGRATING},
         {"ep_size": 2, "placement": "one rank", "accumulation": 2},
         {"ep_size": 2, "replan": ReplanOptions(planner="swap", every=1)},
-        {
-            "groups": {"ep_size": 2, "dispatch_chunks": 2},
-            "placement": "copies",
-            "accumulation": 2,
-            "skew": True,
-            **MIGRATING,
-        },
-        {"groups": {"ep_size": 2, "dispatch_chunks": 3}, "placement": "uneven", "dense": "fsdp2"},
+        {"ep_size": 2, "placement": "copies", "accumulation": 2, "skew": True, **MIGRATING},
+        {"ep_size": 2, "placement": "uneven", "dense": "fsdp2"},
         {"ep_size": 2, "skew": True, "replan": REPLICATING, "spare_slots": 1},
         {"ep_size": 2, "dtype": torch.float32, "bf16": True, "placement": "copies"},
         {"ep_size": 2, "dtype": torch.float32, "bf16": True, "dense": "fsdp2"},

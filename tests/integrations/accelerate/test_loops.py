@@ -115,7 +115,7 @@ def changed_after_step_9(change: Callable[[nn.Module], object], *, frozen: bool,
             if step == 9:
                 change(model)
 
-    with mock.patch("toolkit.integrations.accelerate.replica_check.EVERY", 12):
+    with mock.patch("toolkit.experts.parallel.replica_check.EVERY", 12):
         return refused(train)
 
 

@@ -27,8 +27,8 @@ from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balanc
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.accelerate.pretrained_files import Tensors, write_on_main, write_pretrained
 from toolkit.integrations.transformers import causal_lm, experts_modules, routers, save_pretrained, watch_routers
+from toolkit.integrations.transformers.pretrained_files import Tensors, write_on_main, write_pretrained
 from toolkit.integrations.transformers.router_watch import has_sigmoid_scores
 
 
@@ -55,6 +55,24 @@ def test_a_dense_model_has_no_experts_and_nothing_to_balance():
     assert experts_modules(model) == {}
     with pytest.raises(UserError, match="has no experts to balance"):
         watch_routers(model)
+
+
+def prepare_sharded(folder: Path) -> str:
+    """What `prepare` raises for a model that transformers has sharded."""
+    from accelerate import Accelerator
+    from transformers.distributed import DistributedConfig
+
+    model = causal_lm(folder, distributed_config=DistributedConfig(fsdp_size=2, ep_size=2))
+    with pytest.raises(UserError) as raised:
+        ExpertParallel(Accelerator(cpu=True)).prepare(model, torch.optim.AdamW(model.parameters()))
+    return str(raised.value)
+
+
+def test_prepare_of_experts_that_transformers_has_sharded_raises(tmp_path: Path):
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers before 5.23 cannot shard them")
+    model_of("qwen3_moe").save_pretrained(tmp_path)
+    for message in run_distributed(prepare_sharded, 2, tmp_path):
+        assert "load the model without, because ExpertParallel spreads both" in message
 
 
 def test_with_one_layer_the_balance_loss_is_transformers_own():

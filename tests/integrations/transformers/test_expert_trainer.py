@@ -35,8 +35,8 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.routing.routes import Routes
+from toolkit.experts.sharding.router_replay import record_routes
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.accelerate.route_hooks import record_routes
 from toolkit.integrations.transformers import causal_lm
 
 FAMILY = "qwen3_moe"

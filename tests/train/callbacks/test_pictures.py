@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import toolkit as tk
-from tests.recipes.continual.toy import toy_config, toy_trainer
 from tests.support.trainers import standard_trainer
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer.moe_layer import describe_experts
@@ -31,12 +30,6 @@ def test_the_standard_trainer_leaves_pictures(tmp_path: Path):
         assert not list(run.folder.glob("*.png")), "a run that is stopped and continued draws once, at its end"
         run.finish(results)
     assert [path.name for path in run.folder.glob("*.png")] == ["loss.png"]
-
-
-def test_a_trainer_of_a_task_stream_leaves_pictures(tmp_path: Path):
-    with toy_trainer(toy_config(tmp_path / "run", max_steps=4)) as trainer:
-        trainer.run.finish(trainer.fit())
-    assert (trainer.run.folder / "loss.png").exists()
 
 
 def test_results_and_picture_show_where_experts_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

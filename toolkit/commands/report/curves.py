@@ -20,7 +20,6 @@ GROUPS = {
     "eval": "Evaluation",
     "moe": "Mixture of experts",
     "lifecycle": "Dynamic experts",
-    "drift": "Drift",
     "perf": "Performance",
 }
 """The first part of a metric's name -> the heading that it stands under, in this order; others follow."""

@@ -25,11 +25,10 @@ from toolkit.experts.layer.dispatch.dispatch import (
     LocalDispatcher,
     TokenDispatcher,
 )
-from toolkit.experts.parallel.collectives import world_size
-from toolkit.experts.parallel.gradients import average_in_backward, average_owned_gradients, stop_averaging
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.ownership import RowsInFiles, device_of, mark_owned
+from toolkit.experts.parallel.sync import divide_in_backward, stop_dividing
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.routing.model_inputs import counted_tokens
 from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
@@ -38,7 +37,7 @@ from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingL
 def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
     """The dispatcher for experts on the EP group of `groups`."""
     if groups.ep_size == 1:
-        return LocalDispatcher(placement, invariant=groups.invariant)
+        return LocalDispatcher(placement)
     return AllToAllDispatcher(placement, groups)
 
 
@@ -77,7 +76,7 @@ class ExpertStack:
         """Whether gradients came since the optimizer's last step, after `note_gradients`."""
         self.has_stepped = False
         """Whether the optimizer of `note_gradients` has made a step since then, so that it has states."""
-        self._is_synchronising: Callable[[], bool] | None = None
+        self._divides = False
         self.mark()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
@@ -101,20 +100,20 @@ class ExpertStack:
         self.__dict__.update(state)
         self.copies = WeakSet()
         self.mark()  # those of copies have neither marks nor hooks
-        if self._is_synchronising is not None:
-            self.average_in_backward(self._is_synchronising)
+        if self._divides:
+            self.divide_in_backward()
 
-    def average_in_backward(self, is_synchronising: Callable[[], bool]) -> None:
-        """Average gradients as `toolkit.experts.parallel.gradients.average_in_backward` does; those of copies, too."""
-        self._is_synchronising = is_synchronising
+    def divide_in_backward(self) -> None:
+        """Divide incoming gradients by `ep_size`, also in copies."""
+        self._divides = True
         for parameter in self.parameters.values():
-            average_in_backward(parameter, is_synchronising)
+            divide_in_backward(parameter)
 
-    def stop_averaging(self) -> None:
-        """Undo `average_in_backward`; copies that were made meanwhile go on."""
-        self._is_synchronising = None
+    def stop_dividing(self) -> None:
+        """Undo `divide_in_backward`; copies that were made meanwhile go on."""
+        self._divides = False
         for parameter in self.parameters.values():
-            stop_averaging(parameter)
+            stop_dividing(parameter)
 
     def note_gradients(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Have `awaits_step` say whether gradients came since the last step of `optimizer`; returns the hooks."""
@@ -196,7 +195,7 @@ class ExpertStack:
 
     def record(
         self,
-        plans: Sequence[DispatchPlan],
+        plan: DispatchPlan,
         choices: Choices,
         inputs: Float[Tensor, "*batch D"],
         weights_TK: Float[Tensor, "T K"],
@@ -205,16 +204,14 @@ class ExpertStack:
         training: bool,
         dropped_E: Int[Tensor, " E"] | None = None,
     ) -> None:
-        """Write the forward that `plans` dispatched into the log; one that is not `training` only as `last_load_E`.
+        """Write the forward that `plan` dispatched into the log; one that is not `training` only as `last_load_E`.
 
         `inputs` (..., D) were dispatched with `weights_TK`, `outputs` (..., D) are what came of them. `dropped_E`:
-        assignments that a capacity dropped, which are in no plan's `load_E`. Assignments of padding are left out.
+        assignments that a capacity dropped, which are not in the plan's `load_E`. Assignments of padding are left out.
         """
         counted_T = counted_tokens(len(choices.expert_ids_TK))
         if counted_T is None:
-            load_E = plans[0].load_E
-            for more_E in (*(plan.load_E for plan in plans[1:]), dropped_E):
-                load_E = load_E if more_E is None else load_E + more_E
+            load_E = plan.load_E if dropped_E is None else plan.load_E + dropped_E
         else:
             choices = choices._replace(kept_TK=choices.kept() & counted_T[:, None])
             load_E = choices.load(self.num_experts)
@@ -222,15 +219,15 @@ class ExpertStack:
         if not training:
             return
         visits_P = crossed = None
-        if self.groups.ep_size > 1:
-            visits_TP = torch.cat([plan.visits_TP for plan in plans if plan.visits_TP is not None])
-            if counted_T is not None:  # each token has one row, or, with `invariant` groups, one for each choice
-                visits_TP = visits_TP & counted_T.repeat_interleave(len(visits_TP) // max(1, len(counted_T)))[:, None]
+        if plan.visits_TP is not None:
+            visits_TP = plan.visits_TP
+            if counted_T is not None:
+                visits_TP = visits_TP & counted_T[:, None]
             visits_P = visits_TP.sum(0)
             if self.node_of_peer is not None:
                 self.node_of_peer = self.node_of_peer.to(load_E.device)
                 crossed = crossings(visits_TP, self.node_of_peer, self.groups.ep_rank)
-        with_row = plans[0].slots_TK.shape[1] * (weights_TK.element_size() + SLOT_TYPE.itemsize // 2)
+        with_row = plan.slots_TK.shape[1] * (weights_TK.element_size() + SLOT_TYPE.itemsize // 2)
         row_bytes = RowBytes(_row_bytes(inputs) + with_row, _row_bytes(outputs))
         self.log.add(RoutedForward(self.placement, load_E, dropped_E, visits_P, crossed, row_bytes, choices))
 
@@ -238,25 +235,15 @@ class ExpertStack:
         """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
-    @property
-    def storage_groups(self) -> ExpertGroups:
-        """The ranks among which rows are stored. Others than `groups` where FSDP shards the experts, too."""
-        return self.groups
-
-    def stored(self, placement: ExpertPlacement) -> ExpertPlacement:
-        """Returns which experts each rank of `storage_groups` stores where they are computed as `placement` says."""
-        return placement
-
     def mark(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
-        groups = self.storage_groups
-        stored = self.stored(self.placement)
+        groups, placement = self.groups, self.placement
         for name, parameter in self.parameters.items():
             mark_owned(
                 parameter,
-                row_ids=stored.slots[groups.ep_rank],
+                row_ids=placement.slots[groups.ep_rank],
                 groups=groups,
-                rows_of_ranks=stored.slots if stored.has_replicas else None,
+                rows_of_ranks=placement.slots if placement.has_replicas else None,
                 holder=self,
                 in_files=self.in_files(name),
                 computed_on=self._computed_on.get(name),
@@ -298,17 +285,6 @@ def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
 def _bytes_of_slot(stacked: Tensor) -> int:
     # Also on a rank that has no slot.
     return stacked.shape[1:].numel() * stacked.element_size()
-
-
-def average_gradients(stacks: Mapping[str, ExpertStack]) -> None:
-    """Makes the gradients of all experts the mean over all ranks' batches, as DDP makes those of other parameters.
-
-    A collective, once between the last backward of a step and clipping, in loops without `ExpertParallel`.
-
-    Args:
-        stacks: The experts of each layer, as `shard_experts` returned them.
-    """
-    average_owned_gradients([p for stack in stacks.values() for p in stack.parameters.values()], world_size())
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:

@@ -30,7 +30,7 @@ from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
-from toolkit.experts.parallel.ownership import local_rows, ownership_of
+from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.placement.cost_model import LINK_BYTES_PER_SECOND
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, Transfer, schedule
@@ -77,22 +77,20 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
             "toolkit.experts.moving.migrate.place_experts(copy, placements, None).",
             stacklevel=2,
         )
-    groups = stack.storage_groups
-    old = stack.stored(stack.placement)
-    stored = stack.stored(new)
+    groups, old = stack.groups, stack.placement
     weights = rows_of_weights(stack)
     states = rows_of_states(stack, optimizer)
     _agree(stack, new, weights | states)
     payloads = [
-        _Payload(list(weights.values()), schedule(moves(old, stored)), groups, stack.device),
-        _Payload(list(states.values()), schedule(owner_moves(old, stored)) if states else [], groups, stack.device),
+        _Payload(list(weights.values()), schedule(moves(old, new)), groups, stack.device),
+        _Payload(list(states.values()), schedule(owner_moves(old, new)) if states else [], groups, stack.device),
     ]
     _carry(payloads)
-    for slot, expert in enumerate(stored.slots[groups.ep_rank]):
+    for slot, expert in enumerate(new.slots[groups.ep_rank]):
         here = Place(groups.ep_rank, slot)
         if expert == EMPTY_ROW:
             payloads[0].zero(slot)
-        if expert == EMPTY_ROW or stored.owner(expert) != here:
+        if expert == EMPTY_ROW or new.owner(expert) != here:
             payloads[1].zero(slot)
     for parameter in stack.parameters.values():
         parameter.grad = None
@@ -129,8 +127,8 @@ def place_experts(
     stacks = expert_stacks(model)
     if not stacks:
         raise UserError(
-            f"model {type(model).__name__} has no experts that can move: make them with make_moe, ExpertParallel, "
-            "shard_experts, or in transformers with use_toolkit_ep() and a DistributedConfig that names it."
+            f"model {type(model).__name__} has no experts that can move: make them with make_moe, ExpertParallel or "
+            "shard_experts."
         )
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(stacks, placement)
     for name, new in wanted.items():
@@ -189,7 +187,7 @@ def _check(old: ExpertPlacement, new: ExpertPlacement) -> None:
 
 def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
     """Name -> (S, ...), the rows that this rank stores."""
-    return {name: _with_contiguous_rows(name, local_rows(p)) for name, p in stack.parameters.items()}
+    return {name: _with_contiguous_rows(name, p) for name, p in stack.parameters.items()}
 
 
 def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -204,9 +202,8 @@ def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str,
     for name, parameter in stack.parameters.items():
         for key, value in all_states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
-                rows[f"{name}.{key}"] = _with_contiguous_rows(
-                    f"{name}.{key}", local_rows(rows_of_state(name, key, value, parameter))
-                )
+                state = f"{name}.{key}"
+                rows[state] = _with_contiguous_rows(state, rows_of_state(name, key, value, parameter))
     return rows
 
 
@@ -221,7 +218,7 @@ def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) ->
 
     It is also the collective that NCCL needs before the first exchange in which not all ranks take part.
     """
-    group = stack.storage_groups.ep_group
+    group = stack.groups.ep_group
     if group is None:
         return
     layout = [(name, tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in rows.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import time
@@ -18,23 +17,19 @@ from pydantic import BaseModel, Strict, model_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
 from toolkit.experts.moving.migrate import MigrationReport, link_bytes_per_second, migrate
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.collectives import is_main, world_size
-from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import rank_imbalance, shares
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.planners.registry import Planner, planner_named
+from toolkit.experts.placement.planners import PLANNERS, Planner
 from toolkit.experts.routing.routing_log import Sample, sample_forwards, take_loads
 
 MOST_SAMPLED, FEWEST_SAMPLED = 4096, 32
 """Tokens whose choices tell the guard what a placement sends: of all ranks, and of each."""
-COUNTED = frozenset({"node_of_rank", "source_load_RE", "together_EE"})
-"""What training can tell planners besides the load, by the names of their arguments."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,6 @@ class Migration:
 
 class _Window(BaseModel, strict=True):
     load: list[list[int]]
-    pairs: list[list[int]] | None = None
 
 
 class _Placement(BaseModel, strict=True):
@@ -84,29 +78,6 @@ class ReplannerState(BaseModel, strict=True):
         return self
 
 
-def wanted_statistics(planner: str | Planner, options: Mapping[str, Any]) -> set[str]:
-    """The planner's required arguments that `options` do not give, all of which training can count.
-
-    Raises UserError for an unknown planner, for one that requires something else, and for options that it lacks.
-    """
-    choose = planner_named(planner) if isinstance(planner, str) else planner
-    arguments = inspect.signature(choose).parameters.values()
-    taken = [a.name for a in list(arguments)[2:]]  # after the load and the present placement
-    takes_any = any(a.kind is a.VAR_KEYWORD for a in arguments)
-    if wrong := [] if takes_any else sorted(set(options) - set(taken)):
-        raise UserError(
-            f"planner {planner!r} has no option {', '.join(wrong)}: "
-            f"{'use ' + ', '.join(taken) if taken else 'it takes none'}."
-        )
-    wanted = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY and a.default is a.empty} - set(options)
-    if unknown := sorted(wanted - COUNTED):
-        raise UserError(
-            f"planner {planner!r} wants {', '.join(unknown)}, which training does not count: pass it among the "
-            "planner's options, or take another planner."
-        )
-    return wanted
-
-
 class Replanner:
     """Every so many optimizer steps, asks a planner where each layer's experts should be, and moves them there.
 
@@ -117,15 +88,12 @@ class Replanner:
     Args:
         stacks: The experts to plan for, by layer.
         options: The planner, how often it is asked, and what the guard assumes.
-
-    Raises:
-        UserError: for a planner that wants what training does not count, and for options that it lacks.
     """
 
     def __init__(self, stacks: Mapping[str, ExpertStack], options: ReplanOptions):
         self.options = options
-        self.planner = options.planner or "contiguous"
-        self.wanted = wanted_statistics(self.planner, options.planner_options)
+        planner = options.planner or "contiguous"
+        self.planner: Planner = PLANNERS[planner] if isinstance(planner, str) else planner
         self.link_gbytes_per_second = options.link_gbytes_per_second
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
@@ -141,8 +109,7 @@ class Replanner:
     def watch(self, stacks: Mapping[str, ExpertStack]) -> None:
         """Plan for `stacks`, by layer, from now on."""
         self.stacks = dict(stacks)
-        pairs = "together_EE" in self.wanted
-        self._cursors = {name: stack.log.cursor(pairs=pairs) for name, stack in stacks.items()}
+        self._cursors = {name: stack.log.cursor() for name, stack in stacks.items()}
         self._ends: list[float] = []
         """When the steps of this window ended, for the guard."""
 
@@ -153,7 +120,6 @@ class Replanner:
         if step % self.options.every or not self.stacks:
             return []
         done = []
-        statistics = self._statistics()
         loads = self._window()
         placed = zip(loads, (stack.placement for stack in self.stacks.values()), strict=True)
         self.window_imbalance = fmean(rank_imbalance(load_E, placement) for load_E, placement in placed)
@@ -162,7 +128,7 @@ class Replanner:
             logs = [stack.log for stack in self.stacks.values()]
             samples = sample_forwards(logs, max(MOST_SAMPLED // world_size(), FEWEST_SAMPLED))
             self._set_cost_model(loads, samples, optimizer)
-        for (name, stack), load_E, known, sample in zip(self.stacks.items(), loads, statistics, samples, strict=True):
+        for (name, stack), load_E, sample in zip(self.stacks.items(), loads, samples, strict=True):
             current = stack.placement
             guard = self.guards.get(name)
             began = time.perf_counter()
@@ -173,8 +139,6 @@ class Replanner:
                 guard=guard,
                 steps=self.options.every,
                 choices_STK=None if sample is None else sample.choices_STK,
-                **known,
-                **self.options.planner_options,
             )
             self.planner_seconds += time.perf_counter() - began
             if guard is not None and guard.refused:
@@ -200,21 +164,6 @@ class Replanner:
             sys.stdout.flush()
         self._explained.add(kind)
 
-    def _statistics(self) -> list[dict[str, Any]]:
-        """The planner's required arguments for each layer besides its load. A collective."""
-        known: list[dict[str, Any]] = []
-        for name, stack in self.stacks.items():
-            of_layer = dict[str, Any]()
-            if "node_of_rank" in self.wanted:
-                first = stack.groups.ep_groups[0]  # all groups take the same placement
-                of_layer["node_of_rank"] = [rank // ranks_per_node(max(first) + 1) for rank in first]
-            if "source_load_RE" in self.wanted:
-                of_layer["source_load_RE"] = self._cursors[name].new_source_load_RE().cpu().numpy()
-            if "together_EE" in self.wanted:
-                of_layer["together_EE"] = self._cursors[name].new_pairs_EE().cpu().numpy()
-            known.append(of_layer)
-        return known
-
     def _window(self) -> list[Tensor]:
         """float64 (E) of each layer: mean assignments per step and EP group since the last plan. A collective."""
         stacks = list(self.stacks.values())
@@ -231,7 +180,7 @@ class Replanner:
         self._ends = []
         stacks = list(self.stacks.values())
         if self.link_gbytes_per_second is None:
-            group = stacks[0].storage_groups.ep_group
+            group = stacks[0].groups.ep_group
             device = stacks[0].log.load_E.device
             self.link_gbytes_per_second = link_bytes_per_second(group, device) / 1e9
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
@@ -269,7 +218,7 @@ class Replanner:
         """Why `state`, of the types of `ReplannerState`, cannot be that of these layers, as half a sentence."""
         for name, stack in self.stacks.items():
             window, guard = state["window"].get(name, {}), state["guards"].get(name, {})
-            rows = [*window.get("load", ()), *(window.get("pairs") or ()), *guard.get("windows", ())]
+            rows = [*window.get("load", ()), *guard.get("windows", ())]
             formers = [former["num_experts"] for former, _ in guard.get("replaced", ())]
             if {stack.num_experts} != {stack.num_experts, *map(len, rows), *formers}:
                 return f"its loads of {name!r} are of other experts than {stack.num_experts}"

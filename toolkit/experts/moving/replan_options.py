@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt
+from pydantic import PlainValidator, PositiveFloat, PositiveInt
 
 from toolkit.errors import UserError
 from toolkit.experts.options import FractionAboveZero, Options
@@ -43,8 +43,6 @@ class ReplanOptions(Options):
     """What the guard assumes that a process sends and receives; 10 is a 100 Gbit/s network card. None measures it."""
     expert_time_share: FractionAboveZero = 0.5
     """What the guard assumes of a step to be spent in experts and their transfers, as a fraction."""
-    planner_options: Mapping[str, Any] = Field(default_factory=dict)
-    """Arguments of the planner beside the load and the present placement."""
 
     def idle(self) -> dict[str, str]:
         if self.planner is None:

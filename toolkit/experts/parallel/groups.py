@@ -58,10 +58,6 @@ class ExpertGroups:
     """The ranks of each EP group; None for neighbours. See `ep_groups`."""
     nodes: NodeGroups | None = None
     """None where ranks exchange rows with each other, whichever node they are on."""
-    chunks: int = 1
-    """In how many parts tokens are dispatched, so that experts compute one while the rows of others travel."""
-    invariant: bool = False
-    """Whether outputs have the same bits as in groups of any other size, under any placement."""
 
     @property
     def expert_dp_size(self) -> int:
@@ -90,7 +86,7 @@ class ExpertGroups:
                 "experts on several ranks cannot be pickled, because each process has some of them only: "
                 "use the save(folder) of ExpertParallel, or checkpoint_files.save."
             )
-        return ExpertGroups, (self.ep_size, self.ep_rank, None, None, None, None, self.chunks, self.invariant)
+        return ExpertGroups, (self.ep_size, self.ep_rank)
 
 
 def make_expert_groups(
@@ -99,8 +95,6 @@ def make_expert_groups(
     ep_stride: int = 1,
     ranks: Sequence[Sequence[int]] | DeviceMesh | None = None,
     exchange: ExpertExchange = "flat",
-    dispatch_chunks: int = 1,
-    ep_invariant: bool = False,
 ) -> ExpertGroups:
     """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
 
@@ -111,20 +105,16 @@ def make_expert_groups(
             once, or as one dimension of a mesh, such as `mesh["ep"]`. In each group experts are placed on the ranks in
             ascending order.
         exchange: Whether a token is sent to each rank that has experts of it, or once to each node, and from there.
-        dispatch_chunks: The `chunks` of `ExpertGroups`. Each layer's experts take as many smaller products, so it pays
-            where rows travel for long.
-        ep_invariant: The `invariant` of `ExpertGroups`. A row travels for each expert of a token, and its outputs are
-            added up where the token is.
 
     Raises:
         UserError: On every rank, where the number of processes is no multiple of `ep_size * ep_stride`, `ranks` are no
-            such groups, groups are on one node or have unequal parts of several and the exchange is hierarchical, the
-            exchange is neither, or there are fewer chunks than one.
+            such groups, groups are on one node or have unequal parts of several and the exchange is hierarchical, or
+            the exchange is neither.
     """
     world = world_size()
     if (ep_size is None) == (ranks is None):
         raise UserError(f"ep_size={ep_size}, ranks={ranks}: give one of the two, to say which ranks share the experts.")
-    for name, size in (("ep_size", ep_size), ("ep_stride", ep_stride), ("dispatch_chunks", dispatch_chunks)):
+    for name, size in (("ep_size", ep_size), ("ep_stride", ep_stride)):
         if size is not None:
             require_count(name, size)
     if ranks is not None and ep_stride != 1:
@@ -136,7 +126,7 @@ def make_expert_groups(
     if exchange == "hierarchical" and len(partition[0]) == 1:
         raise UserError("exchange='hierarchical': each process has all experts, so nothing is exchanged: use flat.")
     if world == 1:
-        return ExpertGroups(invariant=ep_invariant)
+        return ExpertGroups()
     rank, size = dist.get_rank(), len(partition[0])
     across = [[group[place] for group in partition] for place in range(size)]
     return ExpertGroups(
@@ -146,8 +136,6 @@ def make_expert_groups(
         new_group_of_each(across),
         partition,
         None if exchange == "flat" else _node_groups(partition),
-        dispatch_chunks,
-        ep_invariant,
     )
 
 

@@ -7,12 +7,12 @@ and knows nothing of experts: it sees parameters whose *rows* have owners.
 | what DDP or Accelerate does                         | what is done here                                            |
 |-----------------------------------------------------|--------------------------------------------------------------|
 | overwrites every rank's parameters with rank 0's    | `dense.leave_out_of_ddp` puts them on DDP's ignore list     |
-| averages gradients over ranks                       | `gradients.average_owned_gradients`: rows already hold the   |
-|                                                     | sum over their EP group's batches                            |
-| keeps replicated parameters equal                   | `gradients.refresh_replicas`: of a row with replicas one     |
-|                                                     | rank is the owner; it gets their gradients, steps, sends it  |
-| clips by the norm of local gradients                | `gradients.clip_grad_norm_`: replicated ones count once,     |
-|                                                     | owned ones are summed                                        |
+| averages gradients over ranks                       | `ExpertSync.before_clip`: rows already hold the sum over     |
+|                                                     | their EP group's batches                                     |
+| keeps replicated parameters equal                   | `ExpertSync.after_step`: of a row with replicas one rank is  |
+|                                                     | the owner; it gets their gradients, steps, sends it          |
+| clips by the norm of local gradients                | `ExpertSync.clip`: replicated ones count once, owned ones    |
+|                                                     | are summed                                                   |
 | saves rank 0's model and optimizer                  | `toolkit.checkpoint` saves each row under its uid             |
 | forgets parameters that are added later             | `dense.refuse_late_parameters`                               |
 
@@ -79,10 +79,8 @@ class Ownership:
 
     rows_in_use: int | None = None
     """Rows after the first so many are zero and get no gradient; None: all are in use."""
-    averaging: tuple[RemovableHandle, ...] = ()
-    """The hooks that average its gradient in the backward, see `gradients.average_in_backward`."""
-    awaits_average: bool = False
-    """Whether micro-batches accumulated a gradient that no backward has averaged yet."""
+    dividing: RemovableHandle | None = None
+    """The hook of `sync.divide_in_backward`."""
     optimizer: Callable[[], Optimizer | None] | None = None
     """Gives the one optimizer that may step it; None: any may."""
     computed_on: torch.device | None = None
@@ -167,13 +165,13 @@ def mark_owned(
     Raises:
         ValueError: Where `row_ids` are not one for each row.
     """
-    if len(row_ids) != len(local_rows(parameter)):
-        raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(local_rows(parameter))} rows")
+    if len(row_ids) != len(parameter):
+        raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(parameter)} rows")
     everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
     record = Ownership(tuple(row_ids), groups, everywhere, holder, in_files, computed_on=computed_on)
     if (before := ownership_of(parameter)) is not None:
         record.rows_in_use, record.optimizer = before.rows_in_use, before.optimizer
-        record.averaging, record.awaits_average = before.averaging, before.awaits_average
+        record.dividing = before.dividing
     parameter.ownership = record  # type: ignore[attr-defined]
 
 
@@ -227,12 +225,6 @@ def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
 def local_rows(tensor: Tensor) -> Tensor:
     """The rows that this rank holds: its shard of a `DTensor`, else all of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(like: Any, rows: Tensor) -> DTensor:
-    """`rows` as this rank's shard of a tensor that is sharded as the `DTensor` `like`, and of its shape."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def spread_like(like: DTensor, whole: Tensor) -> DTensor:

@@ -23,10 +23,6 @@ class GroupOptions(Options):
     """How far apart the processes of an expert-parallel group are; 1: neighbours."""
     exchange: ExpertExchange = "flat"
     """Send a token to every process that has experts of it (flat), or once to each node that has (hierarchical)."""
-    dispatch_chunks: PositiveInt = 1
-    """Send tokens to experts in this many parts, so that experts compute one while the rows of others travel."""
-    ep_invariant: bool = False
-    """Give outputs the same bits at every ep_size and placement; a token travels once for each of its experts."""
 
 
 def check_group_size(world: int, ep_size: int, ep_stride: int = 1) -> None:

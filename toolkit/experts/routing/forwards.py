@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.routing.routing_log import Choices, RoutedForward, RowBytes
+from toolkit.experts.routing.routing_log import RoutedForward, RowBytes
 
 
 class Forwards(NamedTuple):
@@ -34,21 +34,19 @@ class Forwards(NamedTuple):
     crossings_FLR: Tensor
     """int64: distinct tokens that went to each other node, numbered within the EP group, of which there are at most as
     many as ranks; 0 where `ExpertStack.count_crossings` was not called."""
-    last_choices: list[Choices | None]
-    """The choices of the last of these forwards, per layer; None unless asked for."""
 
 
 class ModelForwards:
-    """Reads the routing logs of all expert layers of `model`, from now on; with `choices` also each token's experts."""
+    """Reads the routing logs of all expert layers of `model`, from now on."""
 
-    def __init__(self, model: nn.Module, *, choices: bool = False):
+    def __init__(self, model: nn.Module):
         named = expert_stacks(model)
         self.names = [name or "moe" for name in named]
         self.stacks = list(named.values())
         self.row_bytes = [RowBytes(0, 0)] * len(self.stacks)
         """The bytes of rows in the last forward that was taken, per layer."""
         self._layers: list[Any] = [model.get_submodule(name) for name in named]
-        self._cursors = [stack.log.follow(choices=choices) for stack in self.stacks]
+        self._cursors = [stack.log.follow() for stack in self.stacks]
         self.may_drop = any(getattr(layer, "capacity", None) is not None for layer in self._layers)
         """Says whether any layer has a capacity."""
 
@@ -117,5 +115,4 @@ def _stack(placements: tuple[ExpertPlacement, ...], by_forward: list[tuple[Route
                 visits_FLR[forward, index] = layer.visits_P
             if layer.crossings_M is not None:
                 crossings_FLR[forward, index, : len(layer.crossings_M)] = layer.crossings_M
-    last_choices = [layer.choices for layer in by_forward[-1]]
-    return Forwards(placements, load_FLE - dropped_FLE, dropped_FLE, visits_FLR, crossings_FLR, last_choices)
+    return Forwards(placements, load_FLE - dropped_FLE, dropped_FLE, visits_FLR, crossings_FLR)

@@ -64,7 +64,7 @@ class LoadMeter:
     def fold(self) -> Window | None:
         """Adds all ranks' new forwards to the window and returns them. A collective, one reduction."""
         counts: DispatchCounts | None = None
-        for placements, sent_FLE, dropped_FLE, visits_FLR, crossings_FLR, _ in self.forwards.take(fill=True):
+        for placements, sent_FLE, dropped_FLE, visits_FLR, crossings_FLR in self.forwards.take(fill=True):
             here = count(
                 sent_FLE.cpu().numpy()[:, :, None],
                 placements,

@@ -3,7 +3,7 @@
 `ExpertStack.record` writes each training forward into the stack's `RoutingLog`. A reader holds a cursor and gets what
 is new since it last read:
 
-    cursor = stack.log.cursor()                     # sums: assignments per expert, on request pairs of experts
+    cursor = stack.log.cursor()                     # sums: assignments per expert
     forwards = stack.log.follow()                   # one entry per forward, for what cannot be summed over forwards
     ...
     cursor.new_load_E(); cursor.advance()
@@ -35,7 +35,7 @@ from toolkit.experts.parallel.groups import ExpertGroups, sum_over_ranks
 from toolkit.experts.placement.placement import ExpertPlacement
 
 MOST_ASSIGNMENTS = 2**18
-"""Assignments of a layer whose expert ids are kept (8 bytes each) before pairs are counted."""
+"""Assignments of a layer whose expert ids a reader keeps (8 bytes each) before it counts pairs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Choices(NamedTuple):
     expert_ids_TK: Int[Tensor, "T K"]
     """int64"""
     kept_TK: Bool[Tensor, "T K"] | None
-    """bool: False where the router filled up a choice that a token does not have, and for padding; None for neither."""
+    """bool: False for padding; None without padding."""
 
     def kept(self) -> Bool[Tensor, "T K"]:
         """Returns `kept_TK`, True everywhere where it is None."""
@@ -99,10 +99,6 @@ class RoutingLog:
         """The load of the last forward alone, in training or evaluation: what router losses need."""
         self.last: RoutedForward | None = None
         """The last training forward."""
-        self.pairs_EE: Int[Tensor, "E E"] | None = None
-        """int64: see `count_pairs`, up to `_unpaired`; None until a cursor asks."""
-        self._unpaired: list[Choices] = []
-        self._unpaired_assignments = 0
         self._followers: weakref.WeakSet[ForwardCursor] = weakref.WeakSet()
         # For torch.compile, which cannot trace a WeakSet.
         self._has_readers = False
@@ -110,12 +106,9 @@ class RoutingLog:
     def __reduce__(self) -> tuple[Any, ...]:
         return RoutingLog, (self.num_experts, self.groups)
 
-    def cursor(self, *, pairs: bool = False) -> Cursor:
-        """Returns a reader of sums, from now on; with `pairs` also of how often two experts were chosen together."""
-        if pairs and self.pairs_EE is None:
-            self.pairs_EE = torch.zeros(self.num_experts, self.num_experts, dtype=torch.int64)
-            self._has_readers = True
-        return Cursor(self, pairs=pairs)
+    def cursor(self) -> Cursor:
+        """Returns a reader of sums, from now on."""
+        return Cursor(self)
 
     def follow(self, *, choices: bool = False) -> ForwardCursor:
         """Returns a reader of single forwards, from now on; with `choices` also of each token's experts.
@@ -140,35 +133,20 @@ class RoutingLog:
     # Traced, the growing lists would make torch.compile compile anew at each forward.
     @torch.compiler.disable
     def _deliver(self, forward: RoutedForward) -> None:
-        if self.pairs_EE is not None and forward.choices is not None:
-            self._unpaired.append(forward.choices)
-            self._unpaired_assignments += forward.choices.expert_ids_TK.numel()
-            if self._unpaired_assignments >= MOST_ASSIGNMENTS:
-                self.fold_pairs()
         for follower in self._followers:
             follower.deliver(forward)
-
-    def fold_pairs(self) -> Int[Tensor, "E E"]:
-        """Returns `pairs_EE` of all forwards so far."""
-        assert self.pairs_EE is not None
-        if self._unpaired:
-            found_EE = count_pairs(self._unpaired, self.num_experts)
-            self.pairs_EE = self.pairs_EE.to(found_EE.device) + found_EE
-            self._unpaired, self._unpaired_assignments = [], 0
-        return self.pairs_EE
 
 
 class Cursor:
     """What is new in the sums of a log since the last `advance`."""
 
-    def __init__(self, log: RoutingLog, *, pairs: bool = False):
-        self.log, self.pairs = log, pairs
+    def __init__(self, log: RoutingLog):
+        self.log = log
         self.advance()
 
     def advance(self) -> None:
         """Marks everything as read."""
         self._read_E = self.log.load_E
-        self._read_EE = self.log.fold_pairs() if self.pairs else None
 
     def new_load_E(self) -> Int[Tensor, " E"]:
         """Returns int64 (E), this rank's new assignments per expert."""
@@ -183,17 +161,9 @@ class Cursor:
         source_load_RE[groups.ep_rank] = new_E
         return sum_over_ranks(source_load_RE)
 
-    def new_pairs_EE(self) -> Int[Tensor, "E E"]:
-        """Returns int64 (E, E), new pairs over all ranks, see `count_pairs`. A collective. Only of cursors with
-        `pairs`."""
-        assert self._read_EE is not None
-        now_EE = self.log.fold_pairs()
-        return sum_over_ranks(now_EE - self._read_EE.to(now_EE.device))
-
     def state_dict(self) -> dict[str, Any]:
         """Returns what all ranks have not read yet, as JSON can hold it. A collective."""
-        state = {"load": self.new_source_load_RE().tolist()}
-        return state | {"pairs": self.new_pairs_EE().tolist()} if self.pairs else state
+        return {"load": self.new_source_load_RE().tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Marks as unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
@@ -204,8 +174,6 @@ class Cursor:
             load_RE = load_RE.sum(0, keepdim=True)
         if groups.is_in_first_group and groups.ep_rank < len(load_RE):
             self._read_E = self._read_E - load_RE[groups.ep_rank]
-        if groups.is_in_first_group and groups.ep_rank == 0 and self._read_EE is not None and "pairs" in state:
-            self._read_EE = self._read_EE - torch.tensor(state["pairs"], device=self._read_EE.device)
 
 
 class ForwardCursor:
@@ -258,8 +226,6 @@ def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | No
             continue
         chosen, size = log.last.choices, log.last.row_bytes
         ids_TK = chosen.expert_ids_TK.where(chosen.kept(), -1)
-        if log.groups.invariant:  # each choice travels as a token of its own
-            ids_TK = ids_TK.reshape(-1, 1)
         mine.append((ids_TK[:tokens].cpu().numpy().astype(np.int32), size.dispatched + size.combined))
     samples: list[Sample | None] = []
     for log, of_ranks in zip(logs, zip(*gather_objects(mine), strict=True), strict=True):

@@ -1,7 +1,7 @@
 """Routing traces: assignments per source rank and expert in each training forward of a run.
 
-A trace is one `.npz` file: a ZIP of arrays, `load_<n>` int32 (F, L, S, E) and `step_<n>` int64 (F) in chunks,
-`together` int64 (L, E, E), and `metadata` as JSON text. No pickle. Letters as in `toolkit.experts.routing.metrics`.
+A trace is one `.npz` file: a ZIP of arrays, `load_<n>` int32 (F, L, S, E) and `step_<n>` int64 (F) in chunks, and
+`metadata` as JSON text. No pickle. Letters as in `toolkit.experts.routing.metrics`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class Trace:
     placements: list[tuple[int, tuple[ExpertPlacement, ...]]]
     """(first forward, placements from then on, one per layer)"""
     metadata: dict[str, Any]
-    together_LEE: NDArray[np.int64] | None = None
-    """How many tokens chose both experts, in one forward of every tenth step or so."""
 
     @property
     def layers(self) -> list[str]:
@@ -82,12 +80,10 @@ class TraceFile:
         self._write(f"step_{self._chunks:05d}", np.asarray(step_F, dtype=np.int64))
         self._chunks, self._forwards = self._chunks + 1, self._forwards + len(step_F)
 
-    def close(self, metadata: dict[str, Any], together_LEE: NDArray[Any] | None = None) -> None:
+    def close(self, metadata: dict[str, Any]) -> None:
         """Writes the metadata and renames the file to its final name."""
         facts = {"format": FORMAT, **metadata, "placements": self._placements}
         self._write("metadata", np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8))
-        if together_LEE is not None:
-            self._write("together", np.asarray(together_LEE, dtype=np.int64))
         self._zip.close()
         self._part.replace(self.path)
 
@@ -105,7 +101,6 @@ def read_trace(path: Path) -> Trace:
             chunks = sorted(name for name in file.files if name.startswith("load_"))
             load_FLSE = np.concatenate([file[name] for name in chunks])
             step_F = np.concatenate([file[name.replace("load_", "step_")] for name in chunks])
-            together = file["together"] if "together" in file.files else None
             placements = [
                 (change["forward"], tuple(ExpertPlacement.from_dict(layer) for layer in change["layers"]))
                 for change in metadata.pop("placements")
@@ -118,4 +113,4 @@ def read_trace(path: Path) -> Trace:
         raise
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read as a trace ({error}): give one that a TraceRecorder wrote.") from None
-    return Trace(load_FLSE, step_F, placements, metadata, together)
+    return Trace(load_FLSE, step_F, placements, metadata)

@@ -52,7 +52,7 @@ class Gatherer:
     def __call__(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
         """Put `value`, a parameter or buffer, under `name`. A collective."""
         whole: Tensor | None = value.detach()
-        if isinstance(value, DTensor):  # experts under transformers' own expert parallelism, too: in order of ids
+        if isinstance(value, DTensor):
             whole = value.full_tensor().cpu()
         elif id(value) in self._place_of:
             whole = gather_experts(*self._place_of[id(value)])

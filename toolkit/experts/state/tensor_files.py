@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import gather_objects, is_main, rank
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
-from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, shard_like, spread_like
+from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, spread_like
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
@@ -68,11 +68,11 @@ def files_to_write(
                     files[file][key] = value if whole is value else whole.cpu()
         elif _writes(ownership):
             for row, row_id in _owned(ownership):
-                files[rows_file][f"{name}/{row_id}"] = local_rows(parameter)[row : row + 1]
+                files[rows_file][f"{name}/{row_id}"] = parameter[row : row + 1]
                 for key, value in state.items():
                     # What all rows share, such as Adam's step, is saved with each, as each may be loaded elsewhere.
                     rows = rows_of_state(name, key, value, parameter) if value.ndim else value
-                    each = local_rows(rows)[row : row + 1] if value.ndim else value.clone()
+                    each = rows[row : row + 1] if value.ndim else value.clone()
                     files[rows_file][f"{name}/{row_id}/{key}"] = each
     return {
         file: {key: to_cpu(f"{file}/{key}", tensor.detach()) for key, tensor in tensors.items()}
@@ -262,7 +262,7 @@ def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
         else:
             for row, row_id in _held(ownership):
-                yield f"{name}/{row_id}", local_rows(parameter.detach())[row : row + 1]
+                yield f"{name}/{row_id}", parameter.detach()[row : row + 1]
     yield from _buffers(model)
 
 
@@ -318,8 +318,6 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
             whole = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
             if row_id in rows:
                 whole[rows[row_id]] = value[0]
-    if isinstance(parameter, DTensor):
-        return {key: shard_like(parameter, value) if value.ndim else value for key, value in state.items()}
     return state
 
 

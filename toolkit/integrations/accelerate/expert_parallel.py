@@ -29,24 +29,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
-from toolkit.experts.layer.stack import ExpertStack, only_names_are_read
+from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner, ReplannerState
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
-from toolkit.experts.parallel.gradients import (
-    average_accumulated,
-    clip_grad_norm_,
-    refresh_replicas,
-)
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_strangers
 from toolkit.experts.parallel.parallel_options import Dense
+from toolkit.experts.parallel.replica_check import ReplicaCheck
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
-from toolkit.experts.sharding.foreign import num_experts
+from toolkit.experts.sharding.experts_modules import num_experts
+from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.sharding.prepared_optimizer import fit_optimizer, load_only_own_states, step_by_only
+from toolkit.experts.sharding.router_replay import hook_blocks
 from toolkit.experts.sharding.shard import (
     PlacementOf,
     require_experts,
@@ -55,13 +55,8 @@ from toolkit.experts.sharding.shard import (
 from toolkit.experts.state import checkpoint_files
 from toolkit.experts.state.state_dict import is_spread, whole_state_dict
 from toolkit.integrations.accelerate.compat import is_marked_as_prepared, models_of, without_states
-from toolkit.integrations.accelerate.join import join_forwards
 from toolkit.integrations.accelerate.patches import Patches
 from toolkit.integrations.accelerate.prepare import prepare
-from toolkit.integrations.accelerate.prepared_optimizer import fit_optimizer, load_only_own_states, step_by_only
-from toolkit.integrations.accelerate.pretrained_files import push_as_called, save_as_called
-from toolkit.integrations.accelerate.replica_check import ReplicaCheck
-from toolkit.integrations.accelerate.route_hooks import hook_blocks
 
 DIVIDES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Ways of Accelerate in which each process has a part of the model."""
@@ -128,6 +123,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         self.replanner: Replanner | None = None
         if replan is not None and replan.planner is not None:
             self.replanner = Replanner({}, replan)
+        self.sync = ExpertSync([])
+        """Synchronization of experts around each step."""
         self.steps = 0
         """Optimizer steps since `prepare`."""
         self._meter: LoadMeter | None = None
@@ -165,8 +162,6 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             raise UserError("prepare was called twice: make one ExpertParallel for each model.")
         model, optimizer = _model_and_optimizer(objects)
         refuse_meta(model)
-        for library in libraries():
-            library.refuse_spread(model)
         layers = require_experts(model)
         optimizers = _optimizers_of(model, objects)
         for each in optimizers:
@@ -201,7 +196,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         fit_optimizer(optimizer, self.stacks)
         if self.groups.ep_size > 1:
-            self._average_in_backward()
+            for stack in self.stacks.values():
+                stack.divide_in_backward()
+                self.patches.callback(stack.stop_dividing)
         if self.replanner is not None:
             self.replanner.watch(self.stacks)
         return prepare(
@@ -225,6 +222,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         """
         self.patches.close()
         self.stacks = {}
+        self.sync = ExpertSync([])
         self._model = self._prepared = self._meter = None
         self._optimizers = []
         if self.replanner is not None:
@@ -249,9 +247,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         if not self.accelerator.sync_gradients:
             return None
         self.accelerator.unscale_gradients()
-        average_accumulated(self.expert_parameters())
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return clip_grad_norm_(listed, max_norm)
+        self.sync.before_clip()
+        return self.sync.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm)
 
     @contextmanager
     def join(self, *models: nn.Module) -> Iterator[None]:
@@ -358,17 +355,12 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         world = self.accelerator.num_processes
         return math.gcd(world, *map(num_experts, layers.values()))
 
-    def _average_in_backward(self) -> None:
-        """Have the gradient of each owned parameter averaged, exactly once."""
-        accelerator = self.accelerator  # a hook of a parameter that held `self` would keep the model for ever
-        for stack in self.stacks.values():
-            stack.average_in_backward(lambda: accelerator.sync_gradients)
-            self.patches.callback(stack.stop_averaging)
-
     def _follow_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Have each step of `optimizer` begin with averaged gradients, and end with what `_after_step` does."""
         keep = self.patches.keep
-        keep(optimizer.register_step_pre_hook(lambda *_: average_accumulated(self.expert_parameters())))
+        rebalance = self.replanner.after_step if self.replanner is not None else None
+        self.sync = ExpertSync(self.expert_parameters(), rebalance, batches=self.groups.expert_dp_size)
+        keep(*self.sync.follow(optimizer))
         if self.accelerator.num_processes > 1:
             keep(optimizer.register_step_pre_hook(ReplicaCheck(self._prepared)))
         for stack in self.stacks.values():
@@ -435,27 +427,17 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         of_accelerate = {name: self.patches.replace(accelerator, name, ours) for name, ours in replaced.items()}
 
     def _correct_model(self) -> None:
-        """Replace those methods of modules that would write one rank's experts, or read what is refused."""
-        within_peft = hasattr(self._model, "peft_config")
-        for module in self._model.modules():
-            is_inner = within_peft and module is not self._model
-            whole = is_inner and self.groups.ep_size == 1  # and as PEFT left it
-            for name, value in (("save_pretrained", save_as_called), ("push_to_hub", push_as_called)):
-                if hasattr(type(module), name) and not whole:
-                    self.patches.replace(module, name, _refuse_base if is_inner else partial(value, module))
-            if hasattr(type(module), "load_adapter"):
-                self.patches.replace(module, "load_adapter", partial(_load_adapter, module.load_adapter))
+        """Replace the methods of modules that would save one rank's experts."""
+        for library in libraries():
+            library.save_whole_model(self._model, self.patches.replace)
 
     # --- while training -----------------------------------------------------------------------------------------
 
     def _after_step(self) -> None:
         self.steps += 1
-        # The optimizer also steps a parameter that was frozen after it got a gradient.
-        refresh_replicas(p for p in self.expert_parameters() if p.requires_grad or p.grad is not None)
         if self._meter is not None:
             self._meter.fold_when_many()
-        if self.replanner is not None:
-            self.replanner.after_step(self.steps, self._optimizers[0])
+        self.sync.after_step(self.steps, self._optimizers[0])
 
 
 class _Saved(BaseModel, strict=True):
@@ -532,16 +514,3 @@ def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[torch.optim
 def _number_of(accelerator: Accelerator, *forms: nn.Module) -> int:
     """Return the place of a model, of which Accelerate keeps one of the `forms`, among those of its accelerator."""
     return next(number for number, each in enumerate(models_of(accelerator)) if any(each is form for form in forms))
-
-
-def _refuse_base(*_: Any, **__: Any) -> None:
-    raise UserError(
-        "the base of a model with adapters would be saved with the experts of one rank: save the adapters by the whole "
-        "model's save_pretrained, or both by save_merged of toolkit.integrations.peft.merged_weights."
-    )
-
-
-def _load_adapter(of_peft: Any, *args: Any, **kwargs: Any) -> Any:
-    """`load_adapter` of a model whose experts are spread: PEFT reads the names of state dicts in it."""
-    with only_names_are_read(of_peft.__self__):
-        return of_peft(*args, **kwargs)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import rows_of
 from toolkit.experts.parallel.ownership import RowsInFiles, ownership_of, stacked
-from toolkit.experts.sharding.foreign import LowRank
+from toolkit.experts.sharding.experts_modules import LowRank
 from toolkit.experts.sharding.libraries import Library, library_that_multiplies
 from toolkit.integrations.peft.adapter_record import describe_adapters, write_records
 
@@ -31,17 +31,6 @@ IN_FILES: dict[str, RowsInFiles] = {"lora_A": "joined", "lora_B": "columns"}
 
 class PeftLibrary(Library):
     """Adapters of stacked experts: `toolkit.integrations` registers it."""
-
-    def why_no_experts(self, model: nn.Module) -> str | None:
-        for name, module in model.named_modules():
-            if isinstance(module, lora.ParamWrapper):
-                kind = type(module.get_base_layer()).__name__
-                return (
-                    f"adapters of {module.parameter_name!r} of the experts at {name!r} ({kind}) are not supported, "
-                    "because PEFT hides how these experts are called: use adapters of attention, or call "
-                    "accelerator.prepare instead of ExpertParallel."
-                )
-        return None
 
     def stack_adapters(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Turn PEFT's adapters of the experts modules `layers` of `model` into rows, one for each expert, in place.

@@ -13,9 +13,9 @@ from torch import nn
 from toolkit.errors import UserError, require
 from toolkit.experts.options import Options
 from toolkit.experts.parallel.seeding import derive_seed
-from toolkit.experts.sharding.foreign import experts_modules, routers
+from toolkit.experts.sharding.experts_modules import experts_modules, routers
 from toolkit.experts.sharding.libraries import library_that_multiplies
-from toolkit.integrations.accelerate.parameter_groups import parameter_groups
+from toolkit.experts.sharding.parameter_groups import parameter_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.experts.parallel.ownership import device_of
 from toolkit.experts.state.state_dict import Gatherer
-from toolkit.integrations.accelerate.pretrained_files import by_layer, write_pretrained
+from toolkit.integrations.transformers.pretrained_files import by_layer, write_pretrained
 
 
 @torch.no_grad()

@@ -2,13 +2,12 @@
 not to be imported."""
 
 from toolkit.experts.moving.migrate import place_experts
-from toolkit.experts.sharding.foreign import experts_modules, routers
-from toolkit.integrations.accelerate.pretrained_files import save_pretrained
+from toolkit.experts.sharding.experts_modules import experts_modules, routers
 from toolkit.integrations.transformers.experts_in_files import experts_in_files
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import causal_lm, recompute_blocks
+from toolkit.integrations.transformers.pretrained_files import save_pretrained
 from toolkit.integrations.transformers.router_watch import RouterWatch, watch_routers
-from toolkit.integrations.transformers.toolkit_ep import replan_callback, use_toolkit_ep
 from toolkit.integrations.transformers.upcycle import upcycle
 
 __all__ = [
@@ -18,11 +17,9 @@ __all__ = [
     "experts_modules",
     "place_experts",
     "recompute_blocks",
-    "replan_callback",
     "routers",
     "save_pretrained",
     "upcycle",
-    "use_toolkit_ep",
     "use_toolkit_kernel",
     "watch_routers",
 ]

@@ -8,12 +8,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 
 @contextmanager
@@ -46,13 +43,6 @@ def register_experts_function(name: str, forward: Callable[..., Tensor]) -> None
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
-
-
-def register_ep_implementation(name: str, implementation: type) -> None:
-    """Make `DistributedConfig(ep_implementation=name)` use `implementation`. ImportError before transformers 5.23."""
-    from transformers.distributed.expert_parallel import EPImplementationInterface
-
-    EPImplementationInterface.register(name, implementation)
 
 
 def apply_gate(experts: Any, hidden_ND: Tensor) -> Tensor:

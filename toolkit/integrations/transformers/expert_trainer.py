@@ -24,12 +24,12 @@ from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.routes import Routes
+from toolkit.experts.sharding.router_replay import record_routes
+from toolkit.experts.sharding.router_replay import replay_routes as replaying_routes
 from toolkit.experts.sharding.shard import PlacementOf
 from toolkit.integrations.accelerate.compat import undo_prepare_for_evaluation
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.accelerate.patches import Patches
-from toolkit.integrations.accelerate.route_hooks import record_routes
-from toolkit.integrations.accelerate.route_hooks import replay_routes as replaying_routes
 from toolkit.integrations.transformers.router_watch import watch_routers
 from toolkit.integrations.transformers.training_state import ExpertTrainingState
 
@@ -212,8 +212,7 @@ def _refuse(trainer: Any) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or accelerator.parallelism_config is not None:
         raise UserError(
-            "fsdp, deepspeed and parallelism_config divide the model themselves: leave them out, or load the model "
-            "with use_toolkit_ep(), which has experts spread under FSDP2."
+            "fsdp, deepspeed, parallelism_config: expert_trainer shards the experts itself. Leave them out."
         )
     if args.save_strategy != "no" and not args.save_only_model:
         raise UserError(

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from toolkit.errors import UserError, one_line, require, require_choice
 from toolkit.experts.layer.stack import clear_empty
 from toolkit.experts.parallel.ownership import RowsInFiles, as_in_files, stacked
-from toolkit.experts.sharding.host_memory import keep_on_host, page_locked
 from toolkit.experts.sharding.libraries import library_that_multiplies
 from toolkit.experts.sharding.shard import require_experts, stacked_parameters
-from toolkit.experts.sharding.waiting_rows import wait_for_rows
 from toolkit.integrations.transformers.compat import experts_implementation, mark_as_loaded, weights_loaded_by
+from toolkit.integrations.transformers.cpu_offload import keep_on_host, page_locked
 from toolkit.integrations.transformers.four_bits import SCALES, pack_rows, require_library
 from toolkit.integrations.transformers.kernel import NAME
+from toolkit.integrations.transformers.lazy_rows import load_lazily
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +63,7 @@ def experts_in_files(
         quantize: Packs the matrices of experts when they are read, see `toolkit.integrations.transformers.four_bits`:
             they are frozen, and adapters train.
         offload: Where the matrices of frozen experts stay. A CPU computes with them there; to a GPU those of a layer
-            come when it is computed: see `toolkit.experts.sharding.host_memory`. "memory" is the host's. A
+            come when it is computed: see `toolkit.integrations.transformers.cpu_offload`. "memory" is the host's. A
             folder gets files, which have no names and go with the process. They are mapped into memory, so that experts
             may be more than it holds: the system keeps there those that are used most. None keeps experts where they
             are computed.
@@ -243,7 +243,7 @@ class _Reader:
                 waiting = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
                 mark_as_loaded(waiting)
                 setattr(module, name, waiting)
-            wait_for_rows(module, _LayerInFiles(self, layer))
+            load_lazily(module, _LayerInFiles(self, layer))
 
     def read(self, layer: str, experts: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Return the rows of `experts`, by the name of the parameter within the layer."""

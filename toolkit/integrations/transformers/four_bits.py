@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.sharding.host_memory import rows_on
+from toolkit.integrations.transformers.cpu_offload import rows_on
 
 BLOCK = 64
 """Numbers that share a scale."""

@@ -7,21 +7,22 @@ Gated SiLU experts without biases run as one autograd node.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from toolkit.errors import UserError
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
-from toolkit.experts.sharding.foreign import LowRank, in_order_of_slots, slots_of_rows
-from toolkit.experts.sharding.host_memory import is_on_host, rows_on
+from toolkit.experts.sharding.experts_modules import LowRank, in_order_of_slots, slots_of_rows
 from toolkit.experts.sharding.libraries import Library
 from toolkit.integrations.transformers.compat import apply_gate, has_default_gate, register_experts_function
+from toolkit.integrations.transformers.cpu_offload import is_on_host, rows_on, stay_on_host
 from toolkit.integrations.transformers.four_bits import is_packed, unpacked
+from toolkit.integrations.transformers.lazy_rows import read_rows
+from toolkit.integrations.transformers.pretrained_files import save_whole_model
 
 NAME = "toolkit"
 
@@ -29,16 +30,14 @@ NAME = "toolkit"
 class TransformersLibrary(Library):
     """The experts of transformers' mixtures: `toolkit.integrations` registers it."""
 
-    def refuse_spread(self, model: nn.Module) -> None:
-        """Raise UserError for a model, with adapters or without, that was loaded into transformers' own expert
-        parallelism."""
-        for name, module in model.named_modules():
-            counts = isinstance(getattr(module, "num_experts", None), int)
-            if counts and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-                raise UserError(
-                    f"the experts at {name!r} were loaded with a DistributedConfig, which has spread them, and not "
-                    "their adapters: load the model without, because ExpertParallel spreads both."
-                )
+    def read_rows(self, experts: nn.Module, slots: Sequence[int]) -> dict[str, Tensor]:
+        return read_rows(experts, slots)
+
+    def after_sharding(self, layers: Iterable[nn.Module]) -> None:
+        stay_on_host(layers)
+
+    def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
+        save_whole_model(model, replace)
 
     def projections(self, experts: nn.Module) -> tuple[str, ...]:
         """Return the matrices of an experts module in order of use; none for modules that are not described."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.experts.sharding.foreign import experts_modules
+from toolkit.experts.sharding.experts_modules import experts_modules
 from toolkit.experts.sharding.libraries import libraries, library_that_multiplies
 from toolkit.experts.sharding.shard import require_experts, stacked_parameters
 from toolkit.integrations.transformers.experts_in_files import experts_at_a_time

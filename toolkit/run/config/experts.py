@@ -54,12 +54,8 @@ class ExpertRunConfig(RunConfig, GroupOptions):
         require(self.ep_stride == 1 or is_spread, "ep_stride", self.ep_stride, remedy)
         require(self.ep_size in (None, 1) or is_spread, "ep_size", self.ep_size, remedy)
         exchanges = self.experts > 0 and is_spread and self.ep_size != 1
-        for name, usual in (("exchange", "flat"), ("dispatch_chunks", 1)):
-            value = getattr(self, name)
-            remedy = f"use {usual}, because no experts are spread over processes"
-            require(exchanges or value == usual, name, value, remedy)
-        overlaps = self.dispatch_chunks == 1 or not self.compile
-        require(overlaps, "dispatch_chunks", self.dispatch_chunks, "use 1 with compile=True, under which none overlap")
+        remedy = "use flat, because no experts are spread over processes"
+        require(exchanges or self.exchange == "flat", "exchange", self.exchange, remedy)
         if self.ep_size is not None:
             remedy = f"take at most {most}, the number of experts"
             require(self.ep_size <= most, "ep_size", self.ep_size, remedy)
@@ -96,10 +92,6 @@ class MoERunConfig(ExpertRunConfig, RouterOptions):
     """Beyond the capacity, drop the assignments with the lowest weights, or those of the latest tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Save memory by computing again in the backward: the experts' hidden activations, or the whole layer."""
-
-    def check_together(self) -> None:
-        super().check_together()
-        self.check_fits(self.experts, self.top_k)
 
     def idle(self) -> dict[str, str]:
         of_loss = ("balance_weight", "balance_scope", "balance_within") if self.balance != "loss" else ()
@@ -144,7 +136,7 @@ class DynamicRunConfig(MoERunConfig):
         require(limit >= self.experts, "max_experts", limit, f"take experts={self.experts} or more")
         fits = self.top_k <= self.min_experts <= self.experts
         require(fits, "min_experts", self.min_experts, f"take top_k={self.top_k} to experts={self.experts}")
-        for name, required in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0), ("compile", False)):
+        for name, required in (("force_balanced", False), ("spare_slots", 0), ("compile", False)):
             value = getattr(self, name)
             require(value == required, name, value, "leave it out: dynamic experts (max_experts) do not support it")
         place = self.initial_placement

@@ -19,8 +19,6 @@ ONLY_OF_THE_SPEED = frozenset(
         "ep_size",
         "ep_stride",
         "exchange",
-        "dispatch_chunks",
-        "ep_invariant",
         "recompute",
         "replan",
         "spare_slots",

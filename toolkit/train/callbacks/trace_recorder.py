@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import optimizer_bytes, weight_bytes
 from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.routing.forwards import Forwards, ModelForwards
-from toolkit.experts.routing.routing_log import Choices, count_pairs
 from toolkit.experts.routing.traces import TraceFile
 from toolkit.train.callbacks.base import Callback
 
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 CHUNK = 256
 """Forwards that are kept in memory before they are written."""
-PAIRS_EVERY = 10
-"""Steps between counts of which experts are chosen together."""
 
 
 class TraceRecorder(Callback):
@@ -46,11 +42,10 @@ class TraceRecorder(Callback):
 
     def __init__(self, model: nn.Module, path: Path | None = None, **metadata: Any):
         self.path, self.metadata = path, metadata
-        self.forwards = ModelForwards(model, choices=True)
+        self.forwards = ModelForwards(model)
         experts = [stack.num_experts for stack in self.forwards.stacks]
         if len(set(experts)) > 1:
             raise UserError(f"layers of {experts} experts cannot be recorded in one trace: give all equally many.")
-        self._together_LEE: Tensor | None = None
         self._pending: list[tuple[Forwards, list[int]]] = []
         self._file: TraceFile | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -58,21 +53,14 @@ class TraceRecorder(Callback):
 
     def step_done(self, step: int) -> None:
         """Record the forwards since the last call as those of optimizer step `step`, from 0. A collective."""
-        new = self.forwards.take()
-        if new and step % PAIRS_EVERY == 0:
-            self._count_pairs(new[-1].last_choices)
-        for forwards in new:
-            self._pending.append((forwards._replace(last_choices=[]), [step] * len(forwards.sent_FLE)))
+        self._pending += [(forwards, [step] * len(forwards.sent_FLE)) for forwards in self.forwards.take()]
         if sum(len(steps) for _, steps in self._pending) >= CHUNK:
             self._flush()
 
     def close(self) -> None:
         """Write what is left and close the file. A collective."""
         self._flush()
-        together = self._together_LEE
-        if together is not None and dist.is_initialized():
-            dist.all_reduce(together)
-        self._seal(None if together is None else together.cpu().numpy())
+        self._seal()
 
     def _flush(self) -> None:
         """Gather pending loads on the main process, in one chunk per placement, and write them there."""
@@ -93,13 +81,7 @@ class TraceRecorder(Callback):
                 self._file = self._file or TraceFile(self.path)
                 self._file.add(torch.stack(sources, dim=2).cpu().numpy(), steps, placements)
 
-    def _count_pairs(self, choices: list[Choices | None]) -> None:
-        """Count which experts the tokens of one forward chose together, per layer."""
-        pairs = [count_pairs([layer], self.forwards.stacks[0].num_experts) for layer in choices if layer is not None]
-        pairs_LEE = torch.stack(pairs)
-        self._together_LEE = pairs_LEE if self._together_LEE is None else self._together_LEE + pairs_LEE
-
-    def _seal(self, together_LEE: NDArray[Any] | None) -> None:
+    def _seal(self) -> None:
         if self._file is None:
             return
         stacks = self.forwards.stacks
@@ -111,7 +93,7 @@ class TraceRecorder(Callback):
             "weight_bytes": [weight_bytes(stack) for stack in stacks],
             "optimizer_bytes": [optimizer_bytes(stack, self._optimizer) for stack in stacks],
         }
-        self._file.close({**facts, **self.metadata}, together_LEE)
+        self._file.close({**facts, **self.metadata})
         self._file = None
 
     # --- under a Trainer ------------------------------------------------------------------------------------------
@@ -130,7 +112,7 @@ class TraceRecorder(Callback):
         self.step_done(trainer.state.step - 1)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._seal(None)
+        self._seal()
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self.close()

@@ -21,10 +21,9 @@ More letters: `P` peers of a leg, `R` rows that came over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,6 @@ from toolkit.experts.layer.dispatch.order import (
     Copies,
     SlotOrder,
     count,
-    in_order_of_tokens,
     place_within_slot,
     sort_by_slot,
     visited,
@@ -108,8 +106,7 @@ ComputeRows = Callable[[Tensor, Tensor], Tensor]
 class TokenDispatcher:
     """Sends tokens to the ranks of their experts, and brings the experts' outputs back to where the tokens are.
 
-    A collective of the EP group, but for a dispatcher of one rank. Tokens are dispatched in `chunks`: the rows of all
-    depart; then, chunk by chunk, rows arrive, pass the experts and depart for their tokens.
+    A collective of the EP group, but for a dispatcher of one rank.
     """
 
     placement: ExpertPlacement
@@ -117,11 +114,8 @@ class TokenDispatcher:
     """Of this rank."""
     first_slot = 0
     """Of this rank, numbered through the ranks of the EP group."""
-    chunks = 1
-    invariant = False
-    """Whether outputs have the same bits under any placement, on any number of ranks."""
     announce: Callable[[Tensor, Tensor], None] | None = None
-    """Called with (T, D) and expert ids before each dispatch: see `toolkit.integrations.accelerate.join`."""
+    """Called with (T, D) and expert ids before each dispatch: see `toolkit.experts.sharding.join`."""
 
     def place(self, placement: ExpertPlacement) -> None:
         """Dispatch by `placement` from now on, which has as many slots as the former one. To be called on all ranks
@@ -135,12 +129,12 @@ class TokenDispatcher:
         weights_TK: Float[Tensor, "T K"],
         kept_TK: Bool[Tensor, "T K"] | None = None,
     ) -> tuple[Float[Tensor, "N D"], Arrived]:
-        """The rows for this rank's slots in slot order, and what undoes it; all tokens are one chunk.
+        """The rows for this rank's slots in slot order, and what undoes it.
 
         Assignments outside of `kept_TK` (bool; None keeps all) are not sent. When activation checkpointing recomputes
         a region, the plan of its forward is used again (see `toolkit.experts.layer.recompute`).
         """
-        (plan,) = self._decided(x_TD, expert_ids_TK, kept_TK, 1)
+        plan = self._decided(x_TD, expert_ids_TK, kept_TK)
         return self.arrive(self.depart(x_TD, weights_TK, plan), plan)
 
     def combine(self, rows: Float[Tensor, "N D"], arrived: Arrived) -> Float[Tensor, "T D"]:
@@ -156,66 +150,26 @@ class TokenDispatcher:
         *,
         kept_TK: Bool[Tensor, "T K"] | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Float[Tensor, "T D"], list[DispatchPlan]]:
-        """Each token's weighted sum of its experts' outputs, and the plan of each chunk of tokens.
+    ) -> tuple[Float[Tensor, "T D"], DispatchPlan]:
+        """Each token's weighted sum of its experts' outputs, and the plan.
 
-        `meanwhile` is called once, while rows travel. `experts` is called for each chunk before its rows arrive, and
-        what it returns when they are there, while rows of other chunks travel.
-
-        Where outputs are `invariant`, products have rows in blocks (`in_blocks`), and between ranks each assignment
-        travels as a token of its own: outputs are added up where the token is, in the order of its choices.
+        `meanwhile` is called while rows travel, then `experts`, and what it returns when the rows have arrived.
         """
-        if not self.invariant or self.placement.ranks == 1:
-            return self._mix(x_TD, expert_ids_TK, weights_TK, experts, kept_TK, meanwhile)
-        order = in_order_of_tokens(expert_ids_TK)
-        rows_ND, plans = self._mix(
-            Copy.apply(x_TD, order),
-            expert_ids_TK.reshape(-1, 1),
-            weights_TK.new_ones(expert_ids_TK.numel(), 1),
-            experts,
-            None if kept_TK is None else kept_TK.reshape(-1, 1),
-            meanwhile,
-        )
-        return WeightedSum.apply(rows_ND, weights_TK, order), plans
-
-    def _mix(
-        self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: Callable[[], ComputeRows],
-        kept_TK: Tensor | None,
-        meanwhile: Callable[[], None] | None,
-    ) -> tuple[Tensor, list[DispatchPlan]]:
-        chunks = self.chunks
-        plans = self._decided(x_TD, expert_ids_TK, kept_TK, chunks)
-        if chunks > 1:
-            sizes = chunk_sizes(len(x_TD), chunks)
-            xs, weights = x_TD.split(sizes), weights_TK.split(sizes)
-        else:
-            xs, weights = (x_TD,), (weights_TK,)
-        overlaps = chunks > 1 or meanwhile is not None
-        departed = [self.depart(*each, overlaps=overlaps) for each in zip(xs, weights, plans, strict=True)]
+        plan = self._decided(x_TD, expert_ids_TK, kept_TK)
+        departed = self.depart(x_TD, weights_TK, plan, overlaps=meanwhile is not None)
         if meanwhile is not None:
             meanwhile()
-        returned = []
-        for travelling, plan in zip(departed, plans, strict=True):
-            compute = partial(in_blocks, experts()) if self.invariant else experts()
-            rows, arrived = self.arrive(travelling, plan)
-            rows = compute(rows, arrived.rows_per_slot)
-            returned.append((self.return_rows(rows, arrived, overlaps=chunks > 1), arrived))
-        ys = [self.sum_returned(*each) for each in returned]
-        return torch.cat(ys) if chunks > 1 else ys[0], plans
+        compute = experts()
+        rows, arrived = self.arrive(departed, plan)
+        return self.combine(compute(rows, arrived.rows_per_slot), arrived), plan
 
-    def _decided(self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None, chunks: int) -> list[DispatchPlan]:
+    def _decided(self, x_TD: Tensor, expert_ids_TK: Tensor, kept_TK: Tensor | None) -> DispatchPlan:
         if self.announce is not None:
             self.announce(x_TD, expert_ids_TK)
-        return decide(lambda: self.plans(expert_ids_TK, kept_TK, chunks))
+        return decide(lambda: self.plan(expert_ids_TK, kept_TK))
 
-    def plans(
-        self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, chunks: int
-    ) -> list[DispatchPlan]:
-        """The plan of each chunk of tokens."""
+    def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
+        """Where rows go. A collective of the EP group."""
         raise NotImplementedError
 
     # --- the four parts: rows depart for their slots and arrive there, return, and are added up for their tokens -----
@@ -243,13 +197,13 @@ class TokenDispatcher:
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.assignments)
         return Copy.apply(x_RD, order), Arrived(plan, tuple(legs), weights_RK, order)
 
-    def return_rows(self, rows: Float[Tensor, "N D"], arrived: Arrived, *, overlaps: bool = False) -> Travelling:
+    def return_rows(self, rows: Float[Tensor, "N D"], arrived: Arrived) -> Travelling:
         rows = WeightedSum.apply(rows, arrived.weights_RK, arrived.order)
         if not arrived.legs:
             return Travelling((rows,), None)
         for leg in arrived.legs[:0:-1]:
             rows = Sum.apply(*AllToAll.apply(leg.sizes.back(), None, rows), leg.visits)
-        return depart((rows,), arrived.legs[0].sizes.back(), overlaps=overlaps)
+        return depart((rows,), arrived.legs[0].sizes.back(), overlaps=False)
 
     def sum_returned(self, rows: Travelling, arrived: Arrived) -> Float[Tensor, "T D"]:
         (rows_RD,) = arrive(rows)
@@ -259,8 +213,7 @@ class TokenDispatcher:
 class LocalDispatcher(TokenDispatcher):
     """For an EP group of one rank."""
 
-    def __init__(self, placement: ExpertPlacement, *, invariant: bool = False):
-        self.invariant = invariant
+    def __init__(self, placement: ExpertPlacement):
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -270,12 +223,7 @@ class LocalDispatcher(TokenDispatcher):
         identity = placement.slots[0] == tuple(range(self.slots))
         self.slot_of_expert = None if identity else torch.tensor(placement.slot_of_expert)
 
-    def plans(
-        self,
-        expert_ids_TK: Int[Tensor, "T K"],
-        kept_TK: Bool[Tensor, "T K"] | None,
-        chunks: int = 1,  # noqa: ARG002
-    ) -> list[DispatchPlan]:
+    def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
         slots_TK = expert_ids_TK
         if self.slot_of_expert is not None:
             self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device, non_blocking=True)
@@ -283,9 +231,9 @@ class LocalDispatcher(TokenDispatcher):
         by_slot = _count_kept(slots_TK, kept_TK, self.slots)
         load_E = by_slot if self.slot_of_expert is None else by_slot[self.slot_of_expert]
         if kept_TK is None:
-            return [DispatchPlan(slots_TK, load_E, slots_TK.numel())]
+            return DispatchPlan(slots_TK, load_E, slots_TK.numel())
         # The layer's one host sync, as in `AllToAllDispatcher`.
-        return [DispatchPlan(slots_TK.where(kept_TK, -1), load_E, int(kept_TK.sum()))]
+        return DispatchPlan(slots_TK.where(kept_TK, -1), load_E, int(kept_TK.sum()))
 
 
 class AllToAllDispatcher(TokenDispatcher):
@@ -297,7 +245,7 @@ class AllToAllDispatcher(TokenDispatcher):
     """
 
     def __init__(self, placement: ExpertPlacement, groups: ExpertGroups):
-        self.groups, self.chunks, self.invariant = groups, groups.chunks, groups.invariant
+        self.groups = groups
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -330,71 +278,53 @@ class AllToAllDispatcher(TokenDispatcher):
         turn_TK = place_TK + self.groups.ep_rank
         return self.slots_EC[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
 
-    def plans(
-        self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, chunks: int
-    ) -> list[DispatchPlan]:
-        """Exchange the sizes of all chunks with the peers. A collective of the EP group."""
+    def plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> DispatchPlan:
+        """Exchange sizes with the peers. A collective of the EP group."""
         self._to_device(expert_ids_TK.device)
         slots_TK = self.slots_of(expert_ids_TK, kept_TK)
-        if chunks == 1:
-            parts = [self._counted(slots_TK, kept_TK)]
-        else:
-            sizes = chunk_sizes(len(slots_TK), chunks)
-            kept = [None] * chunks if kept_TK is None else kept_TK.split(sizes)
-            parts = [self._counted(*each) for each in zip(slots_TK.split(sizes), kept, strict=True)]
-        # To each rank: of each chunk the rows that visit it, and the assignments that they are for.
-        counts_C = [torch.stack([part.visits_TP.sum(0), self._by_rank(part.by_slot)], dim=1) for part in parts]
-        legs_of = self._legs if self.groups.nodes is None else self._legs_by_node
-        return [
-            DispatchPlan(part.slots_TK, self._load(part.by_slot), assignments, legs, part.visits_TP)
-            for part, (legs, assignments) in zip(parts, legs_of(parts, torch.stack(counts_C, dim=2)), strict=True)
-        ]
-
-    def _counted(self, slots_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> _Counted:
         ranks = self.groups.ep_size
         by_slot = _count_kept(slots_TK, kept_TK, ranks * self.stride)
         rank_TK = slots_TK // self.stride
         if kept_TK is not None:
             slots_TK, rank_TK = slots_TK.where(kept_TK, -1), rank_TK.where(kept_TK, ranks)
-        return _Counted(slots_TK, by_slot, visited(rank_TK, ranks))
+        visits_TP = visited(rank_TK, ranks)
+        # To each rank: the rows that visit it, and the assignments that they are for.
+        to_ranks_P2 = torch.stack([visits_TP.sum(0), self._by_rank(by_slot)], dim=1)
+        if self.groups.nodes is None:
+            legs, assignments = self._legs(visits_TP, to_ranks_P2)
+        else:
+            legs, assignments = self._legs_by_node(slots_TK, visits_TP, to_ranks_P2)
+        return DispatchPlan(slots_TK, self._load(by_slot), assignments, legs, visits_TP)
 
-    def _legs(
-        self, parts: Sequence[_Counted], to_ranks_P2C: Int[Tensor, "P 2 C"]
-    ) -> Iterator[tuple[tuple[Leg, ...], int]]:
-        """Of each chunk the one leg, and the assignments to this rank. A collective of the EP group, with the layer's
-        one host sync: an all-to-all takes its sizes from the host."""
-        ranks, group = self.groups.ep_size, self.groups.ep_group
-        come_P2C = _exchange_equal(to_ranks_P2C, group)
-        numbers_CN = torch.cat([to_ranks_P2C[:, 0], come_P2C[:, 0], come_P2C[:, 1]]).t()
-        for part, of_chunk in zip(parts, numbers_CN.tolist(), strict=True):
-            sent, received, assignments = (of_chunk[first * ranks : (first + 1) * ranks] for first in range(3))
-            copies = visits(part.visits_TP, sum(sent))
-            yield (Leg(Sizes(sent, received, group), 0, self.stride, copies),), sum(assignments)
+    def _legs(self, visits_TP: Bool[Tensor, "T P"], to_ranks_P2: Int[Tensor, "P 2"]) -> tuple[tuple[Leg, ...], int]:
+        """The one leg, and the assignments to this rank. A collective of the EP group, with the layer's one host sync:
+        an all-to-all takes its sizes from the host."""
+        group = self.groups.ep_group
+        come_P2 = _exchange_equal(to_ranks_P2, group)
+        sent, received, assignments = torch.stack([to_ranks_P2[:, 0], come_P2[:, 0], come_P2[:, 1]]).tolist()
+        copies = visits(visits_TP, sum(sent))
+        return (Leg(Sizes(sent, received, group), 0, self.stride, copies),), sum(assignments)
 
     def _legs_by_node(
-        self, parts: Sequence[_Counted], to_ranks_P2C: Int[Tensor, "P 2 C"]
-    ) -> Iterator[tuple[tuple[Leg, ...], int]]:
-        """Of each chunk the legs between nodes and inside this one, and the assignments to this rank."""
+        self, slots_TK: Int[Tensor, "T K"], visits_TP: Bool[Tensor, "T P"], to_ranks_P2: Int[Tensor, "P 2"]
+    ) -> tuple[tuple[Leg, ...], int]:
+        """The legs between nodes and inside this one, and the assignments to this rank."""
         nodes = self.groups.nodes
         assert nodes is not None
-        shape = (-1, nodes.count, nodes.size)
-        to_nodes_MC = torch.stack([part.visits_TP.reshape(shape).any(2).sum(0) for part in parts], dim=1)
+        to_nodes_M = visits_TP.reshape(-1, nodes.count, nodes.size).any(2).sum(0)
         # A node learns how many of its rows go on to each of its ranks, and for how many assignments.
-        told = torch.cat([to_nodes_MC.unsqueeze(1), to_ranks_P2C.reshape(nodes.count, -1, len(parts))], dim=1)
+        told = torch.cat([to_nodes_M.unsqueeze(1), to_ranks_P2.reshape(nodes.count, -1)], dim=1)
         come = _exchange_equal(told, nodes.between)
-        inside_P2C = come[:, 1:].sum(0).view(nodes.size, 2, -1)
-        come_P2C = _exchange_equal(inside_P2C, nodes.inside)
-        between_CN = torch.cat([to_nodes_MC, come[:, 0]]).t()
-        inside_CN = torch.cat([inside_P2C[:, 0], come_P2C[:, 0], come_P2C[:, 1]]).t()
-        first_slot = self.first_slot // (nodes.size * self.stride) * nodes.size * self.stride
+        inside_P2 = come[:, 1:].sum(0).view(nodes.size, 2)
+        come_P2 = _exchange_equal(inside_P2, nodes.inside)
         # The layer's one host sync.
-        for part, of_chunk in zip(parts, torch.cat([between_CN, inside_CN], dim=1).tolist(), strict=True):
-            there, back = of_chunk[: nodes.count], of_chunk[nodes.count : 2 * nodes.count]
-            last = of_chunk[2 * nodes.count :]
-            sent, received, assignments = (last[first * nodes.size : (first + 1) * nodes.size] for first in range(3))
-            between = Leg(Sizes(there, back, nodes.between), 0, nodes.size * self.stride).visited_by(part.slots_TK)
-            inside = Leg(Sizes(sent, received, nodes.inside), first_slot, self.stride)
-            yield (between, inside), sum(assignments)
+        numbers = torch.cat([to_nodes_M, come[:, 0], inside_P2[:, 0], come_P2[:, 0], come_P2[:, 1]]).tolist()
+        there, back = numbers[: nodes.count], numbers[nodes.count : 2 * nodes.count]
+        last = numbers[2 * nodes.count :]
+        sent, received, assignments = (last[first * nodes.size : (first + 1) * nodes.size] for first in range(3))
+        between = Leg(Sizes(there, back, nodes.between), 0, nodes.size * self.stride).visited_by(slots_TK)
+        first_slot = self.first_slot // (nodes.size * self.stride) * nodes.size * self.stride
+        return (between, Leg(Sizes(sent, received, nodes.inside), first_slot, self.stride)), sum(assignments)
 
     def _by_rank(self, by_slot: Int[Tensor, " S"]) -> Int[Tensor, " P"]:
         return by_slot.view(self.groups.ep_size, -1).sum(1)
@@ -411,46 +341,9 @@ class AllToAllDispatcher(TokenDispatcher):
         return torch.zeros_like(self.replicas_E).index_add_(0, self.expert_of_slot, rows_per_slot)
 
 
-class _Counted(NamedTuple):
-    """Of a chunk of tokens the slots of assignments, -1 where they are dropped; how many each slot of the EP group
-    gets; and which ranks each token visits."""
-
-    slots_TK: Int[Tensor, "T K"]
-    by_slot: Int[Tensor, " S"]
-    visits_TP: Bool[Tensor, "T P"]
-
-
 def rows_of_ids(values_E: Tensor, ids_TK: Int[Tensor, "T K"]) -> Tensor:
     """(T, K): `values_E[ids_TK]`, but for negative ids, which are refused and do not count from the end."""
     return values_E.index_select(0, ids_TK.flatten()).view(ids_TK.shape)
-
-
-def chunk_sizes(tokens: int, chunks: int) -> list[int]:
-    """How many tokens are in each chunk: equally many, but for the last ones."""
-    size = -(-tokens // chunks)
-    return [max(0, min(size, tokens - chunk * size)) for chunk in range(chunks)]
-
-
-BLOCK = 16
-"""Rows to a multiple of which products are filled up, so that each row has the same bits however many others there are.
-Products of torch 2.13 for CPUs in float32 have other bits for the last rows of up to three, or, on an even number of
-threads, of up to eleven; in bfloat16 none have."""
-
-
-def in_blocks(compute: ComputeRows, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
-    """`compute` of the rows, with rows of zeros after those of each slot, up to a multiple of `BLOCK`. No host sync:
-    there are as many as may be needed, and the first slot has the rest."""
-    if not len(rows_per_slot):
-        return compute(rows_ND, rows_per_slot)
-    total = len(rows_ND) + (BLOCK - 1) * len(rows_per_slot)
-    total += -total % BLOCK
-    filled_S = (rows_per_slot + BLOCK - 1) // BLOCK * BLOCK
-    filled_S[0] += total - filled_S.sum()
-    shift_S = (filled_S.cumsum(0) - filled_S) - (rows_per_slot.cumsum(0) - rows_per_slot)
-    place_N = shift_S.repeat_interleave(rows_per_slot, output_size=len(rows_ND))
-    place_N = place_N + torch.arange(len(rows_ND), device=place_N.device)
-    filled = rows_ND.new_zeros(total, rows_ND.shape[1]).index_copy(0, place_N, rows_ND)
-    return compute(filled, filled_S).index_select(0, place_N)
 
 
 def _count_kept(slots_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None, num_slots: int) -> Tensor:

@@ -67,14 +67,6 @@ def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, total: int) -> Sl
     return SlotOrder(token_N, place_N, first_T, count(slot_N, num_slots), assignment_N, kept_N)
 
 
-def in_order_of_tokens(slots_TK: Int[Tensor, "T K"]) -> SlotOrder:
-    """The order of one slot that gets all assignments: token by token, each in the order of its choices."""
-    top_k = slots_TK.shape[1]
-    number_N = torch.arange(slots_TK.numel(), device=slots_TK.device)
-    first_T, rows_per_slot = number_N[::top_k], number_N.new_full((1,), len(number_N))
-    return SlotOrder(number_N // top_k, number_N, first_T, rows_per_slot, number_N, None)
-
-
 def count(slot_N: Int[Tensor, " N"], num_slots: int) -> Int[Tensor, " S"]:
     """(S): how often each slot is in `slot_N`."""
     # Not bincount: on a GPU it asks for the largest value first, which is a host sync.

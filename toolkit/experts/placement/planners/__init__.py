@@ -1,19 +1,15 @@
 """Planners: pure functions from a load and the present placement to a better placement, by name."""
 
-from toolkit.experts.placement.planners.locality import affinity, node_aware
-from toolkit.experts.placement.planners.registry import PLANNERS, Planner, planner_named, register_planner
+from toolkit.experts.placement.planners.registry import PLANNERS, Planner, register_planner
 from toolkit.experts.placement.planners.replicas import replicate
 from toolkit.experts.placement.planners.simple import contiguous, few_swaps, lpt, round_robin, swap
 
 __all__ = [
     "PLANNERS",
     "Planner",
-    "affinity",
     "contiguous",
     "few_swaps",
     "lpt",
-    "node_aware",
-    "planner_named",
     "register_planner",
     "replicate",
     "round_robin",

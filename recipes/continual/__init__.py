@@ -1,1 +1,0 @@
-"""Continual learning: one task after another, and what is forgotten."""
