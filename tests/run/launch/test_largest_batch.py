@@ -10,6 +10,7 @@ import pytest
 import toolkit as tk
 from tests.run.launch.launched import environment
 from tests.support.forked_python import run_forked
+from tests.support.helpers import free_port
 from toolkit.run.launch import largest_batch
 
 # A trial, which logs each step, would go on for a minute after its second one.
@@ -90,7 +91,7 @@ def test_auto_batch_size_in_rank_of_launcher_raises(tmp_path: Path):
     (tmp_path / "recipe.py").write_text(
         RECIPE.replace("main(config):", "main(config):\n    tk.start_run('mine', config)")
     )
-    launched = environment(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
+    launched = environment(WORLD_SIZE="1", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     done = run_forked("recipe.py", "--auto-batch-size", "--cpu", "--tracker", "none", cwd=tmp_path, env=launched)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --auto-batch-size: only the command of a recipe takes it")
