@@ -294,7 +294,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             extra: Plain JSON values, which `load` returns. The state dict of a scheduler may be among them.
 
         Raises:
-            UserError: Where `extra` is no JSON, or the folder cannot be written.
+            UserError: If `extra` is no JSON.
+            OSError: If the folder cannot be written.
         """
         self._require_prepared("save")
         for name, value in extra.items():
@@ -319,8 +320,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             The `extra` that was saved.
 
         Raises:
-            UserError: Before anything is changed, where the checkpoint is missing, damaged, does not fit, or was saved
-                by another.
+            UserError: Before anything is changed, if the checkpoint is missing, damaged or does not fit.
         """
         self._require_prepared("load")
         state = checkpoint_files.load(folder, self._model, self._optimizers)
