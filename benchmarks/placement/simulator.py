@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.layer.router import TopKRouter
@@ -221,8 +221,8 @@ def exchanges(config: Config, name: str, dispatcher: TokenDispatcher) -> dict[st
     def work(x: Tensor, ids_TK: Tensor) -> None:
         router.ids_TK = ids_TK
         routing = router(x)
-        rows, arrived = dispatcher.dispatch(x, routing.expert_ids_TK, routing.weights_TK)
-        dispatcher.combine(rows, arrived).square().mean().backward()
+        rows, dispatched = dispatcher.dispatch(x, routing.expert_ids_TK, routing.weights_TK)
+        dispatcher.combine(rows, dispatched).square().mean().backward()
         router.zero_grad()
 
     found: dict[str, Work] = {}

@@ -12,11 +12,14 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from toolkit.data.cache import BUILD_TIMEOUT_S, cache_dir
+from toolkit.data.cache import cache_dir
 from toolkit.errors import UserError
 from toolkit.run.folder import is_finished
 from toolkit.run.launch.world import without_launcher
 from toolkit.version import __version__
+
+BUILD_TIMEOUT_S = 600
+"""Seconds that a process waits for another process that trains the same model."""
 
 
 def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "") -> Path:

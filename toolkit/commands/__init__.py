@@ -28,7 +28,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "lab": Command("toolkit.lab.command", "replay recorded routing traces against every planner"),
-    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, export or import a checkpoint"),
+    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify or export a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "plan": Command("toolkit.commands.plan", "say what fine-tuning a mixture takes in the memory of each GPU"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),

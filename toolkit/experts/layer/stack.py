@@ -18,13 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import (
-    SLOT_TYPE,
-    AllToAllDispatcher,
-    DispatchPlan,
-    LocalDispatcher,
-    TokenDispatcher,
-)
+from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.ownership import RowsInFiles, device_of, mark_owned
@@ -32,13 +26,6 @@ from toolkit.experts.parallel.sync import divide_in_backward, stop_dividing
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.routing.model_inputs import counted_tokens
 from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
-
-
-def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
-    """The dispatcher for experts on the EP group of `groups`."""
-    if groups.ep_size == 1:
-        return LocalDispatcher(placement)
-    return AllToAllDispatcher(placement, groups)
 
 
 class ExpertStack:
@@ -195,7 +182,7 @@ class ExpertStack:
 
     def record(
         self,
-        plan: DispatchPlan,
+        plan: Plan,
         choices: Choices,
         inputs: Float[Tensor, "*batch D"],
         weights_TK: Float[Tensor, "T K"],

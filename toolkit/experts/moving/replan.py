@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Strict, model_validator
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,39 +42,6 @@ class Migration:
     predicted_imbalance: float
     """Busiest rank over the mean, for the last window's load under this placement."""
     report: MigrationReport
-
-
-class _Window(BaseModel, strict=True):
-    load: list[list[int]]
-
-
-class _Placement(BaseModel, strict=True):
-    slots: list[list[int]]
-    num_experts: int
-
-    @model_validator(mode="after")
-    def _can_be_made(self) -> _Placement:
-        ExpertPlacement.from_dict(self.model_dump())
-        return self
-
-
-class _Guard(BaseModel, strict=True):
-    windows: list[list[float]]
-    replaced: list[Annotated[tuple[_Placement, list[float]], Strict(False)]]
-
-
-class ReplannerState(BaseModel, strict=True):
-    """The types of what `Replanner.state_dict` gives."""
-
-    slots_per_rank: dict[str, list[int]]
-    window: dict[str, _Window]
-    guards: dict[str, _Guard]
-
-    @model_validator(mode="after")
-    def _has_slots_of_all(self) -> ReplannerState:
-        if self.window.keys() - self.slots_per_rank.keys():
-            raise ValueError("slots_per_rank lacks a layer")
-        return self
 
 
 class Replanner:
@@ -213,16 +179,6 @@ class Replanner:
             "window": {name: cursor.state_dict() for name, cursor in self._cursors.items()},
             "guards": {name: guard.state_dict() for name, guard in self.guards.items()},
         }
-
-    def oddity(self, state: Mapping[str, Any]) -> str | None:
-        """Why `state`, of the types of `ReplannerState`, cannot be that of these layers, as half a sentence."""
-        for name, stack in self.stacks.items():
-            window, guard = state["window"].get(name, {}), state["guards"].get(name, {})
-            rows = [*window.get("load", ()), *guard.get("windows", ())]
-            formers = [former["num_experts"] for former, _ in guard.get("replaced", ())]
-            if {stack.num_experts} != {stack.num_experts, *map(len, rows), *formers}:
-                return f"its loads of {name!r} are of other experts than {stack.num_experts}"
-        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken. On other ranks or slots the guards start without a history."""

@@ -1,7 +1,7 @@
-"""The ways in which libraries spread the experts of a mixture over processes, each with the same few methods.
+"""Ways to shard the experts of an MoE model, one class for each library path, with the same methods.
 
-A path is made from a folder with saved weights, as its library documents it, and takes one step at a time. What a
-library has no function for, a path does as the library's own `Trainer` or examples do, and says so.
+A path is made from a folder with saved weights, as its library documents, and takes one step at a time. Where a library
+has no function, a path does what the library's own `Trainer` or examples do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from unittest import mock
 
 import torch
@@ -55,10 +55,26 @@ def save_model(folder: Path) -> None:
     """Saves a small Qwen3-MoE with random weights, none of them zero, whose experts differ in load."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 24, "vocab_size": VOCAB}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": LAYERS}
-    mixture = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True, "use_cache": False}
-    config = Qwen3MoeConfig(**sizes, **heads, **mixture, tie_word_embeddings=False)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 24,
+        "vocab_size": VOCAB,
+    }
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": LAYERS,
+    }
+    mixture = {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "use_cache": False,
+    }
+    settings: dict[str, Any] = {**sizes, **heads, **mixture, "tie_word_embeddings": False}
+    config = Qwen3MoeConfig(**settings)
     with all_in_float64():
         model = Qwen3MoeForCausalLM(config)
         draws = torch.Generator().manual_seed(5)
@@ -174,7 +190,7 @@ class Alone:
 
     def load_state(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.inner, self.optimizer)
-        state = {"model": model, "optimizer": optimizer}
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(self.inner, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
@@ -473,7 +489,7 @@ class DeepSpeedMended(DeepSpeed):
 class Ours(AccelerateDDP):
     name = "toolkit, DDP"
     note = "`ExpertParallel(accelerator)`"
-    dense = "ddp"
+    dense: Literal["ddp", "fsdp2"] = "ddp"
 
     def spread(self) -> tuple[Any, Any]:
         from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Experts in four bits train adapters as the same numbers on one process do, and are moved and saved as bytes."""
+"""4-bit experts: adapters train as on one process with the same numbers, and rows migrate and are saved as bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.integrations.transformers.families import EXPERTS, tokens
-from tests.integrations.transformers.test_experts_in_files import MOVED, PLACED, saved
+from tests.integrations.transformers.test_lazy_loading import MOVED, PLACED, saved
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -19,7 +19,7 @@ from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.shard import require_experts, shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
-from toolkit.integrations.transformers.four_bits import BLOCK, SCALES, unpacked
+from toolkit.integrations.transformers.quantization import BLOCK, SCALES, unpacked
 
 TABLES = ("gate_up_proj", "down_proj")
 
@@ -105,7 +105,7 @@ def on_one(folder: Path) -> list[float]:
     return train(model, model, optimizer, nn.utils.clip_grad_norm_, 0, 4, lambda _: None)
 
 
-def test_adapters_of_experts_in_four_bits_train_as_on_one_process_and_moves_keep_every_byte(tmp_path: Path):
+def test_quantized_experts_on_two_ranks_train_as_one_process_and_keep_every_byte(tmp_path: Path):
     folder = saved(tmp_path / "model")
     (expected,) = run_distributed(on_one, 1, folder)
     still, moved = (run_distributed(on_two, 2, folder, moves, tmp_path / str(moves)) for moves in (False, True))
@@ -122,7 +122,7 @@ def test_adapters_of_experts_in_four_bits_train_as_on_one_process_and_moves_keep
             assert all(torch.equal(row, everywhere[key]) for key, row in found.items())
 
 
-def test_four_bits_are_those_of_the_library_and_take_less_than_a_third(tmp_path: Path):
+def test_unpacked_experts_equal_bitsandbytes_and_take_less_than_a_third(tmp_path: Path):
     folder = saved(tmp_path)
     whole, model = causal_lm(folder, dtype=torch.bfloat16), packed(folder, dtype=torch.bfloat16).requires_grad_(False)
     shard_experts(model, ExpertGroups())
@@ -136,10 +136,6 @@ def test_four_bits_are_those_of_the_library_and_take_less_than_a_third(tmp_path:
     assert after <= 0.3 * before
 
 
-def test_four_bits_are_refused_where_they_would_be_trained_or_another_kernel_computes(tmp_path: Path):
-    folder = saved(tmp_path)
-    model = packed(folder)
-    with pytest.raises(UserError, match=r"'gate_up_proj' of experts is to be trained: add adapters"):
-        shard_experts(model, ExpertGroups())
-    with pytest.raises(UserError, match=r"quantize='4bit': it needs experts_implementation=use_toolkit_kernel"):
-        packed(folder, experts_implementation="grouped_mm")
+def test_quantize_for_another_experts_implementation_raises(tmp_path: Path):
+    with pytest.raises(UserError, match=r"quantize and offload need use_toolkit_kernel"):
+        packed(saved(tmp_path), experts_implementation="grouped_mm")

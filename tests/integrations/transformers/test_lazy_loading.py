@@ -1,18 +1,15 @@
-"""A model whose ranks read their own experts trains, moves and is saved as one that was read whole."""
+"""A lazily loaded model trains, migrates and is saved as one that was read whole."""
 
 from __future__ import annotations
 
 import copy
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 
 from tests.integrations.transformers.families import EXPERTS, awaken, config, tokens
@@ -71,7 +68,7 @@ def losses(folder: Path, result: Path, *, adapters: bool, options: dict[str, Any
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_ranks_that_read_their_own_experts_train_and_save_as_with_a_model_read_whole(tmp_path: Path, adapters: bool):
+def test_experts_in_files_on_two_ranks_train_and_save_as_a_whole_model(tmp_path: Path, adapters: bool):
     folder = saved(tmp_path / "model", max_shard_size="30KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     ways: dict[str, Any] = {"whole": None, "in files": {}}
@@ -97,7 +94,7 @@ def _mapped_bytes(folder: Path) -> int:
     return sum(int(end, 16) - int(start, 16) for start, end in spans)
 
 
-def test_frozen_experts_are_kept_in_files_that_have_no_names(tmp_path: Path):
+def test_experts_in_files_offloaded_to_a_folder_are_mapped_from_unnamed_files(tmp_path: Path):
     folder, where = saved(tmp_path / "model"), tmp_path / "offloaded"
     where.mkdir()
     model = unread(folder, offload=where).requires_grad_(False)
@@ -114,25 +111,11 @@ def test_frozen_experts_are_kept_in_files_that_have_no_names(tmp_path: Path):
         assert stay == {name for name in whole if name.endswith("gate_up_proj")}
 
 
-def test_folders_that_cannot_hold_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = saved(tmp_path / "model")
-    with pytest.raises(UserError, match=r"offload=.*nowhere cannot be written \(.*\): give another"):
-        unread(folder, offload=tmp_path / "nowhere")
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    model = unread(folder, offload=tmp_path).requires_grad_(False)
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"has no room for experts \(No space left on device\)"):
-        shard_experts(model, ExpertGroups())
-
-
 def resident(model: nn.Module) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
 
-def test_experts_in_files_take_no_memory_and_follow_casts_until_they_are_read(tmp_path: Path):
+def test_experts_in_files_before_sharding_take_no_memory_and_follow_casts(tmp_path: Path):
     folder = saved(tmp_path)
     whole, model = causal_lm(folder), unread(folder)
     experts = sum(p.nbytes for module in require_experts(whole).values() for p in module.parameters())
@@ -146,7 +129,7 @@ def test_experts_in_files_take_no_memory_and_follow_casts_until_they_are_read(tm
         assert all(torch.equal(value, expected[name]) for name, value in each.state_dict().items())
 
 
-def test_experts_that_are_in_files_can_be_neither_called_nor_saved(tmp_path: Path):
+def test_experts_in_files_before_sharding_cannot_be_called_or_saved(tmp_path: Path):
     model = unread(saved(tmp_path / "model"))
     with pytest.raises(UserError, match=r"still in their files"):
         model(tokens(0, 2))
@@ -174,7 +157,7 @@ def _places(folder: Path) -> None:
     assert set(wrapped.parameters_to_ignore) == found.keys() - rest.keys()
 
 
-def test_a_cpu_copies_no_parameter_and_broadcasts_none_that_all_ranks_read(tmp_path: Path):
+def test_prepare_on_cpu_copies_no_parameter_and_broadcasts_no_frozen_expert(tmp_path: Path):
     run_distributed(_places, 2, saved(tmp_path))
 
 
@@ -202,32 +185,27 @@ def _count_more_experts(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings | more))
 
 
-def _lose_a_file(folder: Path) -> None:
-    saved(folder, max_shard_size="30KB")
-    (folder / "model.safetensors").unlink()
-    next(folder.glob("model-00002-*")).unlink()
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_lose_a_file, r"model file .*model-00002.* cannot be read \(.*\): download or copy it again\."),
-        (_truncate, r"model file .*model\.safetensors cannot be read \(.*\): download or copy it again\."),
-        (_forget_an_expert, r"model files have 7 rows or tensors like 'model\.layers\.1\..*up_proj.*' for 8 experts"),
-        (_count_more_experts, r"model files have 8 rows or tensors like .* for 16 experts"),
+        (_truncate, r"file .*model\.safetensors cannot be read as safetensors \(.*\)\. Download or copy it again"),
+        (_forget_an_expert, r"files have 7 rows or tensors like 'model\.layers\.1\..*up_proj.*' for 8 experts"),
+        (_count_more_experts, r"files have 8 rows or tensors like .* for 16 experts"),
     ],
 )
-def test_damaged_files_are_refused_before_anything_is_read(tmp_path: Path, damage: Any, message: str):
+def test_experts_in_files_with_damaged_files_raises_before_reading(tmp_path: Path, damage: Any, message: str):
     folder = saved(tmp_path)
     damage(folder)
     with pytest.raises(UserError, match=message):
         unread(folder)
 
 
-def test_a_layer_that_no_file_has_is_named_when_it_is_read(tmp_path: Path):
+def test_shard_experts_of_a_layer_without_tensors_raises(tmp_path: Path):
     _forget(saved(tmp_path), "model.layers.1.mlp.experts")
     model = unread(tmp_path)
-    with pytest.raises(UserError, match=r"files lack 'model\.layers\.1\.mlp\.experts\..*': download or copy the model"):
+    with pytest.raises(
+        UserError, match=r"'model\.layers\.1\.mlp\.experts\..*' cannot be read from files \(the files lack it\)"
+    ):
         shard_experts(model, ExpertGroups())
 
 
@@ -242,7 +220,7 @@ def read_by_ranks_with_files_of_their_own(folder: Path) -> str:
     return str(error.value)
 
 
-def test_what_one_rank_cannot_read_is_said_on_all(tmp_path: Path):
+def test_shard_experts_with_an_unreadable_file_on_one_rank_raises_on_all(tmp_path: Path):
     for rank in range(2):
         saved(tmp_path / str(rank))
     first, second = run_distributed(read_by_ranks_with_files_of_their_own, 2, tmp_path)
@@ -250,24 +228,9 @@ def test_what_one_rank_cannot_read_is_said_on_all(tmp_path: Path):
     assert str(tmp_path / "1" / "model.safetensors") in first
 
 
-def test_models_without_experts_and_quantised_files_are_refused(tmp_path: Path):
-    from transformers import LlamaConfig
+def test_experts_in_files_with_a_quantiser_raises(tmp_path: Path):
+    from transformers import BitsAndBytesConfig
 
-    small = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-    causal_lm(LlamaConfig(**small, num_attention_heads=2)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"has no experts that can be sharded"):
-        unread(tmp_path)
-    mixture = causal_lm(config("mixtral"))
-    with experts_in_files(), pytest.raises(UserError, match=r"reads safetensors files"):
-        type(mixture).from_pretrained(None, config=mixture.config, state_dict=mixture.state_dict())
-
-
-def test_files_keep_the_names_that_they_had(tmp_path: Path):
-    model = unread(saved(tmp_path / "model"))
-    shard_experts(model, ExpertGroups())
-    model.save_pretrained(tmp_path / "again")
-    with (
-        safe_open(tmp_path / "model/model.safetensors", "pt") as one,
-        safe_open(tmp_path / "again/model.safetensors", "pt") as other,
-    ):
-        assert set(one.keys()) == set(other.keys())
+    folder = saved(tmp_path)
+    with experts_in_files(), pytest.raises(UserError, match="files are quantised"):
+        causal_lm(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))

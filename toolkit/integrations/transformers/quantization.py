@@ -1,11 +1,11 @@
-"""Frozen matrices of experts in four bits (NF4 of bitsandbytes), a packed row per expert.
+"""4-bit experts: frozen expert matrices in NF4 of bitsandbytes, one packed row per expert.
 
     with experts_in_files(quantize="4bit"):
         model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=use_toolkit_kernel())
     model = get_peft_model(model, LoraConfig(target_parameters=[...]))
 
-Quantising and its inverse are the library's. Blocks of 64 numbers lie within a row, so a row's bytes are the same
-wherever it is and whatever is beside it: it is moved, replicated and saved as bytes, with its block's scales.
+bitsandbytes quantises and dequantises. Blocks of 64 numbers lie within a row, so the bytes of a row do not depend on
+its rank or slot: rows migrate, are replicated and saved as bytes, with the scales of their blocks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
-from toolkit.errors import UserError
 from toolkit.integrations.transformers.cpu_offload import rows_on
 
 BLOCK = 64
 """Numbers that share a scale."""
 SCALES = "_scales"
-"""After the name of a parameter: its scales."""
+"""Suffix of the name of a parameter's scales."""
 
 
 class Packed(NamedTuple):
@@ -34,22 +33,10 @@ class Packed(NamedTuple):
     dtype: torch.dtype
 
 
-def require_library() -> None:
-    """Raise UserError where bitsandbytes is missing."""
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        raise UserError(
-            'quantize="4bit" needs bitsandbytes, which is missing: pip install "moe-toolkit[four-bits]", or leave it '
-            "out."
-        ) from None
-
-
 def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the `rows` of `module` with matrices packed, and their scales by further names.
+    """Return the `rows` of `module` with matrices packed, and their scales under further names.
 
-    `module` gets parameters for the scales, and notes in `packed` what was packed. Raises UserError for a matrix that
-    is to be trained.
+    `module` gets parameters for the scales, and `packed`, which says what was packed.
     """
     from bitsandbytes.functional import quantize_4bit
 
@@ -57,12 +44,6 @@ def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, value in rows.items():
         if not _can_be_packed(value):
             continue
-        parameter = module.get_parameter(name)
-        if parameter.requires_grad:
-            raise UserError(
-                f'quantize="4bit": parameter {name!r} of experts is to be trained: add adapters before experts are '
-                "spread, which freeze it."
-            )
         bits, state = quantize_4bit(value.reshape(-1, BLOCK), blocksize=BLOCK, quant_type="nf4")
         packed[name] = Packed(value.shape[1:], value.dtype)
         result[name] = bits.view(len(value), -1)
@@ -74,7 +55,7 @@ def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def give_packed_shapes(module: nn.Module) -> None:
-    """Give `module`, whose parameters are on torch's device `meta`, the parameters that `pack_rows` would."""
+    """Give `module`, whose parameters are on the meta device, the parameters that `pack_rows` would."""
     packed = {}
     for name, value in list(module.named_parameters(recurse=False)):
         if _can_be_packed(value):
@@ -100,7 +81,7 @@ def unpacked(module: Any, name: str, device: torch.device) -> Float[Tensor, "S A
     scales: Int[Tensor, "S M"] = rows_on(module, name + SCALES, device)
     state = QuantState(
         absmax=scales.view(torch.float32).flatten(),
-        # As blocks: on a CPU bitsandbytes 0.50 gives other numbers where a matrix has, say, 16 columns.
+        # As blocks: on a CPU bitsandbytes 0.50 gives other numbers for a matrix with, say, 16 columns.
         shape=torch.Size((2 * bits.numel() // BLOCK, BLOCK)),
         code=_values(device),
         blocksize=BLOCK,
@@ -112,7 +93,7 @@ def unpacked(module: Any, name: str, device: torch.device) -> Float[Tensor, "S A
 
 @cache
 def _values(device: torch.device) -> Float[Tensor, " 16"]:
-    """Return what the sixteen codes stand for, once for each device, because the host waits until they are there."""
+    """Return the values of the sixteen codes. Cached by device, because copying them is a host sync."""
     from bitsandbytes.functional import get_4bit_type
 
     return get_4bit_type("nf4", device=device, blocksize=BLOCK)
