@@ -272,7 +272,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             extra: Plain JSON values, which `load` returns, such as the state dict of a scheduler.
 
         Raises:
-            UserError: The folder cannot be written.
+            OSError: The folder cannot be written.
         """
         save(self._require_training("save"), folder, extra)
 
