@@ -19,13 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
+from toolkit.experts.layer.model_inputs import counted_tokens
+from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.ownership import RowsInFiles, device_of, mark_owned
 from toolkit.experts.parallel.sync import divide_in_backward, stop_dividing
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
-from toolkit.experts.routing.model_inputs import counted_tokens
-from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 
 
 class ExpertStack:

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
+from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -40,7 +41,6 @@ from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
-from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.sharding.experts_modules import num_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
@@ -434,7 +434,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 def describe_balance(model: nn.Module) -> str:
     """Return one line: the balance penalty is that of a `RouterPenalty`, the model's own, or none.
 
-    From now on its forwards tell padding from tokens (`toolkit.experts.routing.model_inputs`). Raises UserError for a
+    From now on its forwards tell padding from tokens (`toolkit.experts.layer.model_inputs`). Raises UserError for a
     model that has both.
     """
     watch_inputs(model)

@@ -19,7 +19,7 @@ By `transformers/expert_trainer.py`: `prepare` of a Trainer's `Accelerator`, whi
 
 What makes a model one whose experts are on several ranks is not undone, because their rows are there: the `forward` of
 its experts modules (`spread.py`, `adapted_experts.py`, `peft/adapter_rows.py`), hooks of its modules (`route_hooks.py`,
-`toolkit.experts.routing.model_inputs`), and what DDP and FSDP2 have made of the rest (`toolkit.experts.parallel`). One
+`toolkit.experts.layer.model_inputs`), and what DDP and FSDP2 have made of the rest (`toolkit.experts.parallel`). One
 hook for all optimizers of a process stays, too: it refuses steps of experts that nobody averages
 (`prepared_optimizer.py`).
 """
