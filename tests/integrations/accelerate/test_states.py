@@ -143,7 +143,7 @@ def evaluated_without_an_optimizer(folder: Path) -> tuple[bool, str]:
     expected = model(x)
     only = Model().double()
     evaluation = ExpertParallel(accelerator)
-    (wrapped,) = evaluation.prepare(only)
+    wrapped = evaluation.prepare(only)
     evaluation.load(folder)
     with evaluation.join():
         same = torch.equal(wrapped(x), expected)
@@ -156,7 +156,7 @@ def evaluated_without_an_optimizer(folder: Path) -> tuple[bool, str]:
 def test_a_model_is_evaluated_without_an_optimizer(tmp_path: Path):
     for same, said in run_distributed(evaluated_without_an_optimizer, 2, tmp_path / "saved"):
         assert same
-        assert "has experts that ExpertParallel prepared with another optimizer, with none" in said
+        assert "has experts that were prepared with another optimizer, with none" in said
 
 
 def test_prepare_says_which_layers_were_spread(capfd: pytest.CaptureFixture[str]):

@@ -1,7 +1,4 @@
-"""Experts are trained by the optimizer that they were prepared with, with the state of their own rows.
-
-Another optimizer that steps them, and the state of another rank's experts, are refused.
-"""
+"""The optimizer of sharded experts: it has the states of this rank's rows, and no other optimizer may step them."""
 
 from __future__ import annotations
 
@@ -17,33 +14,39 @@ from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.parallel.optimizer_rows import fit_states, has_stepped
+from toolkit.experts.parallel.optimizer_rows import fit_states
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 
 
 def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
-    """Cut the states of `optimizer` as the experts of `stacks`. Raises UserError for one that has stepped, and for one
-    of other parameters than the model's, which would train nothing."""
-    if has_stepped(optimizer):
-        raise UserError("optimizer has stepped before prepare: prepare first, so that its rows follow the experts.")
+    """Cut the states that `optimizer` was made with to the rows of `stacks`.
+
+    Raises:
+        UserError: The optimizer lacks a trainable parameter of the experts.
+    """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, stack in stacks.items():
         for key, parameter in stack.parameters.items():
             if parameter.requires_grad and id(parameter) not in trained:
                 raise UserError(
-                    f"optimizer does not hold parameter {key!r} of the experts at {name!r}: "
-                    "make it from model.parameters()."
+                    f"optimizer: parameter {key!r} of the experts at {name!r} is missing. "
+                    "Make the optimizer from model.parameters()."
                 )
             fit_states(optimizer, parameter, stack.num_experts)
 
 
 def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> Callable[[], None]:
-    """Have a step of any other optimizer that has one of `parameters` raise UserError; returns what ends that. None:
-    of any optimizer, if ranks have different ones.
+    """Have steps of any other optimizer with one of `parameters` raise UserError.
 
-    Trainers make optimizers of their own. A step of such a one would neither copy weights to replicas nor move
-    experts, and what it steps with was clipped by the norm of one rank's experts. Afterwards a step of any optimizer
-    that has owned ones of them raises UserError: nothing averages their gradients then.
+    Trainers make optimizers of their own. Their steps would not refresh replicas or rebalance, and would follow
+    clipping by the norm of one rank's experts.
+
+    Args:
+        optimizer: None forbids steps of all optimizers with parameters that other ranks do not have.
+        parameters: The experts' parameters.
+
+    Returns:
+        A function that ends it. Steps with expert-parallel parameters raise from then on: nothing averages gradients.
     """
     _watch_steps()
     listed = list(parameters)
@@ -54,7 +57,7 @@ def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> C
             assert ownership is not None
             ownership.optimizer = of_owned if is_owned(parameter) else of_others
 
-    end = functools.partial(allow, _nobodys, None)
+    end = functools.partial(allow, _no_optimizer, None)
     if optimizer is None:
         end()
     else:
@@ -63,8 +66,8 @@ def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> C
     return end
 
 
-def _nobodys() -> None:
-    """Stands for an optimizer that is none: of an owned parameter whose gradients nobody averages any more."""
+def _no_optimizer() -> None:
+    """Returned for a parameter that no optimizer may step."""
 
 
 @functools.cache
@@ -78,39 +81,41 @@ def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
             ownership = ownership_of(parameter)
             if ownership is not None and ownership.optimizer is not None and ownership.optimizer() is not optimizer:
                 raise UserError(
-                    f"optimizer {type(optimizer).__name__} has experts that ExpertParallel prepared with another "
-                    "optimizer, with none, or until it was closed: step that one, before close; for a Trainer, which "
-                    "makes its own, call expert_trainer with a model that was not prepared."
+                    f"optimizer: {type(optimizer).__name__} has experts that were prepared with another optimizer, "
+                    "with none, or are closed. Step the prepared optimizer, before close; for a Trainer, which makes "
+                    "its own, call expert_trainer with a model that was not prepared."
                 )
 
 
 def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> list[RemovableHandle]:
-    """Have `optimizer.load_state_dict` raise UserError for the state of other experts than this rank's.
+    """Have `optimizer.load_state_dict` raise UserError for states of other experts than this rank's.
 
-    A checkpoint of `optimizer.state_dict()` has those of the rank that wrote it, whose shapes are the same. What this
-    rank has kept itself, to undo steps, it may load until experts move. Returns the hooks.
+    A checkpoint of `optimizer.state_dict()` has the states of the rank that wrote it, in the same shapes.
+
+    Returns:
+        The hooks.
     """
 
-    def say_whose(_: Optimizer, state: dict[str, Any]) -> None:
+    def note_rows(_: Optimizer, state: dict[str, Any]) -> None:
         if (places := _places(stacks)) is not None:
             state["experts"] = places
 
     def compare(_: Optimizer, state: dict[str, Any]) -> None:
         if state["state"] and state.get("experts") != _places(stacks):
             raise UserError(
-                "this state of the optimizer is not that of the experts on this rank, because optimizer.state_dict() "
-                "has those of one rank only: use the save(folder) and load(folder) of ExpertParallel."
+                "optimizer: this state is of other experts than this rank has. "
+                "Use the save(folder) and load(folder) of ExpertParallel instead of optimizer.state_dict()."
             )
 
     return [
-        optimizer.register_state_dict_post_hook(say_whose),
+        optimizer.register_state_dict_post_hook(note_rows),
         optimizer.register_load_state_dict_pre_hook(compare),
     ]
 
 
 def _places(stacks: Mapping[str, ExpertStack]) -> dict[str, Any] | None:
-    """Return the place of this rank and the slots of all ranks by layer, in plain values; None where this rank has all
-    experts in order of their ids, as a model has them that was not prepared."""
+    """Return this rank and the slots of all ranks by layer, in plain values; None if this rank has all experts in order
+    of their ids."""
     slots = {name: [list(row) for row in stack.placement.slots] for name, stack in stacks.items()}
     if all(slots[name] == [list(range(stack.num_experts))] for name, stack in stacks.items()):
         return None
