@@ -173,18 +173,6 @@ def test_the_shares_of_ranks_add_up_to_the_loss_of_the_whole_batch():
     assert all(rank[2] == load for rank in ranks)
 
 
-def test_a_model_that_is_neither_here_nor_in_the_cache_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="model no/such-model-anywhere cannot be built"):
-        causal_lm("no/such-model-anywhere")
-
-
-def test_an_unknown_experts_implementation_is_refused_in_one_sentence():
-    with pytest.raises(UserError, match="MixtralConfig cannot be built") as refused:
-        causal_lm(config("mixtral"), experts_implementation="no_such_thing")
-    assert "\n" not in str(refused.value)
-
-
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):

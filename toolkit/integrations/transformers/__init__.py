@@ -1,5 +1,4 @@
-"""transformers as a host: its mixtures of experts, built, watched, placed and saved. Needs transformers to be called,
-not to be imported."""
+"""Integration with transformers: MoE models loaded, watched, placed and saved."""
 
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.sharding.experts_modules import experts_modules, routers
