@@ -23,11 +23,12 @@ from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.experts.parallel.optimizer_rows import has_stepped, refuse_strangers
+from toolkit.experts.parallel.optimizer_rows import refuse_strangers
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.sharding.prepared_optimizer import has_stepped
 from toolkit.experts.sharding.shard import PlacementOf
 from toolkit.experts.training import ExpertTraining
 from toolkit.integrations.accelerate.accelerator_methods import replace_training_methods
