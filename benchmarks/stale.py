@@ -29,7 +29,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "adapter_faults.py": ("toolkit/integrations/peft/",),
     "checkpoint_stall.py": ("toolkit/checkpoint/", f"{EXPERTS}state/"),
     "dynamic_experts.py": ("toolkit/dynamic/",),
-    "each_step.py": PLANS,
     "ep_crossover.py": SPREAD,
     "ep_speed.py": SPREAD,
     "exchanged_bytes.py": LAYER,

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.stack import ExpertStack, only_names_are_read
-from toolkit.experts.moving.replan import Migration, Replanner, ReplannerState
+from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
 from toolkit.experts.parallel.gradients import (
@@ -333,7 +333,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 checkpoint_files.check_types(_Saved, saved, "training")
             except ValueError as error:
                 return f"it was not saved by ExpertParallel ({error})"
-            return self.replanner.oddity(saved["replanner"]) if self.replanner and saved["replanner"] else None
+            return None
 
         state = checkpoint_files.load(folder, self._model, self._optimizers, oddity)
         self.steps = state["steps"]
@@ -462,7 +462,7 @@ class _Saved(BaseModel, strict=True):
     """The types of what `ExpertParallel.save` gives."""
 
     steps: NonNegativeInt
-    replanner: ReplannerState | None
+    replanner: dict[str, Any] | None
     extra: dict[str, Any]
 
 
