@@ -74,8 +74,8 @@ families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md 
 	$(PY) -m tests.integrations.transformers.test_mixtures
 
 .PHONY: matrix
-matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md anew: which expert parallelism of which library trains as one process does
-	$(PY) -m tests.matrix.test_matrix
+matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md: parity of expert-parallel libraries with one process
+	$(PY) -m benchmarks.matrix.compare
 
 .PHONY: notebooks
 notebooks: export PYTHONPATH := $(CURDIR)
@@ -139,7 +139,6 @@ BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_trai
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/project/results.md
 	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS) %/__init__.py,$(wildcard benchmarks/speed/*.py benchmarks/learning/*.py benchmarks/placement/*.py)); do \
 	    echo "== $$benchmark"; $(PY) $$benchmark || missed=1; done; \
-	$(PY) benchmarks/faults/inject.py && $(PY) benchmarks/faults/inject.py --restarts 50 || missed=1; \
 	$(PY) benchmarks/placement/record_traces.py runs/traces && $(PY) benchmarks/placement/placement_lab.py runs/traces && \
 	$(PY) benchmarks/placement/each_step.py runs/traces || missed=1; exit $$missed
 

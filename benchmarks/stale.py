@@ -26,7 +26,6 @@ SPREAD = (*LAYER, f"{EXPERTS}parallel/", f"{EXPERTS}sharding/")
 PLANS = (f"{EXPERTS}placement/", "toolkit/lab/")
 TRAINS = ("toolkit/train/", "toolkit/data/")
 MEASURED: dict[str, tuple[str, ...]] = {
-    "adapter_faults.py": ("toolkit/integrations/peft/",),
     "checkpoint_stall.py": ("toolkit/checkpoint/", f"{EXPERTS}state/"),
     "dynamic_experts.py": ("toolkit/dynamic/",),
     "ep_crossover.py": SPREAD,
@@ -40,7 +39,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "gpu_layer.py": LAYER,
     "gpu_training.py": (*SPREAD, "toolkit/integrations/transformers/", *TRAINS),
     "har_folds.py": ("recipes/activity/",),
-    "inject.py": ("toolkit/run/", *TRAINS),
     "large_checkpoint.py": ("toolkit/integrations/transformers/", f"{EXPERTS}sharding/"),
     "lm_bits_per_byte.py": (*LAYER, "recipes/language/"),
     "lmu_forms.py": ("recipes/speech/",),

@@ -24,7 +24,8 @@ toolkit.train
 toolkit.checkpoint
 toolkit.run
 toolkit.data
-toolkit.integrations.transformers  toolkit.integrations.peft
+toolkit.integrations.peft
+toolkit.integrations.transformers
 toolkit.integrations.accelerate
 toolkit.integrations
 toolkit.experts

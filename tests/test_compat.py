@@ -99,15 +99,6 @@ def test_a_formula_that_fails_is_named_and_ends_nothing(monkeypatch):
     assert counter.uncounted == "aten.mm"
 
 
-def test_tensors_become_one_vector_and_come_back():
-    with relying_on("torch", "torch._utils._flatten_dense_tensors"):
-        flat = compat.flattened(tensors())
-        assert flat.tolist() == [3.0, 4.0, 1.0, 2.0, 2.0, 4.0]
-    with relying_on("torch", "torch._utils._unflatten_dense_tensors"):
-        back = compat.unflattened(flat * 2, tensors())
-        assert [t.tolist() for t in back] == [(t * 2).tolist() for t in tensors()]
-
-
 def test_the_gradient_of_bag_weights_is_the_dot_product_with_each_row():
     grad_TD, table_ND = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
     indices_N, bag_N = torch.tensor([3, 0, 1, 2]), torch.tensor([0, 0, 1, 1])
@@ -439,14 +430,6 @@ def test_a_dataset_has_a_fingerprint_of_its_content():
         assert other_compat.fingerprint(same) != other_compat.fingerprint(other)
         mapped = same.map(lambda row: {"text": row["text"] + "!"})
         assert other_compat.fingerprint(mapped) != other_compat.fingerprint(same)
-
-
-def test_wandb_knows_the_setting_that_keeps_the_command_line_private():
-    wandb = pytest.importorskip("wandb")
-    with relying_on("wandb", "the setting x_disable_meta"):
-        for has_secrets in (True, False):
-            settings = wandb.Settings(**other_compat.wandb_privacy(has_secrets=has_secrets))
-            assert settings.x_disable_meta is has_secrets
 
 
 def test_wandb_workspaces_sends_what_we_print():

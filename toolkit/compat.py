@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
 def fingerprint(dataset: Any) -> str:
     """A hash of a `datasets.Dataset` and what was done to it: the same in each process that loads the same."""
     return dataset._fingerprint
-
-
-def wandb_privacy(*, has_secrets: bool) -> Mapping[str, Any]:
-    """Settings of a W&B run whose command line must not be uploaded where it `has_secrets`."""
-    return {"x_disable_meta": has_secrets}
 
 
 def is_wandb_service(process_name: str) -> bool:

@@ -1,6 +1,8 @@
 """Errors that users see, and exit codes."""
 
+import difflib
 import errno
+from collections.abc import Collection
 from operator import index
 from pathlib import Path
 from typing import Any, get_args
@@ -69,6 +71,14 @@ def require_count(name: str, value: object, least: int = 1) -> None:
     """Raise UserError with the argument and its value, unless `value` is an integer of `least` or more."""
     if not hasattr(value, "__index__") or index(value) < least:
         raise UserError(field=name, value=value, remedy=f"take an integer of {least} or more")
+
+
+def did_you_mean(word: str, names: Collection[str], otherwise: str) -> str:
+    """Return "did you mean NAME?" with the one of `names` closest to `word`, which may lack its group; else
+    `otherwise`."""
+    aliases = {name.rpartition(".")[2].lstrip("-"): name for name in names} | {name.lstrip("-"): name for name in names}
+    found = difflib.get_close_matches(word.lstrip("-").lower(), aliases, n=1)
+    return f"did you mean {aliases[found[0]]}?" if found else otherwise
 
 
 class Preempted(BaseException):

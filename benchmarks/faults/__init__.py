@@ -1,1 +1,1 @@
-"""Faults for small runs, and what becomes of the runs: see `inject.py`."""
+"""Faults of clusters (`ray_faults.py`) and of training scripts (`silent_bugs/`)."""

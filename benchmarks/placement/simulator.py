@@ -38,13 +38,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.layer.router import TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
-from toolkit.experts.parallel.gradients import clip_grad_norm_
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.cost_model import EXCHANGES, Cores
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate
@@ -221,8 +221,8 @@ def exchanges(config: Config, name: str, dispatcher: TokenDispatcher) -> dict[st
     def work(x: Tensor, ids_TK: Tensor) -> None:
         router.ids_TK = ids_TK
         routing = router(x)
-        rows, arrived = dispatcher.dispatch(x, routing.expert_ids_TK, routing.weights_TK)
-        dispatcher.combine(rows, arrived).square().mean().backward()
+        rows, dispatched = dispatcher.dispatch(x, routing.expert_ids_TK, routing.weights_TK)
+        dispatcher.combine(rows, dispatched).square().mean().backward()
         router.zero_grad()
 
     found: dict[str, Work] = {}
@@ -270,12 +270,14 @@ def optimizer_steps(config: Config) -> dict[str, Work]:
     for slots in SLOTS_TIMED:
         layers = [GroupedExperts(config.dim, config.hidden, expert_ids=range(slots)) for _ in range(LAYERS)]
         parameters = [p for layer in layers for p in layer.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+        optimizer, sync = torch.optim.AdamW(parameters, lr=1e-6), ExpertSync(parameters)
 
-        def work(parameters: list[nn.Parameter] = parameters, optimizer: Any = optimizer) -> None:
+        def work(
+            parameters: list[nn.Parameter] = parameters, optimizer: Any = optimizer, sync: ExpertSync = sync
+        ) -> None:
             for p in parameters:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            clip_grad_norm_(parameters, 1.0)
+            sync.clip(parameters, 1.0)
             optimizer.step()
 
         found[f"optimizer {slots}"] = work

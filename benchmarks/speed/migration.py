@@ -33,8 +33,8 @@ from benchmarks.report import write_report
 from tests.support.helpers import peak_bytes, run_distributed
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.moving.migrate import migrate
-from toolkit.experts.parallel.gradients import average_owned_gradients
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.placement_options import InitialPlacement
 
@@ -55,8 +55,7 @@ def trained_layer(
     optimizer = torch.optim.AdamW(layer.parameters())
     rows = list(layer.expert_stack.parameters.values())
     layer(torch.randn(64, DIM)).square().mean().backward()
-    if dist.is_initialized():
-        average_owned_gradients(rows, dist.get_world_size())
+    ExpertSync(rows).before_clip()
     optimizer.step()
     return layer, optimizer, rows
 

@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from tests.integrations.accelerate.test_routes import ROUTERS, gradients, kl, logits, make, perturb, tokens
+from tests.experts.sharding.test_router_replay import ROUTERS, gradients, kl, logits, make, perturb, tokens
 from tests.integrations.transformers.mixtures import computes_in_float64, families
 from tests.support.equality import in_float64, relative_difference
 from toolkit.errors import UserError
-from toolkit.integrations.accelerate.route_hooks import record_routes, replay_routes
+from toolkit.experts.sharding.router_replay import record_routes, replay_routes
 
 
 def measure(name: str) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from toolkit.data.hub import model_folder
 from toolkit.data.identity import identity
 from toolkit.errors import UserError, require
 from toolkit.experts.parallel.nodes import ranks_per_node
-from toolkit.integrations.accelerate.pretrained_files import save_pretrained, write_on_main
 from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
 from toolkit.integrations.peft.merged_weights import save_merged
 from toolkit.integrations.transformers.language_models import read_config
+from toolkit.integrations.transformers.pretrained_files import save_pretrained, write_on_main
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import results_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from language.small_models import TEMPERATURE
-from toolkit.integrations.accelerate.pretrained_files import save_pretrained, write_on_main
+from toolkit.integrations.transformers.pretrained_files import save_pretrained, write_on_main
 from toolkit.version import __version__
 
 if TYPE_CHECKING:

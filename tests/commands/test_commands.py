@@ -35,7 +35,6 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
     ("words", "said"),
     [
         (["chekpoint"], "unknown command 'chekpoint': did you mean checkpoint?"),
-        (["train"], "unknown command 'train': a recipe trains, such as python recipes/mnist_moe.py."),
         (["zzz"], f"unknown command 'zzz': take one of {', '.join(COMMANDS)}."),
         (["checkpoint", "verfy", "x"], "unknown 'verfy': did you mean verify?"),
         (["checkpoint", "verify", "x", "--quik"], "unexpected '--quik': see toolkit checkpoint --help."),

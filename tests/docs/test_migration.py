@@ -21,7 +21,7 @@ import pytest
 from tests.support.helpers import ROOT
 from toolkit.commands import COMMANDS
 from toolkit.run import cli
-from toolkit.run.config.flags import REMEDIES, flags_of
+from toolkit.run.config.flags import flags_of
 
 PAGES = sorted((ROOT / "docs" / "start" / "migration").glob("*.md"))
 COMMAND = re.compile(r"(?:python|toolkit run) recipes/(\w+)\.py([^`\n]*)")
@@ -70,7 +70,6 @@ def test_flags_named_as_ours_exist_in_a_recipe_that_the_page_names(page: Path):
     known = {flag for recipe in recipes for flag in flags_of_recipe(recipe)}
     presets = {preset for recipe in recipes for preset in recipe.PRESETS}
     known |= flags_of_commands(text) | {"--help"}
-    known |= {f"--{name}" for name in REMEDIES}  # theirs, which the command line answers with ours
     unknown = [flag for flag in our_flags(text, presets) if flag not in known]
     assert not unknown, f"{page.name} names {unknown}"
 

@@ -15,8 +15,6 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import ROOT, run_distributed
-from toolkit.commands import main as toolkit_command
-from toolkit.errors import EXIT_DONE
 from toolkit.run.tracking.jsonl import read_metrics
 
 SCRIPT = ROOT / "docs" / "examples" / "text_classification.py"
@@ -61,10 +59,6 @@ def test_it_learns_on_two_processes_as_on_one_and_its_weights_can_be_read_and_pu
     ids = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(read(input_ids=ids).logits, other(input_ids=ids).logits)
     assert read.config.id2label[0] == "tinyshakespeare"
-
-    assert toolkit_command(["push", str(tmp_path / "two"), "me/texts", "--dry-run"]) == EXIT_DONE
-    card = (tmp_path / "two" / "push" / "README.md").read_text()
-    assert 'BertForSequenceClassification.from_pretrained("me/texts")' in card
 
     further = train(tmp_path, "further", model=str(tmp_path / "one" / "model"), tokenizer="bytes", max_steps=10)
     assert losses(tmp_path / "further")[0] < losses(tmp_path / "one")[0], "it starts from the weights of --model"

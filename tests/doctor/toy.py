@@ -21,9 +21,8 @@ from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint as careful_checkpoint
 from toolkit.experts.moving.migrate import migrate
-from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.state import checkpoint_files
 from toolkit.integrations.accelerate.prepare import prepare
@@ -77,17 +76,17 @@ if fault == "unsynchronised":
     )
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = lambda *_: None
 wrapped, optimizer = prepared(model, optimizer)
-rows = owned(model.parameters())
+sync = ExpertSync(model.parameters())
 
 if fault == "balance":
     losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
 if fault in ("permutation", "late_permutation") and world > 1:
-    return_rows = stack.dispatcher.return_rows
+    combine = stack.dispatcher.combine
 
-    def return_other_rows(rows: torch.Tensor, *args, **options):
-        return return_rows(rows.flip(0) if step or fault == "permutation" else rows, *args, **options)
+    def combine_others(rows: torch.Tensor, dispatched):
+        return combine(rows.flip(0) if step or fault == "permutation" else rows, dispatched)
 
-    stack.dispatcher.return_rows = return_other_rows
+    stack.dispatcher.combine = combine_others
 if fault == "recompute":
     route, calls = model.moe.router.forward, [0]
 
@@ -121,13 +120,15 @@ for step in range(10):
         mine = slice(0, 7) if rank == 0 else slice(7, 12)
     loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + world * penalty()
     accelerator.backward(loss)
-    average_owned_gradients(rows, {"sum": 1, "twice": world**2}.get(fault, world))
-    clip = accelerator.clip_grad_norm_ if fault == "clip" else clip_grad_norm_
+    sync.before_clip()
+    for parameter in sync.parameters if fault in ("sum", "twice") else ():
+        parameter.grad *= world if fault == "sum" else 1 / world
+    clip = accelerator.clip_grad_norm_ if fault == "clip" else sync.clip
     clip(list(model.parameters()), 0.5)
     optimizer.step()
     optimizer.zero_grad()
     if fault != "refresh":
-        refresh_replicas(rows)
+        sync.after_step(step, optimizer)
     for parameter in waiting:
         parameter.requires_grad_(True)
     if step == 1 and world == 2:

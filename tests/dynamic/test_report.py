@@ -14,7 +14,6 @@ from tests.dynamic.dynamic_run import dynamic_config, dynamic_trainer
 from tests.support.helpers import planted, run_distributed
 from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.config.callback_options import CheckpointOptions
-from toolkit.run.folder import CODE_BEGINS
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.pictures import draw_run
 
@@ -46,7 +45,7 @@ def record(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "code.txt").write_text(CODE_BEGINS)  # else it is no folder of a run
+    (folder / ".lock").touch()  # else it is no folder of a run
     precious = planted(folder / "knowledge_graph.json")
     train(folder)
     assert precious.read_text() == "precious"

@@ -21,9 +21,8 @@ from toolkit.dynamic.similarity import reordered
 from toolkit.dynamic.surgery import DynamicExperts
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.router_options import RouterOptions
-from toolkit.experts.parallel.gradients import average_owned_gradients
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import ExpertPlacement
 
 DIM, HIDDEN, LOGICAL, ACTIVE, TOKENS = 6, 5, 8, 4, 48
@@ -37,13 +36,14 @@ def trained_layer(seed: int = 0) -> tuple[MoE, DynamicExperts, AdamW]:
     groups, router = make_expert_groups(world), RouterOptions(balance="bias")
     layer = make_dynamic_moe(DIM, HIDDEN, ACTIVE, 2, max_experts=LOGICAL, groups=groups, router=router)
     layer.router.weight.data[:ACTIVE] = torch.randn(ACTIVE, DIM)
-    rows = owned(layer.parameters())
+    sync = ExpertSync(layer.parameters())
     optimizer = AdamW(layer.parameters(), lr=0.01, fused=True)
     for _ in range(2):
-        layer(tokens(1)[rank::world]).square().sum().backward()
+        (layer(tokens(1)[rank::world]).square().sum() * world).backward()
         if world > 1:
             dist.all_reduce(layer.router.weight.grad)
-        average_owned_gradients(rows, 1)
+            layer.router.weight.grad /= world
+        sync.before_clip()
         optimizer.step()
         optimizer.zero_grad()
     return layer, DynamicExperts(layer), optimizer

@@ -44,7 +44,6 @@ def parse(recipe: str, line: str):
         ("mnist_moe", "--balance bias", "--balance-weight 0.1", "--balance loss"),
         ("mnist_moe", "bias_balanced", "--balance-scope local", "--balance loss"),
         ("mnist_moe", "full", "--drop-policy position", "--capacity-factor 2"),
-        ("mnist_moe", "top2", "--router-group-score max", "--router-groups 2"),
         ("mnist_moe", "--tracker none", "--project digits", "--tracker wandb"),
         ("mnist_moe", "--tracker tensorboard", "--run-name first", "--tracker trackio"),
     ],

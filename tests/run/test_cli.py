@@ -98,7 +98,6 @@ def refusal(presets: dict[str, Callable[[], Any]], typed: str) -> str:
         ("--optimizer.beta1 2", "--optimizer.beta1 2.0: input should be less than 1."),
         ("--resume-from 5 --resume no", "--resume-from 5: leave --resume no out."),
         ("--extend --resume no", "--extend: leave --resume no out."),
-        ("--optimizer 3", "unknown flag --optimizer: it is a group of flags: --optimizer.beta1, --optimizer.beta2, "),
     ],
 )
 def test_a_refusal_is_a_sentence_with_the_remedy(typed: str, says: str):

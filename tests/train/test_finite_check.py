@@ -19,7 +19,6 @@ from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions
-from toolkit.run.folder import CODE_BEGINS
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.evaluation import Evaluation
 
@@ -64,7 +63,7 @@ def poisoned(folder: Path, what: str, at_once: bool = True, rank: int = 0) -> tu
 
 @pytest.mark.parametrize("what", ["loss", "gradient", "weight"])
 def test_training_stops_at_the_first_tensor_that_is_not_finite(tmp_path: Path, what: str):
-    (tmp_path / "code.txt").write_text(CODE_BEGINS)  # else it is no folder of a run
+    (tmp_path / ".lock").touch()  # else it is no folder of a run
     precious = planted(tmp_path / "nonfinite.json")
     message, checkpoints = poisoned(tmp_path, what)
     assert precious.read_text() == "precious"
@@ -234,9 +233,9 @@ def test_a_weight_that_drifts_on_one_rank_ends_training_at_the_next_line_or_chec
     tmp_path: Path, world: int, name: str, settings: dict[str, Any]
 ):
     step, where = (6, "") if world == 2 else (5, " of the experts of EP rank 1")
-    expected = f"step {step}: the weights of 1 parameter(s) that several ranks have, first '{name}'{where}, differ"
+    expected = f"the weights of 1 parameter(s), first '{name}'{where}, differ between ranks in step {step}"
     for told in run_distributed(drifted, world, tmp_path, name, settings):
-        assert told.startswith(expected)
+        assert expected in told
 
 
 @pytest.mark.parametrize("kind", ["table", "loader"])

@@ -15,10 +15,9 @@ from torch import nn
 import toolkit as tk
 from tests.support.helpers import planted, run_distributed
 from tests.support.trainers import standard_trainer
-from toolkit import compat
 from toolkit.data.table import TensorTable
+from toolkit.experts import compat
 from toolkit.run.config.experts import MoERunConfig
-from toolkit.run.folder import CODE_BEGINS
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.device_use import FORWARDS, peak_flops_of
 from toolkit.train.profile import Profile
@@ -54,7 +53,7 @@ def learned(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_profile_is_written_and_nothing_else_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "with" / "profile").mkdir(parents=True)
-    (tmp_path / "with" / "code.txt").write_text(CODE_BEGINS)  # else it is no folder of a run
+    (tmp_path / "with" / ".lock").touch()  # else it is no folder of a run
     precious = planted(tmp_path / "with" / "profile" / "trace-rank-00000.json.gz")
     for name, profile in (("with", True), ("without", False)):
         train(config(tmp_path / name, profile=profile))

@@ -17,9 +17,9 @@ from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
 from tests.traps.toys import ToyMixture, gradients, my_mean_loss, norm_of, reference_gradients, rows_of, spread
 from toolkit.errors import UserError
-from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.ownership import is_owned, mark_owned, owned
+from toolkit.experts.parallel.ownership import is_owned, mark_owned
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -39,7 +39,7 @@ def backward_with_ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimiz
     accelerator, parameters = Accelerator(), list(model.parameters())
     prepared, optimizer = prepare(accelerator, model, sgd(model))
     accelerator.backward(my_mean_loss(prepared))
-    average_owned_gradients(owned(parameters), accelerator.num_processes)
+    ExpertSync(parameters).before_clip()
     return prepared, optimizer, parameters
 
 
@@ -118,7 +118,7 @@ def one_clipped_step(clip: str) -> dict[str, Any]:
     if clip == "plain":
         norm = Accelerator().clip_grad_norm_(parameters, true_norm / 2)
     else:
-        norm = clip_grad_norm_(parameters, true_norm / 2)
+        norm = ExpertSync(parameters).clip(parameters, true_norm / 2)
     expected = {
         name: p.detach() - 0.1 * grad * (0.5 / (1 + 1e-6 / true_norm))
         for (name, p), grad in zip(
@@ -209,6 +209,6 @@ def scaled_step_with_an_overflow_on_rank_1() -> tuple[float, str]:
 def test_an_overflow_in_one_ranks_experts_makes_ranks_disagree_on_the_step_and_ours_refuses_fp16():
     (stepped, refusal), (skipped, _) = run_distributed(scaled_step_with_an_overflow_on_rank_1, 2)
     assert (stepped, skipped) == (0.5, 1.0)
-    assert refusal.startswith("mixed_precision='fp16' cannot be used where ranks own experts")
+    assert refusal.startswith("mixed_precision: 'fp16' looks for overflow on each rank only")
     assert "bf16" in refusal
     assert "\n" not in refusal

@@ -8,15 +8,14 @@ input or a finding (one line on stderr for a `UserError`). Its arguments are rea
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
-from toolkit.run.launch.streams import prepare_streams, print_nowhere
+from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, did_you_mean
+from toolkit.run.console import print_nowhere
 from toolkit.version import __version__
 
 
@@ -29,7 +28,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "lab": Command("toolkit.lab.command", "replay recorded routing traces against every planner"),
-    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, export or import a checkpoint"),
+    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify or export a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "plan": Command("toolkit.commands.plan", "say what fine-tuning a mixture takes in the memory of each GPU"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
@@ -41,7 +40,6 @@ COMMANDS = {
     "dashboard": Command(
         "toolkit.commands.report.dashboard", "make a workspace of W&B with the curves of a project's runs"
     ),
-    "push": Command("toolkit.commands.report.push", "upload a run's weights and a model card to the Hugging Face Hub"),
     "env": Command("toolkit.commands.env", "print versions and machine, for a bug report"),
     "doctor": Command("toolkit.doctor.command", "compare training in one process with training in several"),
 }
@@ -50,7 +48,6 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command that `argv` (None: the command line) names; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    prepare_streams()
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -80,11 +77,8 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(f"{__version__}\n")
         return EXIT_DONE
     name, *rest = words
-    if name in ("train", "run", "fit"):
-        raise UserError(f"unknown command {name!r}: a recipe trains, such as python recipes/mnist_moe.py.")
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name.lower(), COMMANDS, n=1, cutoff=0.6)
-        remedy = f"did you mean {nearest[0]}?" if nearest else f"take one of {', '.join(COMMANDS)}."
+        remedy = did_you_mean(name, COMMANDS, f"take one of {', '.join(COMMANDS)}.")
         raise UserError(f"unknown command {name!r}: {remedy}")
     return importlib.import_module(COMMANDS[name].module).main(rest)
 

@@ -1,4 +1,4 @@
-"""`toolkit env`: versions, machine and environment variables, as a bug report needs them. Secrets are masked."""
+"""`toolkit env`: versions and machine, for a bug report."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from toolkit.errors import EXIT_DONE
 from toolkit.run.arguments import Parser
-from toolkit.run.hardware import memory_limit_bytes, processor
-from toolkit.run.launch.world import usable_cores
+from toolkit.run.hardware import memory_limit_bytes, processor, usable_cores
 from toolkit.run.summary import aligned
-from toolkit.run.tracking.secrets import mask
 from toolkit.version import __version__
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "safetensors", "numpy", "wandb", "peft", "trl", "ray")
 VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 """Instructions by which torch chooses its kernels, as /proc/cpuinfo names them."""
-VARIABLES = re.compile(
-    "(TOOLKIT|ACCELERATE|NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|CUDA|OMP|MKL|KMP|ATEN|ONEDNN|HF|WANDB|FSDP|SLURM|RAY)_.*"
-    "|MASTER_(ADDR|PORT)|(LOCAL_)?(WORLD_SIZE|RANK)|LD_PRELOAD|PYTHONPATH|CI"
-)
 NVIDIA_SMI_S = 10.0
 """How long `nvidia-smi` may take, in seconds."""
 
@@ -35,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """0, whatever cannot be found out."""
     Parser("toolkit env", __doc__).parse_args(argv)
     rows = [(name, " ".join(_told(find).split())) for name, find in FACTS.items()]
-    sys.stdout.write(aligned([*rows, *_variables()]))
+    sys.stdout.write(aligned(rows))
     return EXIT_DONE
 
 
@@ -100,13 +94,6 @@ def _memory() -> str:
     limit = memory_limit_bytes()
     limited = f"limited to {limit / 2**30:.1f} GiB" if limit else "no limit"
     return f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free, {limited}"
-
-
-def _variables() -> Iterator[tuple[str, str]]:
-    """Returns those that steer the libraries. What looks like a secret, by its name or its value, is masked."""
-    for name, value in sorted(os.environ.items()):
-        if VARIABLES.fullmatch(name):
-            yield name, mask({name: value})[name]
 
 
 FACTS: dict[str, Callable[[], str]] = {

@@ -228,7 +228,7 @@ UNSYNCHRONISED = Rule(
     "unsynchronised replica",
     "after step {step}, the ranks have different {where}",
     "replicas on several ranks are updated from different gradients, or not refreshed from their owner",
-    "call average_owned_gradients of toolkit.experts.parallel.gradients before the update, refresh_replicas after it",
+    "call before_clip of toolkit.experts.ExpertSync before the update, after_step after it",
 )
 LOST_IN_MOVE = Rule(
     "weights",
@@ -387,7 +387,7 @@ RULES = [
         "gradients W times too large",
         "at step {step} gradients of {count} {which} are {ratio:.4g} times what they should be",
         "they were summed over {world} ranks and not divided by that number",
-        "divide by the number of processes: toolkit.experts.parallel.gradients.average_owned_gradients",
+        "divide by the number of processes: before_clip of toolkit.experts.ExpertSync",
         _scaled(lambda ratio, world: abs(ratio / world - 1) < 1e-2),
     ),
     Rule(
@@ -419,7 +419,7 @@ RULES = [
         "local clip norm",
         "at step {step} gradients are equal, and clipping found norms of {each} where one process found {alone:.6g}",
         "each rank clips by the norm of the gradients it has, without the experts of the others",
-        "clip with toolkit.experts.clip_grad_norm_, or after ExpertParallel.prepare with Accelerate's",
+        "clip with clip of toolkit.experts.ExpertSync, or after ExpertParallel.prepare with Accelerate's",
         _norms,
     ),
     Rule(

@@ -32,6 +32,7 @@ from toolkit.doctor.record import (
 )
 from toolkit.experts.compat import without_compile_prefix
 from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.routing.routing_log import Cursor
 
 
@@ -51,6 +52,8 @@ class Recorder:
         self.record = Record()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.syncs: list[ExpertSync] = []
+        """Those that average gradients in a hook of the optimizer."""
         self.accelerator: Any = None
         self.save: Callable[[str], Any] | None = None
         self.load: Callable[[Any], Any] | None = None
@@ -255,7 +258,9 @@ class Recorder:
         self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
 
     def _finished_gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients before they are clipped."""
+        """Returns the gradients before they are clipped, averaged where an optimizer's hook would do so later."""
+        for sync in self.syncs:
+            sync.before_clip()
         gradients = {name: p.grad for name, p in self.parameters() if p.grad is not None}
         if self.rounding:
             round_gradients(list(gradients.values()), self.rounding, len(self.record.steps))

@@ -28,7 +28,8 @@ from torch.utils.data import DistributedSampler
 
 from toolkit.doctor.record import Record
 from toolkit.doctor.recorder import Finished, Recorder
-from toolkit.experts.parallel import gradients, groups
+from toolkit.experts.parallel import groups
+from toolkit.experts.parallel.sync import ExpertSync
 
 DROPOUT_NOTE = "dropout was switched off: masks differ between ranks"
 
@@ -76,9 +77,8 @@ def attach(recorder: Recorder) -> None:
     _attach_accelerator(recorder)
     register_optimizer_step_pre_hook(recorder.before_update)
     register_optimizer_step_post_hook(recorder.after_update)
-    for owner in (torch.nn.utils, gradients):
-        original = owner.clip_grad_norm_
-        _replace(original, lambda *args, _clip=original, **kw: recorder.clip(lambda: _clip(*args, **kw)), owner)
+    clip = torch.nn.utils.clip_grad_norm_
+    _replace(clip, lambda *args, **kw: recorder.clip(lambda: clip(*args, **kw)), torch.nn.utils)
     scale = torch.nn.utils.clip_grads_with_norm_
 
     def scale_gradients(parameters: Any, max_norm: float, norm: Tensor, *args: Any, **kw: Any) -> None:
@@ -184,10 +184,8 @@ def _attach_accelerator(recorder: Recorder) -> None:
     def running_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, loss, **kw: recorder.backward(loss, lambda: original(self, loss, **kw))
 
-    def clipping(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *args, **kw: recorder.clip(lambda: original(self, *args, **kw))
-
-    wrappers = {
+    clipping = functools.partial(_clipping, recorder)
+    wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
         "__init__": starting,
         "prepare": preparing,
         "prepare_model": preparing,
@@ -198,14 +196,18 @@ def _attach_accelerator(recorder: Recorder) -> None:
         wrap_method(accelerate.Accelerator, name, wrap)
 
 
+def _clipping(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kw: recorder.clip(lambda: original(self, *args, **kw))
+
+
 def _attach_ours(recorder: Recorder) -> None:
     """Watches what this toolkit shows beyond torch and Accelerate: how it saves, and the penalty of the router."""
     from toolkit.experts.layer.losses import RouterPenalty
     from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-    from toolkit.run.launch import world
+    from toolkit.run.launch import exits
     from toolkit.train.trainer import Trainer
 
-    world.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
+    exits.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
 
     def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
         start = cls.__init__
@@ -231,12 +233,22 @@ def _attach_ours(recorder: Recorder) -> None:
 
     RouterPenalty.__call__ = call  # type: ignore[method-assign]
 
+    def following(original: Callable[..., Any]) -> Callable[..., Any]:
+        def follow(self: ExpertSync, optimizer: torch.optim.Optimizer) -> Any:
+            recorder.syncs.append(self)
+            return original(self, optimizer)
 
-if __name__ == "__main__":
-    main()
+        return follow
+
+    wrap_method(ExpertSync, "follow", following)
+    wrap_method(ExpertSync, "clip", functools.partial(_clipping, recorder))
 
 
 def wrap_method(cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a method of a library's class by `wrap(method)`, for the rest of this process. Only the doctor does."""
     original = getattr(cls, name)
     setattr(cls, name, functools.wraps(original)(wrap(original)))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from toolkit.errors import UserError
+from toolkit.errors import require
 from toolkit.experts.layer.router import TopKRouter, without_autocast
 from toolkit.experts.layer.router_options import RouterOptions
 
@@ -33,6 +33,7 @@ class DynamicRouter(TopKRouter):
     nest: both experts of a split keep the restrictions of the expert that was split.
     """
 
+    experts_are_fixed = False
     active_E: Tensor
     normal_ED: Tensor
     offset_E: Tensor
@@ -41,8 +42,9 @@ class DynamicRouter(TopKRouter):
 
     def __init__(self, dim: int, num_experts: int, top_k: int, options: RouterOptions | None = None, *, active: int):
         super().__init__(dim, num_experts, top_k, options)
-        if self.options.router_groups > 1 or self.options.force_balanced:
-            raise UserError("dynamic experts have neither router_groups nor force_balanced: leave both out.")
+        require(
+            not self.options.force_balanced, "force_balanced", True, "dynamic experts do not support it: leave it out"
+        )
         with torch.no_grad():
             self.weight[active:] = 0
         self.register_buffer("active_E", torch.arange(num_experts) < active)

@@ -2,12 +2,11 @@
 
 from .layer.losses import RouterPenalty as RouterPenalty
 from .layer.moe_layer import make_moe as make_moe
-from .layer.stack import average_gradients as average_gradients
 from .moving.migrate import place_experts as place_experts
 from .moving.replan import Replanner as Replanner
 from .moving.replan_options import ReplanOptions as ReplanOptions
-from .parallel.gradients import clip_grad_norm_ as clip_grad_norm_
 from .parallel.groups import make_expert_groups as make_expert_groups
+from .parallel.sync import ExpertSync as ExpertSync
 from .placement.placement import ExpertPlacement as ExpertPlacement
 from .sharding.shard import shard_experts as shard_experts
 from .state.checkpoint_files import load as load

@@ -40,16 +40,6 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements as one vector, for a single all-reduce."""
-    return torch._utils._flatten_dense_tensors(tensors)
-
-
-def unflattened(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of a vector made by `flattened`, in the shapes of `like`."""
-    return torch._utils._unflatten_dense_tensors(flat, like)
-
-
 def new_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
     """An iterator with workers of its own, where persistent ones would go on with the random state of the last."""
     loader._iterator = None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, did_you_mean
 
 
 def count(text: str) -> int:
@@ -35,8 +34,7 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = re.findall(r"--[\w-]+", self.format_help())
-            nearest = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1, cutoff=0.5)
-            remedy = f"did you mean {nearest[0]}?" if nearest else f"see {self.prog} --help."
+            remedy = did_you_mean(unknown[0].partition("=")[0], flags, f"see {self.prog} --help.")
             raise UserError(f"unexpected {unknown[0]!r}: {remedy}")
         return known
 
@@ -45,6 +43,5 @@ class Parser(argparse.ArgumentParser):
         if choice is None:
             raise UserError(f"{message}: see {self.prog} --help.")
         choices = [word.strip(" '") for word in choice[2].split(",")]
-        nearest = difflib.get_close_matches(choice[1], choices, n=1, cutoff=0.5)
-        remedy = f"did you mean {nearest[0]}?" if nearest else f"take one of {', '.join(choices)}."
+        remedy = did_you_mean(choice[1], choices, f"take one of {', '.join(choices)}.")
         raise UserError(f"unknown {choice[1]!r}: {remedy}")

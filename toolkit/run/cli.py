@@ -27,15 +27,16 @@ from toolkit.errors import (
     Preempted,
     StepOutOfMemory,
     UserError,
+    did_you_mean,
     is_out_of_memory,
 )
 from toolkit.experts.options import Options
+from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.config.file import CONFIG, words_of_file
-from toolkit.run.config.flags import as_typed, flags_of, instead_of, nearest
+from toolkit.run.config.flags import as_typed, flags_of
 from toolkit.run.config.run import RunConfig
-from toolkit.run.launch import supervisor, world
-from toolkit.run.launch.restarts import CAUSE, send
-from toolkit.run.launch.streams import prepare_streams
+from toolkit.run.launch import agent, exits, world
+from toolkit.run.launch.signals import begin_handling_signals
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -46,42 +47,41 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     Exit codes: 0 done, 1 a bug (with traceback), 2 bad input or too little memory (one line), 75 preempted after a
     checkpoint, or before training, 130 Ctrl-C, in training after a checkpoint.
     """
-    prepare_streams()
     config = None
     try:
-        world.begin_handling_signals()
+        exits.end_with_launcher()
+        begin_handling_signals()
         config = parse(presets, sys.argv[1:], doc)
         world.check_world(config)
-        if config.auto_batch_size:
+        if config.auto_batch_size and launched_world() is None:
             from toolkit.run.launch.largest_batch import start_with_largest_batch
 
             start_with_largest_batch(config)
-        if supervisor.must_start_processes(config):
-            sys.exit(supervisor.start_processes(config))
+        if agent.must_start_processes(config):
+            sys.exit(agent.start_processes(config))
         main(config)
     except UserError as error:
-        world.report(as_typed(error, config))
-        world.leave(EXIT_USER_ERROR)
+        exits.report(as_typed(error, config))
+        exits.leave(EXIT_USER_ERROR)
     except Preempted as stop:
-        world.report(str(stop), label="")
-        world.leave(stop.code)
+        exits.report(str(stop), label="")
+        exits.leave(stop.code)
     except KeyboardInterrupt as stop:
-        world.report(str(stop) or supervisor.STOPPED, label="")
-        world.leave(EXIT_INTERRUPTED)
+        exits.report(str(stop) or exits.STOPPED, label="")
+        exits.leave(EXIT_INTERRUPTED)
     except StepOutOfMemory as error:
-        world.start_again(error)
+        exits.start_again(error)
     except Exception as error:
         if is_out_of_memory(error):
             # Smaller micro-batches have been tried, if a step ran out of memory.
-            world.report("out of memory: use more processes, or a smaller model.")
-            world.leave(EXIT_USER_ERROR)
-        elif lost := world.lost_process(error):
-            world.report(lost)
+            exits.report("out of memory: use more processes, or a smaller model.")
+            exits.leave(EXIT_USER_ERROR)
+        if lost := exits.lost_process(error):
+            exits.report(lost)
         else:
-            sys.excepthook(*sys.exc_info())
-            send(f"{CAUSE}{type(error).__name__}: {error}")
-        world.leave(EXIT_BUG)
-    world.leave(EXIT_DONE)
+            exits.report_bug(error)
+        exits.leave(EXIT_BUG)
+    exits.leave(EXIT_DONE)
 
 
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
@@ -99,8 +99,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     if args and not args[0].startswith("-"):
         preset = args.pop(0)
     if preset not in presets:
-        known = ", ".join(presets)
-        raise UserError(f"unknown preset {preset!r}: {nearest(preset, presets) or f'take one of {known}.'}")
+        remedy = did_you_mean(preset, presets, f"take one of {', '.join(presets)}.")
+        raise UserError(f"unknown preset {preset!r}: {remedy}")
     default = presets[preset]()
     flags = flags_of(type(default))
     if "--help" in args and args[args.index("--help") + 1 :][:1] != ["all"]:
@@ -156,7 +156,7 @@ def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
             name, equals, value = arg.partition("=")
             flag = name.replace("_", "-")
             if flag not in flags and flag not in (CONFIG, "--help"):
-                raise UserError(f"unknown flag {flag}: {instead_of(flag, flags)}")
+                raise UserError(f"unknown flag {flag}: {did_you_mean(flag, flags, 'see --help all.')}")
             words += [flag, value] if equals else [flag]
         else:
             words.append(arg)
@@ -202,7 +202,7 @@ def _print_help(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # --help | head
-        world.leave(EXIT_DONE)
+        exits.leave(EXIT_DONE)
     sys.exit(EXIT_DONE)
 
 

@@ -1,7 +1,6 @@
 """The folder of a run: how it is chosen, locked and continued, and what lies in it.
 
 config.json     the configuration, the recipe's name and the identity of the data; a folder with this file holds a run
-code.txt        command line, versions, git revision and difference, once per start
 metrics.jsonl   one line per logged step
 checkpoints/    see toolkit.checkpoint.checkpoint
 results.json    final numbers
@@ -33,15 +32,13 @@ from toolkit.run.config.settings import LENGTH, decides_what_is_learned, leaves
 from toolkit.run.launch.restarts import folder_to_continue, past_restarts
 from toolkit.run.storage import Storage
 from toolkit.run.tracking.jsonl import from_json, to_json
-from toolkit.run.tracking.secrets import mask
 
 RUNS = Path("runs")
 FINISHING = ".finishing"
+LOCK = ".lock"
 DIGESTS = "digests.json"
-SEALED = ("config.json", "code.txt", "metrics.jsonl", "results.json", "summary.txt")
+SEALED = ("config.json", "metrics.jsonl", "results.json", "summary.txt")
 """Files of DIGESTS, beside the pictures."""
-CODE_BEGINS = "started: "
-"""How each start begins in code.txt."""
 MICRO_BATCH_SIZE = "micro_batch_size.json"
 """What a run came to after a step ran out of memory: see `toolkit.train.batch_size`."""
 DATA = "data_identity"
@@ -110,7 +107,7 @@ def open_folder(
         folder = _create_new(RUNS / name) if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve()
-        lock = FileLock(folder / ".lock")
+        lock = FileLock(folder / LOCK)
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(f"run_dir={folder}: another job uses this folder: wait, or choose another.") from None
@@ -120,7 +117,7 @@ def open_folder(
     try:
         if storage is not None:
             _fetch(folder, config, storage)
-        for appended in (folder / "metrics.jsonl", folder / "code.txt", folder / LIFECYCLE_FILE):
+        for appended in (folder / "metrics.jsonl", folder / LIFECYCLE_FILE):
             if appended.is_symlink():
                 raise UserError(f"{appended}: is a link, and the run would write to where it leads: remove it.")
         return folder, lock, _run_to_continue(folder, name, config, say)
@@ -137,10 +134,7 @@ def _is_ours(folder: Path) -> bool:
     with suppress(OSError, ValueError):
         if "recipe" in from_json((folder / "config.json").read_text(encoding="utf-8")):
             return True
-    with suppress(OSError, ValueError):
-        if (folder / "code.txt").read_text(encoding="utf-8").startswith(CODE_BEGINS):
-            return True
-    return any((folder / "checkpoints").glob(f"step-*/{manifest.NAME}"))
+    return (folder / LOCK).exists() or any((folder / "checkpoints").glob(f"step-*/{manifest.NAME}"))
 
 
 def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
@@ -208,8 +202,8 @@ def write_bytes(path: Path, content: bytes, *, partial: str | None = None, durab
 
 
 def recorded_config(name: str, config: RunConfig) -> dict[str, Any]:
-    """The content of config.json: every field, without secrets."""
-    return {"recipe": name, **mask(to_dict(config), digests=True)}
+    """Return the content of config.json: the recipe's name and every field."""
+    return {"recipe": name, **to_dict(config)}
 
 
 def _create_new(parent: Path) -> Path:

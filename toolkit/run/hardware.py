@@ -6,12 +6,11 @@ import os
 import platform
 import resource
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-
-from toolkit.run.launch.world import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +24,11 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_limit_bytes() -> int | None:
@@ -85,6 +89,14 @@ def own_groups() -> list[str]:
         return Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
+
+
+def gpu_names() -> str:
+    """Return a text such as `8 x NVIDIA H100 80GB HBM3`; an empty one without a GPU."""
+    import torch
+
+    names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 
 def hardware() -> str:

@@ -35,6 +35,7 @@ from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.flags import as_typed
 from toolkit.run.config.run import RunConfig, require_divisible
+from toolkit.run.console import print_nowhere
 from toolkit.run.folder import (
     DATA,
     FINISHING,
@@ -46,16 +47,15 @@ from toolkit.run.folder import (
     write_text,
     writing,
 )
-from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, command_to_continue, past_restarts, send
-from toolkit.run.launch.streams import print_nowhere
+from toolkit.run.hardware import gpu_names, hardware
+from toolkit.run.launch.restarts import ELASTIC, command_to_continue, past_restarts, tell_folder
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
-from toolkit.run.provenance import check_same_start, code_snapshot, git_revision, versions
+from toolkit.run.provenance import check_same_start, git_revision, versions
 from toolkit.run.storage import Storage
 from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
 from toolkit.run.tracking.guard import GuardedTracker
 from toolkit.run.tracking.jsonl import MetricsFile, last_tables, read_metrics
-from toolkit.run.tracking.secrets import mask
 from toolkit.run.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
@@ -170,8 +170,8 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns what `describe` was told, without secrets; facts that are functions are called now."""
-        return mask({name: fact() if callable(fact) else fact for name, fact in self._facts.items()})
+        """The facts given to `describe`; facts that are functions are called now."""
+        return {name: fact() if callable(fact) else fact for name, fact in self._facts.items()}
 
     def describe(self, **facts: Any) -> None:
         """Add plain facts about the run to results.json, the summary and the trackers' config.
@@ -210,7 +210,7 @@ class Run:
         self._sinks.append(sink)
 
     def begin(self, step: int = 0) -> None:
-        """Write that training begins, or goes on from `step`: config.json, code.txt, a restart; and start the trackers.
+        """Write that training begins, or goes on from `step`: config.json and a restart, and start the trackers.
 
         Until then nothing of a run that is continued is changed, so that a refusal leaves it as it was. A second call
         does nothing.
@@ -223,7 +223,7 @@ class Run:
         if self.continues:
             if is_finished(self.folder):
                 (self.folder / FINISHING).touch()
-            _describe_start(self, self.folder)
+            _write_config(self, self.folder)
         elif self.data and self._metrics is not None:  # else it has no folder
             _write_config(self, self.folder)
         facts = {"world_size": self.world_size, **versions(), **self.facts}
@@ -290,7 +290,6 @@ class Run:
             if self.storage is not None:
                 self._enter("finish")
                 self.storage.put_finished(self.folder, self.print)
-            send(f"{FINISHED}{self.folder}")
             self.print("\n" + summarise(numbers | {"dataset_notice": None}, self.folder).rstrip())
         self._enter("end")
         return numbers
@@ -300,7 +299,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / "config.json").exists():
             self.print(f"warning: files of {self.folder} were removed while the run went on: they are written again.")
-            _describe_start(self, self.folder)
+            _write_config(self, self.folder)
         if self._metrics is not None:
             self._metrics.restore()
 
@@ -327,6 +326,7 @@ class Run:
             "device": str(self.device.type),
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),
+            "hardware": "; ".join(filter(None, (hardware(), gpu_names()))),
             **restarts_of(self.metrics()),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
@@ -374,7 +374,9 @@ def start_run(name: str, config: RunConfig) -> Run:
     try:
         check_same_start(name, config)
         if config.auto_batch_size:
-            raise UserError(field="auto_batch_size", value=True, remedy="only the command of a recipe takes it")
+            raise UserError(
+                field="auto_batch_size", value=True, remedy="only the command of a recipe, without a launcher, takes it"
+            )
         if ELASTIC not in os.environ:  # there batches are cut into parts that differ by one sample at most
             pieces = run.world_size * config.gradient_accumulation_steps
             require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
@@ -388,30 +390,22 @@ def start_run(name: str, config: RunConfig) -> Run:
     if run.device.type == "cpu":
         run._settings.enter_context(process_settings())
     if run.is_main:
-        send(f"{FOLDER}{run.folder}")
+        tell_folder(run.folder)
     run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 
 
 def _open(run: Run) -> tuple[Path, bool]:
-    """Choose and lock the folder, and write the config and the code into it. On the main process only."""
+    """Choose and lock the folder, and write config.json into it. On the main process only."""
     folder, run._lock, before = open_folder(run.name, run.config, run.print, run.storage)
     run.data = (before or {}).get(DATA) or {}
     try:
         if before is None:
-            _describe_start(run, folder)
+            _write_config(run, folder)
         run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     except OSError as error:
         raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}): choose another.") from None
     return folder, before is not None
-
-
-def _describe_start(run: Run, folder: Path) -> None:
-    """Write config.json, and add this start to code.txt."""
-    _write_config(run, folder)
-    # Names of files that no encoding knows are written with escapes.
-    with (folder / "code.txt").open("a", encoding="utf-8", errors="backslashreplace") as code:
-        code.write(code_snapshot())
 
 
 def _write_config(run: Run, folder: Path) -> None:

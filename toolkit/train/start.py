@@ -11,8 +11,7 @@ from toolkit.experts.layer.moe_layer import experts_on_ranks
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.options import Options
 from toolkit.run.config.experts import ExpertRunConfig
-from toolkit.run.hardware import memory_limit_bytes
-from toolkit.run.provenance import gpu_names
+from toolkit.run.hardware import gpu_names, memory_limit_bytes
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
 

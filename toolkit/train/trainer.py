@@ -1,7 +1,6 @@
 """The training loop. Read `fit`, then `train_step`, then `learn`.
 
-The trainer knows parameters, not models. Parameters that only some ranks own, such as experts, are handled by four
-functions of `toolkit.experts.parallel`.
+The trainer knows parameters, not models. `ExpertSync` handles parameters that only some ranks own, such as experts.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.dense import refuse_late_parameters
-from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
-from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.seeding import seed_device
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.parallel.waits import waits
 from toolkit.experts.state.tensor_files import ToCPU, on_cpu
 from toolkit.integrations.accelerate.prepare import prepare
-from toolkit.integrations.accelerate.replica_check import ReplicaCheck
 from toolkit.run.data import record_data
 from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
@@ -102,7 +100,7 @@ class Trainer:
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.owned_parameters = owned(self.parameters)
+        self.sync = ExpertSync(self.parameters)
         self.micro_batches: list[Batch] = []
         """Of the last optimizer step, on this rank."""
         self.finite = FiniteCheck(self)
@@ -195,12 +193,12 @@ class Trainer:
             losses.append(value.detach())
             parts.append((loss, counts[index]))
         accelerator.unscale_gradients()
-        average_owned_gradients(self.owned_parameters, self.run.world_size)
-        norm = clip_grad_norm_(self.parameters, self.max_grad_norm, take_norms=self.finite.take_norms)
+        self.sync.before_clip()
+        norm = self.sync.clip(self.parameters, self.max_grad_norm, take_norms=self.finite.take_norms)
         if self.finite.add(self.state.step + 1, norm, losses):
             self.hooks("on_before_optimizer_step")
             self.update()
-            refresh_replicas(self.owned_parameters)
+            self.sync.after_step(self.state.step + 1, self.optimizer)
             for part in parts if record else ():
                 self.record_sums(*part)
         else:

@@ -42,11 +42,9 @@ def write_run(
                 json.dumps({"step": step, "run/restarts": 1, "run/restart_reason": "rank 1 was killed"}) + "\n"
             )
     (folder / "metrics.jsonl").write_text("".join(lines))
-    head = "started: 2026-11-22 10:0{}:00 +0000\ncommand: python recipes/mnist_moe.py\nhardware: Some CPU, 4 cores\n"
-    (folder / "code.txt").write_text("".join(head.format(start) + "git revision: none\n\n" for start in range(starts)))
     if finished:
         numbers = {"test_accuracy": 0.9 + 0.02 * seed, "samples_per_second": 100.0, "wall_seconds": 3.0}
-        machine = {"world_size": 2 if moves else 1, "device": "cpu"}
+        machine = {"world_size": 2 if moves else 1, "device": "cpu", "hardware": "Some CPU, 4 cores"}
         write_json(folder / "results.json", numbers | machine | (results or {}))
         (folder / "summary.txt").write_text("recipe  mnist_moe\n")
     return folder

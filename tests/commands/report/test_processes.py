@@ -75,8 +75,8 @@ def test_the_page_the_table_and_json_show_it(tmp_path: Path, scaled: list[Path],
 def test_what_limits_the_comparison_is_said(tmp_path: Path):
     one, eight = write(tmp_path / "one", 1, 90.0), write(tmp_path / "eight", 8, 120.0)
     assert process_notices(read_runs([one, eight])) == ["eight: 8 processes shared 4 cores, which limits the speed-up."]
-    code = one / "code.txt"
-    code.write_text(code.read_text().replace("4 cores", "9 cores"))
+    results = one / "results.json"
+    results.write_text(results.read_text().replace("4 cores", "9 cores"))
     four = write(tmp_path / "four", 4, 120.0)
     assert process_notices(read_runs([one, four])) == ["four: ran on other hardware than one."]
     two = write(tmp_path / "two", 2, 250.0)

@@ -104,7 +104,7 @@ def test_the_page_holds_what_runs_differ_in_and_came_to(tmp_path: Path, several:
     assert seeds in final, "of 0.90 and 0.92"
     assert [row[:2] for row in processes[1:]] == [["1", "first, second"], ["2", "moving"]]
     assert ["moving", "20", "migration", "2 experts moved, 3.00 MB"] in events
-    assert [row[2] for row in events if row[0] == "goes <on>"] == ["start", "started again", "restart"]
+    assert [row[2] for row in events if row[0] == "goes <on>"] == ["restart"]
 
 
 def test_runs_that_differ_in_what_decides_neither_learning_nor_speed_are_seeds_of_one(tmp_path: Path):
@@ -228,7 +228,6 @@ DAMAGE = {
     "metrics a folder": ("metrics.jsonl", None, "metrics.jsonl: cannot be read, and is taken as empty."),
     "lifecycle a folder": ("lifecycle.jsonl", None, "lifecycle.jsonl: cannot be read, and is taken as empty."),
     "another lifecycle": ("lifecycle.jsonl", '{"step": 3}\n', "lifecycle.jsonl: cannot be read, and is taken"),
-    "code a folder": ("code.txt", None, ""),
     "a step too large": ("metrics.jsonl", f'{{"step": {10**30}, "train/loss": 1}}\n', "metrics.jsonl: line 1"),
     "loss in words": ("metrics.jsonl", '{"step": 1, "train/loss": "high"}\n{"step": 2, "train/loss": 2}\n', ""),
     "loss beyond float32": ("metrics.jsonl", '{"step": 1, "train/loss": 1e300}\n{"step": 2, "train/loss": 2}\n', ""),
@@ -269,11 +268,10 @@ def test_values_that_cannot_be_are_left_out(words: list[str], tmp_path: Path, ca
 def test_what_links_in_the_folder_of_a_run_lead_to_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = write_run(tmp_path / "run")
     (tmp_path / "secrets.json").write_text('{"step": 1, "world_size": 1, "word": "hunter2"}\n')
-    (tmp_path / "secrets.txt").write_text("started: hunter2\n")
-    files = ["config.json", "results.json", "metrics.jsonl", "lifecycle.jsonl", "code.txt"]
+    files = ["config.json", "results.json", "metrics.jsonl", "lifecycle.jsonl"]
     for name in files:
         (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(tmp_path / ("secrets.txt" if name == "code.txt" else "secrets.json"))
+        (run / name).symlink_to(tmp_path / "secrets.json")
     assert main(["compare", str(run)]) == EXIT_DONE
     said = capsys.readouterr().out
     assert [name for name in files if f"run: {name}: is a link, and is taken as empty: put" not in said] == []
@@ -355,15 +353,14 @@ def test_a_run_as_the_trainer_leaves_it_can_be_read(tmp_path: Path):
         trainer.run.draw_at_finish(draw)
         trainer.run.finish(trainer.fit())
     page = page_of(tmp_path, [tmp_path / "real"])
-    runs, final, events, _ = page.tables
+    runs, final, _ = page.tables
     assert runs[1][:3] == ["real", "finished", "20"]
     assert "1 x cpu, " in runs[1][-1]
     assert "GiB" in runs[1][-1]
-    assert [row[2] for row in events[1:]] == ["start"]
     assert final[0][:2] == ["runs", "number"]
     assert [layer.shares_ET.shape[0] for layer in layers_of(read_runs([tmp_path / "real"]))] == [4]
 
-    for name in ("config.json", "code.txt", "metrics.jsonl", "results.json", "summary.txt", "loss.png"):
+    for name in ("config.json", "metrics.jsonl", "results.json", "summary.txt", "loss.png"):
         assert read_runs([tmp_path / "real"])[0].notices == []
         file = tmp_path / "real" / name
         written = file.read_bytes()

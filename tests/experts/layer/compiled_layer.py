@@ -12,10 +12,9 @@ from toolkit.experts.layer.grouped_mm import grouped_mm
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.router_options import RouterOptions
 
-GROUPED = RouterOptions(balance="bias", router_groups=2, top_k_groups=1)
 LAYERS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"activation": "relu"}),
-    (torch.bfloat16, {"activation": "swiglu", "router": GROUPED}),
+    (torch.bfloat16, {"activation": "swiglu", "router": RouterOptions(balance="bias")}),
 ]
 
 

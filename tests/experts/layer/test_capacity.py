@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.capacity import Capacity, DropPolicy
 from toolkit.experts.layer.moe_layer import MoE, make_moe
-from toolkit.experts.layer.router import ExpertChoiceRouter
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
@@ -179,13 +178,3 @@ def tiny_capacity_on_one_rank() -> dict[str, float]:
     assert x_TD.grad is not None
     sent = int((layer.load_E - layer.dropped_E).sum())
     return {"sent": sent, "y": float(y_TD.abs().sum()), "grad": float(x_TD.grad.abs().sum())}
-
-
-def test_expert_choice_computes_the_tokens_that_experts_took() -> None:
-    layer = layer_on(1, router_type=ExpertChoiceRouter).double()
-    x_TD = torch.randn(9, DIM, dtype=torch.float64, requires_grad=True)
-    kept_TE = layer.router(x_TD).kept_TK
-    expected, y_TD = every_replica_computed(layer, x_TD, kept_TE), layer(x_TD)
-    torch.testing.assert_close(y_TD, expected)
-    torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
-    assert layer.load_E.tolist() == [5] * EXPERTS  # ceil(9 * 2 / 4)

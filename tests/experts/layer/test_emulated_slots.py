@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.migrate import migrate
-from toolkit.experts.parallel.gradients import clip_grad_norm_
 from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.state import checkpoint_files
@@ -46,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, move: bool) -> 
         x = torch.randn(40, DIM, generator=draws, dtype=torch.float64).to(parameter)
         loss = model(x).square().mean()
         loss.backward()
-        found += [loss.detach(), clip_grad_norm_(list(model.parameters()), 0.05)]
+        found += [loss.detach(), ExpertSync([]).clip(model.parameters(), 0.05)]
         optimizer.step()
         optimizer.zero_grad()
         for stack in expert_stacks(model).values() if move else ():

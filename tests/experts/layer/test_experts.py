@@ -146,3 +146,9 @@ def test_second_derivatives_are_refused_and_not_wrong(activation: Activation, wo
 
 
 # torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.
+
+
+def test_make_moe_with_default_device_draws_weights_on_the_cpu() -> None:
+    with torch.device("meta"):
+        layer = make_moe(8, 4, 4, 2)
+    assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}

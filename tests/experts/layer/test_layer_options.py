@@ -17,9 +17,8 @@ from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.build import moe_from_config
 
 CASES: dict[str, dict[str, Any]] = {
-    "sigmoid scores in groups": {
+    "sigmoid scores": {
         "router_score": "sigmoid",
-        "router_groups": 2,
         "routed_scaling": 2.0,
         "balance": "bias",
         "gradient_accumulation_steps": 2,
@@ -54,10 +53,8 @@ def test_expert_parallel_and_recomputed_runs_equal_one_process(tmp_path: Path) -
 
 
 def test_a_layer_has_the_options_of_the_flags() -> None:
-    config = Config(router_score="sigmoid", router_groups=4, top_k_groups=2, router_jitter=0.1, capacity_factor=1.25)
+    config = Config(router_score="sigmoid", routed_scaling=2.0, capacity_factor=1.25)
     layer = moe_from_config(config, 8, groups=make_expert_groups(1))
-    assert layer.router.options == RouterOptions(
-        router_score="sigmoid", router_groups=4, top_k_groups=2, router_jitter=0.1
-    )
+    assert layer.router.options == RouterOptions(router_score="sigmoid", routed_scaling=2.0)
     assert layer.capacity is not None
     assert layer.capacity.factor == 1.25

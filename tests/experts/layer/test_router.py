@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.router import ExpertChoiceRouter, Routing, TopKRouter
+from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import Balance, RouterOptions
 
 
@@ -69,15 +69,7 @@ def plain_reference(router: TopKRouter, x_TD: Tensor) -> tuple[list[list[int]], 
             scores = [1 / (1 + math.exp(-logit)) for logit in logits]
         bias = [0.0] * len(scores) if router.bias is None else router.bias.tolist()
         ranked = [score + b for score, b in zip(scores, bias, strict=True)]
-        size = len(scores) // options.router_groups
-        groups = [range(first, first + size) for first in range(0, len(scores), size)]
-
-        def worth(group: range, ranked: list[float] = ranked) -> float:
-            best = sorted((ranked[e] for e in group), reverse=True)
-            return sum(best[:2]) if options.router_group_score == "top2" else best[0]
-
-        allowed = [e for group in sorted(groups, key=worth, reverse=True)[: options.top_k_groups] for e in group]
-        chosen = sorted(allowed, key=lambda e: ranked[e], reverse=True)[: router.top_k]
+        chosen = sorted(range(len(scores)), key=ranked.__getitem__, reverse=True)[: router.top_k]
         total = sum(scores[e] for e in chosen) if options.router_normalize else 1.0
         ids.append(chosen)
         weights.append([options.routed_scaling * scores[e] / total for e in chosen])
@@ -91,10 +83,7 @@ def plain_reference(router: TopKRouter, x_TD: Tensor) -> tuple[list[list[int]], 
         {"router_normalize": False, "routed_scaling": 16.0},
         {"router_score": "sigmoid", "routed_scaling": 2.5},
         {"router_score": "sigmoid", "router_normalize": False, "balance": "bias"},
-        {"router_groups": 4, "top_k_groups": 2, "router_group_score": "max", "router_normalize": False},
-        {"router_groups": 4, "top_k_groups": 2, "router_score": "sigmoid", "routed_scaling": 2.5, "balance": "bias"},
-        {"router_groups": 12, "top_k_groups": 5, "router_group_score": "max"},
-        {"router_groups": 3, "top_k_groups": 3, "balance": "bias"},
+        {"balance": "bias"},
     ],
 )
 def test_choices_and_weights_are_those_of_a_loop_over_tokens(options: dict[str, Any]) -> None:
@@ -127,19 +116,13 @@ def test_it_routes_as_the_deepseek_v3_of_transformers_does() -> None:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
     config = theirs.DeepseekV3Config(
-        hidden_size=16, n_routed_experts=32, num_experts_per_tok=4, n_group=8, topk_group=3, routed_scaling_factor=2.5
+        hidden_size=16, n_routed_experts=32, num_experts_per_tok=4, n_group=1, topk_group=1, routed_scaling_factor=2.5
     )
     router = theirs.DeepseekV3TopkRouter(config)
     router.weight.data.normal_()
     router.e_score_correction_bias.normal_(std=0.2)
-    options = {
-        "router_score": "sigmoid",
-        "router_groups": 8,
-        "top_k_groups": 3,
-        "routed_scaling": 2.5,
-        "balance": "bias",
-    }
-    ours, x_TD = TopKRouter(16, 32, 4, RouterOptions(**options)), torch.randn(64, 16)
+    options = RouterOptions(router_score="sigmoid", routed_scaling=2.5, balance="bias")
+    ours, x_TD = TopKRouter(16, 32, 4, options), torch.randn(64, 16)
     ours.weight.data, ours.bias = router.weight.data, router.e_score_correction_bias
     _, weights_TK, ids_TK = router(x_TD)
     assert_same_routing(ours(x_TD), ids_TK, weights_TK)
@@ -166,23 +149,6 @@ def test_it_routes_as_the_softmax_families_of_transformers_do(family: str) -> No
     assert_same_routing(ours(x_TD), ids_TK, weights_TK)
 
 
-def test_jitter_moves_scores_in_training_only_and_is_drawn_where_the_trainer_seeds() -> None:
-    router, x_TD = TopKRouter(8, 4, 2, RouterOptions(router_jitter=0.1)), torch.randn(16, 8)
-    router.weight.data.normal_()
-    plain = x_TD @ router.weight.T
-
-    def logits(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return router(x_TD).logits_TE
-
-    assert torch.equal(logits(1), logits(1))
-    assert not torch.equal(logits(1), logits(2))
-    # Each of 8 inputs moves by a tenth at most, so a logit by a tenth of the sum of its terms' sizes.
-    assert ((logits(1) - plain).abs() <= 0.1 * (x_TD.abs() @ router.weight.abs().T) + 1e-6).all()
-    router.eval()
-    torch.testing.assert_close(logits(1), plain)
-
-
 def test_forced_balance_gives_experts_turns_and_weights_by_scores() -> None:
     router, x_TD = TopKRouter(8, 6, 4, RouterOptions(force_balanced=True)), torch.randn(9, 8)
     routing = router(x_TD)
@@ -190,38 +156,3 @@ def test_forced_balance_gives_experts_turns_and_weights_by_scores() -> None:
     assert routing.expert_ids_TK.flatten().bincount().tolist() == [6] * 6
     chosen_TK = routing.probs_TE.gather(1, routing.expert_ids_TK)
     torch.testing.assert_close(routing.weights_TK, chosen_TK / chosen_TK.sum(1, keepdim=True))
-
-
-@pytest.mark.parametrize(("tokens", "each"), [(10, 5), (3, 2), (0, 0), (1, 1)])
-def test_in_expert_choice_each_expert_takes_its_best_tokens(tokens: int, each: int) -> None:
-    """2 of 4 experts a token: half of the tokens, rounded up, for each expert."""
-    router, x_TD = ExpertChoiceRouter(8, 4, 2), torch.randn(tokens, 8)
-    router.weight.data.normal_()
-    routing = router(x_TD)
-    assert routing.kept_TK is not None
-    assert routing.kept_TK.sum(0).tolist() == [each] * 4
-    for scores_T, kept_T in zip(routing.probs_TE.T, routing.kept_TK.T, strict=True):
-        assert set(scores_T.topk(each).values.tolist()) == set(scores_T[kept_T].tolist())
-    assert torch.equal(routing.weights_TK, routing.probs_TE)
-    assert routing.expert_ids_TK.tolist() == [[0, 1, 2, 3]] * tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"router_groups": 5}, "router_groups=5: take one or more that divide experts=12"),
-        ({"router_groups": 4, "top_k_groups": 5}, "top_k_groups=5: take 1 to 4"),
-        ({"router_groups": 12, "top_k_groups": 2, "router_group_score": "max"}, "top_k_groups=2: take 3 to 12"),
-        ({"router_groups": 12, "top_k_groups": 5}, "router_groups=12: leave two experts or more in a group"),
-        ({"router_jitter": 1.0}, "router_jitter=1.0: input should be less than 1"),
-    ],
-)
-def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        TopKRouter(6, 12, 3, RouterOptions(**options))
-
-
-def test_expert_choice_refuses_options_that_it_would_ignore() -> None:
-    assert ExpertChoiceRouter(8, 4, 2, RouterOptions(router_score="sigmoid")).options.router_score == "sigmoid"
-    with pytest.raises(UserError, match="router_score and router_jitter only"):
-        ExpertChoiceRouter(8, 4, 2, RouterOptions(balance="bias"))

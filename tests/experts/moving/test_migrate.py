@@ -20,9 +20,9 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.migrate import MigrationReport, migrate, place_experts
-from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_, refresh_replicas
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
+from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost
 
@@ -187,21 +187,21 @@ def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[l
     layer = make_moe(8, 16, experts, 2, groups=groups, placement=random_placement(rng, slots, experts))
     nn.init.normal_(layer.router.weight, generator=torch.Generator().manual_seed(1))
     optimizer = AdamW(layer.parameters(), lr=0.02)
-    rows = owned(layer.parameters())
+    sync = ExpertSync(layer.parameters())
     losses = []
     for step in range(12):
         draws = torch.Generator().manual_seed(100 * step + dist.get_rank())
         x, y = torch.randn(10, 8, generator=draws), torch.randn(10, 8, generator=draws)
         loss = (layer(x) - y).square().mean()
         loss.backward()
-        average_owned_gradients(rows, world)
+        sync.before_clip()
         for parameter in layer.parameters():
             if not is_owned(parameter):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world
-        clip_grad_norm_(list(layer.parameters()), 0.1)
+        sync.clip(layer.parameters(), 0.1)
         optimizer.step()
-        refresh_replicas(rows)
+        sync.after_step(step, optimizer)
         optimizer.zero_grad()
         losses.append(loss.item())
         if every and (step + 1) % every == 0:

@@ -19,9 +19,9 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel import groups
-from toolkit.experts.parallel.gradients import clip_grad_norm_
+from toolkit.experts.parallel.replica_check import ReplicaCheck
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
-from toolkit.integrations.accelerate.replica_check import ReplicaCheck
 
 
 def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
@@ -126,7 +126,7 @@ def two_sets() -> dict[str, Any]:
                 accelerator.backward(model(torch.full((4, 3), 1.0 + dist.get_rank() + micro)).square().sum())
             if accelerator.sync_gradients:
                 found.setdefault("reductions", []).append(len(reductions))
-                clip_grad_norm_(list(model.parameters()), 0.1)
+                ExpertSync(model.parameters()).clip(model.parameters(), 0.1)
                 check()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -159,7 +159,7 @@ def test_two_sets_of_two_ranks_hold_the_shards_and_meet_once_a_step():
         assert found["time-outs"] == [77, 77], "not those of the world's group"
         assert found["reductions"] == [1, 1], "one for each step, not for each micro-batch"
         assert found["average"]
-        assert "gradients of 1 parameter(s) that several ranks have, first '1.weight', differ" in found["drift"]
+        assert "gradients of 1 parameter(s), first '1.weight', differ" in found["drift"]
         assert found[3] == (
             "fsdp_size=3: it does not divide the 4 process(es) of this launch: use one of 2, 4, or DDP, "
             "which replicates all parameters."

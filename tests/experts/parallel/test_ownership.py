@@ -15,9 +15,9 @@ from torch import nn
 from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
 from toolkit.experts.parallel.dense import refuse_late_parameters
-from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned, owned, ownership_of
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 ALONE = ExpertGroups()
@@ -74,11 +74,10 @@ def test_rows_with_replicas_are_indices_by_rank_which_are_made_once():
     mark_owned(rows, row_ids=of_ranks[1], groups=ExpertGroups(ep_size=3, ep_rank=1), rows_of_ranks=of_ranks)
     mark = ownership_of(rows)
     assert mark is not None
-    borrowed, lent = mark.replicated_on(rows.device)
-    assert (borrowed.index_N.tolist(), borrowed.sizes) == ([2, 1], [2, 0, 0])  # in order of row id
-    assert (lent.index_N.tolist(), lent.sizes) == ([0], [0, 0, 1])
-    assert mark.replicated_on(rows.device) == (borrowed, lent)
-    assert mark.replicated_on(rows.device)[0].index_N is borrowed.index_N
+    borrowed, lent = mark.replicas_on(rows.device)
+    assert (borrowed.rows.tolist(), borrowed.sizes) == ([2, 1], [2, 0, 0])  # in order of row id
+    assert (lent.rows.tolist(), lent.sizes) == ([0], [0, 0, 1])
+    assert mark.replicas_on(rows.device)[0].rows is borrowed.rows
 
 
 # --- averaging --------------------------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ def averaged(ep_size: int) -> list[list[float]]:
     first, second = parameter(1.0 * rank, 10.0 * rank), parameter(100.0 * rank)
     for p in (first, second):
         mark_owned(p, row_ids=range(len(p)), groups=groups)
-    average_owned_gradients([first, second], dist.get_world_size())
+    ExpertSync([first, second]).before_clip()
     return [p.grad.tolist() for p in (first, second)]
 
 
@@ -105,18 +104,18 @@ def test_sums_of_replicas_are_added_and_divided_by_the_world_not_by_the_replicas
 
 
 def averaged_with_a_missing_gradient() -> list[float] | None:
-    rank, groups = dist.get_rank(), make_expert_groups(1)
+    rank, groups = dist.get_rank(), make_expert_groups(2)
     unused, used = parameter(1.0), parameter(2.0 * rank)
     for p in (unused, used):
         mark_owned(p, row_ids=[0], groups=groups)
     unused.grad = None
-    average_owned_gradients([unused, used], 2)
+    ExpertSync([unused, used]).before_clip()
     return used.grad.tolist()
 
 
 def test_a_parameter_without_gradient_is_passed_over():
-    assert run_distributed(averaged_with_a_missing_gradient, 2) == [[1.0], [1.0]]
-    average_owned_gradients([], 2)
+    assert run_distributed(averaged_with_a_missing_gradient, 4) == [[1.0], [2.0], [1.0], [2.0]]
+    ExpertSync([]).before_clip()
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
@@ -124,16 +123,16 @@ def test_a_parameter_without_gradient_is_passed_over():
 
 def test_the_norm_is_over_all_gradients_and_larger_ones_are_scaled():
     a, b = parameter(3.0), parameter(0.0, 4.0)
-    assert clip_grad_norm_([a, b], None).item() == 5.0
+    assert ExpertSync([]).clip([a, b], None).item() == 5.0
     assert (a.grad.tolist(), b.grad.tolist()) == ([3.0], [0.0, 4.0])
-    assert clip_grad_norm_([a, b], 10.0).item() == 5.0
+    assert ExpertSync([]).clip([a, b], 10.0).item() == 5.0
     assert a.grad.tolist() == [3.0]
-    assert clip_grad_norm_([a, b], 1.0).item() == 5.0
+    assert ExpertSync([]).clip([a, b], 1.0).item() == 5.0
     assert a.grad.tolist() + b.grad.tolist() == pytest.approx([0.6, 0.0, 0.8])
 
 
 def test_an_infinite_gradient_is_reported_and_not_hidden():
-    assert clip_grad_norm_([parameter(float("inf"))], 1.0).item() == float("inf")
+    assert ExpertSync([]).clip([parameter(float("inf"))], 1.0).item() == float("inf")
 
 
 def clipped(owned_only: bool) -> tuple[float, list[float]]:
@@ -142,7 +141,7 @@ def clipped(owned_only: bool) -> tuple[float, list[float]]:
     mine, replicated = parameter(2.0 + 2.0 * rank), parameter(2.0, 1.0)
     mark_owned(mine, row_ids=[rank], groups=groups)
     parameters = [mine] if owned_only else [replicated, mine]
-    norm = clip_grad_norm_(parameters, 0.5).item()
+    norm = ExpertSync([]).clip(parameters, 0.5).item()
     return norm, [value for p in parameters for value in p.grad.tolist()]
 
 

@@ -14,6 +14,7 @@ from tests.integrations.accelerate.test_expert_parallel import BATCH, Model, by_
 from tests.support.equality import assert_equal_rows
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
@@ -61,25 +62,16 @@ def gradients(wrapper: str, frozen: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("wrapper", "frozen"), [("saved", False), ("compiled", False), ("bare", True)])
-def test_gradients_of_wrapped_and_unfrozen_experts_are_those_of_one_process(wrapper: str, frozen: bool) -> None:
+def test_gradients_of_wrapped_and_unfrozen_experts_equal_one_process(wrapper: str, frozen: bool) -> None:
     (expected,) = run_distributed(gradients, 1, wrapper, frozen)
     assert any(value.any() for name, value in expected.items() if "experts" in name)
     assert_equal_rows(together(run_distributed(gradients, 2, wrapper, frozen)), expected, 1e-10)
 
 
-def refused_models() -> list[str]:
-    said = []
-    spread, shared = Model(), Model()
-    ExpertParallel(Accelerator(cpu=True)).prepare(spread, torch.optim.SGD(spread.parameters()))
+def test_shard_experts_raises_if_rows_would_be_taken_twice() -> None:
+    sharded, shared = Model(), Model()
+    shard_experts(sharded)
     shared.blocks[1].experts.up = shared.blocks[0].experts.up
-    for model in (spread, shared):
-        with pytest.raises(UserError) as error:
-            ExpertParallel(Accelerator(cpu=True)).prepare(model, torch.optim.SGD(model.parameters()))
-        said.append(str(error.value))
-    return said
-
-
-def test_experts_whose_rows_would_be_taken_twice_are_refused() -> None:
-    (said,) = run_distributed(refused_models, 1)
-    assert said[0].startswith("the experts at 'blocks.0.experts' are spread over ranks already")
-    assert said[1].startswith("the experts at 'blocks.0.experts' and 'blocks.1.experts' share parameters")
+    for model, words in ((sharded, "'blocks.0.experts' are sharded already"), (shared, "share parameters")):
+        with pytest.raises(UserError, match=words):
+            shard_experts(model)

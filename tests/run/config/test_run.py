@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -45,21 +44,6 @@ def test_a_warmup_is_in_steps_or_in_epochs_and_finite():
 def test_experts_are_spread_over_as_many_processes_as_divide_both(world: int, experts: int, ep_size: int):
     assert MoERunConfig(experts=experts).ep_size_in(world) == ep_size
     assert MoERunConfig(experts=experts, parallel_strategy="data_parallel").ep_size_in(world) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"router_groups": 3}, "router_groups=3: take one or more that divide experts=8"),
-        ({"router_groups": 8}, "top_k_groups=1: take 2 to 8, to find top_k=2 experts"),
-        ({"router_groups": 2, "top_k_groups": 3}, "top_k_groups=3: take 1 to 2,"),
-        ({"router_groups": 8, "top_k_groups": 2}, "router_groups=8: leave two experts or more in a group"),
-    ],
-)
-def test_a_router_that_cannot_be_is_refused(settings: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=message):
-        MoERunConfig(**settings)
-    MoERunConfig(experts=0, top_k=1)
 
 
 def test_a_config_is_plain_json_and_frozen():

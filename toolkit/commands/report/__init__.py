@@ -8,7 +8,4 @@ page.py         `toolkit report`, in Bokeh's layout
 curves.py       metrics as curves of a bounded number of points
 experts.py      load, placement and events of experts over steps
 dashboard.py    `toolkit dashboard`: the same curves as a workspace of W&B
-push.py         `toolkit push`
-model_folder.py what it uploads of one run
-model_card.py   the README.md in it
 """

@@ -63,7 +63,7 @@ def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[li
         for name in ("train/loss", "eval/loss", "eval/accuracy", "eval/bits_per_byte")
         if any(run.last(name) is not None for run in runs)
     ]
-    head = ["run", *axes, "state", "steps", *metrics, "samples/s", "time", "starts", "hardware"]
+    head = ["run", *axes, "state", "steps", *metrics, "samples/s", "time", "restarts", "hardware"]
     rows = []
     for run in runs:
         values = settings(run)
@@ -72,7 +72,7 @@ def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[li
         row = [run.name, *(_cell(values.get(axis)) for axis in axes)]
         row += ["finished" if run.finished else "not finished", f"{run.step:,}"]
         row += [metric_cell(name, run.last(name)) for name in metrics]
-        row += [f"{speed:,.0f}" if speed else "", _time(run), str(len(run.starts)), hardware(run)]
+        row += [f"{speed:,.0f}" if speed else "", _time(run), str(len(run.results.get("restarts", ()))), hardware(run)]
         rows.append(row)
     return [head, *rows]
 
@@ -81,8 +81,7 @@ def hardware(run: RunRecord) -> str:
     """Processes and device, and the processor or GPU as far as the run has noted it."""
     results = run.results
     processes = f"{results['world_size']} x {results['device']}" if {"world_size", "device"} <= set(results) else ""
-    noted = run.starts[-1].get("hardware", "") if run.starts else ""
-    return ", ".join(filter(None, [processes, noted]))
+    return ", ".join(filter(None, [processes, results.get("hardware")]))
 
 
 def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -97,7 +96,6 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
                 "step": run.step,
                 "settings": {name: value for name, value in settings(run).items() if name in differ},
                 "results": dict(run.results),
-                "starts": [dict(start) for start in run.starts],
                 "notices": list(run.notices),
             }
             for run in runs

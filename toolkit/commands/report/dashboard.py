@@ -17,7 +17,6 @@ from toolkit.compat import workspace_as_json
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, one_line
 from toolkit.run.arguments import Parser
 from toolkit.run.runs_table import is_number
-from toolkit.run.tracking.secrets import mask_text
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -102,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
         workspace.save()
     except Exception as error:  # of W&B's client, or its answer
         raise UserError(
-            f"W&B does not take the workspace ({type(error).__name__}: {mask_text(one_line(error))}): "
+            f"W&B does not take the workspace ({type(error).__name__}: {one_line(error)}): "
             f"has {entity} a project {project}?"
         ) from error
     sys.stdout.write(f"{workspace.url}: {len(workspace.sections)} sections\n")

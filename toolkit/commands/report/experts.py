@@ -111,22 +111,16 @@ class Event:
     """One line in the table of events."""
 
     run: int
-    step: int | None
-    """None for a start, of which the time is known."""
+    step: int
     kind: str
     text: str
 
 
 def events_of(runs: Sequence[RunRecord]) -> list[Event]:
-    """Starts, migrations, and changes of dynamic experts, of each run in this order."""
+    """Return the migrations, restarts and changes of dynamic experts of each run, by step."""
     found = []
     for index, run in enumerate(runs):
-        for number, start in enumerate(run.starts):
-            kind = "started again" if number else "start"
-            found.append(
-                Event(index, None, kind, f"{start.get('started', '')}, {start.get('hardware', '')}".strip(", "))
-            )
-        found += spread(sorted(_changes(index, run), key=lambda event: event.step or 0), MOST_EVENTS)
+        found += spread(sorted(_changes(index, run), key=lambda event: event.step), MOST_EVENTS)
     return found
 
 

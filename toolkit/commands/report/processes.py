@@ -152,7 +152,7 @@ def _row(part: Sequence[RunRecord], base: Sequence[RunRecord], how: dict[str, An
             ),
             default=None,
         ),
-        hardware=part[0].starts[-1].get("hardware", "") if part[0].starts else "",
+        hardware=part[0].results.get("hardware", ""),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,8 +30,6 @@ class RunRecord:
     """Of metrics.jsonl."""
     epochs: Sequence[Epoch]
     """Of lifecycle.jsonl."""
-    starts: Sequence[Mapping[str, str]]
-    """What code.txt says of each start: `started`, `command`, `hardware`, versions, ..."""
     finished: bool
     notices: Sequence[str]
     """What cannot be read, and what is not there yet; a sentence each."""
@@ -104,8 +101,7 @@ def _read(name: str, folder: Path) -> RunRecord:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
         notices.append(f"not finished: its last line of metrics, at step {lines[-1]['step']:,}, was written {written}.")
     changed = [f"{name}: was changed after the run was finished." for name in changed_files(folder)]
-    starts = [] if _is_link(folder / "code.txt", notices) else _starts(folder / "code.txt")
-    return RunRecord(name, folder, config, results, lines, epochs, starts, finished, notices + changed)
+    return RunRecord(name, folder, config, results, lines, epochs, finished, notices + changed)
 
 
 def _is_link(path: Path, notices: list[str]) -> bool:
@@ -141,13 +137,6 @@ def _read_lines(path: Path, notices: list[str]) -> list[dict[str, Any]]:
         shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
         notices.append(f"{path.name}: line {shown} cannot be read and is left out.")
     return lines
-
-
-def _starts(path: Path) -> list[dict[str, str]]:
-    """The head of each part of code.txt, which `toolkit.run.provenance.code_snapshot` writes, as names and values."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    heads = re.findall(r"^started: .+(?:\n[\w ]+: .*)*", text, re.MULTILINE)
-    return [dict(line.split(": ", 1) for line in head.splitlines() if ": " in line) for head in heads]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

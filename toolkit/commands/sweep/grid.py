@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.errors import UserError
-from toolkit.run.config.flags import flags_of, instead_of
+from toolkit.errors import UserError, did_you_mean
+from toolkit.run.config.flags import flags_of
 from toolkit.run.config.run import to_dict
 from toolkit.run.config.settings import decides_what_is_learned
 from toolkit.run.recipe_script import Recipe
-from toolkit.run.tracking.secrets import mask
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
 def make_cell(recipe: Recipe, values: Mapping[str, str]) -> Cell:
     """The run of `recipe` with `values`. Raises UserError where the recipe refuses them."""
     config = recipe.config(Cell(values, "").flags)
-    return Cell(values, config_digest(recipe.script.stem, config), mask(to_dict(config), digests=True))
+    return Cell(values, config_digest(recipe.script.stem, config), to_dict(config))
 
 
 def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Cell]:
@@ -75,7 +74,9 @@ def grid_cells(recipe: Recipe, axes: Mapping[str, Sequence[str]], seeds: Sequenc
         flag = f"--{name}"
         if flag not in flags:
             axis = f"--grid {name}={','.join(values)}"
-            raise UserError(f"{axis}: {recipe.script} has no flag {flag}: {instead_of(flag, flags)}")
+            raise UserError(
+                f"{axis}: {recipe.script} has no flag {flag}: {did_you_mean(flag, flags, 'see its --help all.')}"
+            )
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     cells: dict[str, Cell] = {}
     for seed in seeds:
@@ -91,11 +92,11 @@ def config_digest(recipe: str, config: Any) -> str:
     """Twelve hexadecimal digits of the fields of `config` that decide what is learned and differ from their defaults.
 
     So a field that a later version adds leaves the cells of a sweep what they are; `CellRunner` refuses cells from
-    before a default changed. Secrets are masked, because the digest is the name of a folder.
+    before a default changed.
     """
-    plain = mask(to_dict(config), digests=True)
+    plain = to_dict(config)
     required = {name: getattr(config, name) for name, field in type(config).model_fields.items() if field.is_required()}
-    usual = mask(to_dict(type(config)(**required)), digests=True)
+    usual = to_dict(type(config)(**required))
     fields = {
         name: value
         for name, value in plain.items()

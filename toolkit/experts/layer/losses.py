@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.moe_layer import moe_layers
-from toolkit.experts.layer.router import ExpertChoiceRouter, Routing
+from toolkit.experts.layer.router import Routing
 from toolkit.experts.parallel.groups import sum_over_ranks
 
 BalanceScope = Literal["global", "local", "sequence"]
@@ -129,7 +129,7 @@ class RouterPenalty:
       ranks.
     - "sequence": each sequence separately; the layers' input must be (B, S, D). The same on any number of ranks.
 
-    Raises UserError for another scope, and ValueError for weights of layers in which experts choose tokens.
+    Raises UserError for another scope.
     """
 
     def __init__(
@@ -144,9 +144,6 @@ class RouterPenalty:
         found = moe_layers(routers).values() if isinstance(routers, nn.Module) else routers
         self.layers: list[RoutingReport] = list(found)
         self.balance_weight, self.z_weight, self.balance_scope = balance_weight, z_weight, balance_scope
-        chosen = any(isinstance(getattr(layer, "router", None), ExpertChoiceRouter) for layer in self.layers)
-        if (balance_weight or z_weight) and chosen:
-            raise ValueError("expert choice is balanced by construction: give it no balance_weight and no z_weight")
         _penalties.add(self)
         self.step_load_LE: Int[Tensor, "L E"] | None = None
         """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from toolkit.errors import require_choice, require_count
 from toolkit.experts.layer.capacity import Capacity, DropPolicy
-from toolkit.experts.layer.dispatch.dispatch import ComputeRows, DispatchPlan
-from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
+from toolkit.experts.layer.dispatcher import Plan
+from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts, Weights
 from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, replaying
-from toolkit.experts.layer.router import ExpertChoiceRouter, Routing, TopKRouter
+from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -45,8 +45,6 @@ class MoE(nn.Module):
         recompute: bool = False,
     ):
         super().__init__()
-        if capacity is not None and isinstance(router, ExpertChoiceRouter):
-            raise ValueError("expert choice gives every expert equally many tokens: leave out the capacity")
         self.router, self.experts, self.expert_stack, self.shared_expert = router, experts, expert_stack, shared_expert
         self.capacity, self.recompute = capacity, recompute
         self.routing: Routing | None = None
@@ -91,37 +89,38 @@ class MoE(nn.Module):
     def _forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TD)
-        kept_TK = routing.kept_TK
+        kept_TK: Tensor | None = None
         if self.capacity is not None and self.training:
             capacity, router = self.capacity, self.router
             kept_TK = decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, router.num_experts))
         shared_TD: Tensor | None = None
-        travels = self.expert_stack.groups.ep_size > 1
-        # So that the gradients of weights are computed while those of rows travel back. Only `GroupedExperts` can.
-        later = travels and torch.is_grad_enabled() and type(self.experts) is GroupedExperts
-
-        def experts() -> ComputeRows:
-            return partial(self.experts, weights=self.experts.weights()) if later else self.experts
+        weights: tuple[Weights, ...] = ()
+        # So that weight gradients are computed while the gradients of rows are in flight.
+        later = torch.is_grad_enabled() and type(self.experts) is GroupedExperts and self.placement.ranks > 1
 
         def meanwhile() -> None:
-            nonlocal shared_TD
+            nonlocal shared_TD, weights
             if self.shared_expert is not None:
                 shared_TD = self.shared_expert(x_TD)
+            if later:
+                weights = (self.experts.weights(),)
 
-        y_TD, plan = self.expert_stack.dispatcher.mix(
-            x_TD, routing.expert_ids_TK, routing.weights_TK, experts, kept_TK=kept_TK, meanwhile=meanwhile
+        dispatcher = self.expert_stack.dispatcher
+        rows_ND, dispatched = dispatcher.dispatch(
+            x_TD, routing.expert_ids_TK, routing.weights_TK, kept_TK=kept_TK, meanwhile=meanwhile
         )
+        y_TD = dispatcher.combine(self.experts(rows_ND, dispatched.rows_per_slot, *weights), dispatched)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if not replaying():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
-            self.record(routing, plan, kept_TK, x_TD, y_TD)
+            self.record(routing, dispatched.plan, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
 
     def record(
         self,
         routing: Routing,
-        plan: DispatchPlan,
+        plan: Plan,
         kept_TK: Bool[Tensor, "T K"] | None,
         x_TD: Float[Tensor, "T D"],
         y_TD: Float[Tensor, "T D"],
@@ -130,10 +129,10 @@ class MoE(nn.Module):
         counted_T = counted_tokens(len(routing.expert_ids_TK))
         self.routing = routing if counted_T is None else replace(routing, counted_T=counted_T)
         dropped_E = None
-        if self.capacity is not None and kept_TK is not None:
+        if kept_TK is not None:
             dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
             dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
-        choices = Choices(routing.expert_ids_TK, routing.kept_TK)
+        choices = Choices(routing.expert_ids_TK, None)
         training = self.training and torch.is_grad_enabled()
         self.expert_stack.record(plan, choices, x_TD, routing.weights_TK, y_TD, training=training, dropped_E=dropped_E)
 
@@ -179,8 +178,8 @@ def make_moe(
         seed: Of the initial weights, which depend on an expert's id and not on its rank.
 
     Raises:
-        UserError: For sizes below 1, fewer `spare_slots` or a smaller `capacity_factor` than 0, router options that do
-            not fit, and an unknown `placement`, `activation`, `drop_policy` or `recompute`.
+        UserError: For sizes below 1, fewer `spare_slots` or a smaller `capacity_factor` than 0, a `top_k` that does not
+            fit, and an unknown `placement`, `activation`, `drop_policy` or `recompute`.
         ValueError: For a placement of other experts.
     """
     for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):

@@ -83,12 +83,15 @@ def count(
     """Counts what some ranks sent in forwards under one placement per layer.
 
     Args:
-        sent_FLSE: The rows that each source rank sent to each expert. placements: The placement of each layer. sources:
-            The ranks of S, in the order of EP groups. world_size: The number of all ranks. dropped_LE: Assignments that
-            a capacity dropped; None: none. visits_LSR: Tokens of each source that have experts on each rank; None: not
-            counted. crossings_LSR: Those that have experts on each other node
-            (`toolkit.experts.layer.stack.crossings`). Loads do not tell which experts one token chose, so neither can
-            be derived from them.
+        sent_FLSE: Rows from each source rank to each expert.
+        placements: Placement of each layer.
+        sources: Ranks of S, in the order of EP groups.
+        world_size: Number of all ranks.
+        dropped_LE: Pairs that a capacity dropped. None: none.
+        visits_LSR: Tokens of each source that have experts on each rank. None: not counted.
+        crossings_LSR: Tokens of each source that have experts on each other node
+            (`toolkit.experts.layer.stack.crossings`). None: not counted. Loads do not say which experts one token
+            chose, so neither of the two can be derived from them.
     """
     forwards, layers, _, experts = sent_FLSE.shape
     group = placements[0].ranks

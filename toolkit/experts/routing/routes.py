@@ -5,7 +5,7 @@ some tokens, because of other kernels or newer weights. Replayed routes keep the
 from the trained router's scores, which so has its gradient (R3: Ma et al. 2025, arXiv 2510.11370).
 
 A `RouteHook` stands where a layer chooses. Ours is called by `toolkit.experts.layer.router`; those of models of
-transformers are in `toolkit.integrations.accelerate.route_hooks`, which has `record_routes` and `replay_routes`.
+transformers are in `toolkit.experts.sharding.router_replay`, which has `record_routes` and `replay_routes`.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Choices(NamedTuple):
     expert_ids_TK: Int[Tensor, "T K"]
     """int64"""
     kept_TK: Bool[Tensor, "T K"] | None
-    """bool: False where the router filled up a choice that a token does not have, and for padding; None for neither."""
+    """bool: False for padding; None without padding."""
 
     def kept(self) -> Bool[Tensor, "T K"]:
         """Returns `kept_TK`, True everywhere where it is None."""

@@ -93,10 +93,6 @@ class MoERunConfig(ExpertRunConfig, RouterOptions):
     recompute: Literal["none", "selective", "full"] = "none"
     """Save memory by computing again in the backward: the experts' hidden activations, or the whole layer."""
 
-    def check_together(self) -> None:
-        super().check_together()
-        self.check_fits(self.experts, self.top_k)
-
     def idle(self) -> dict[str, str]:
         of_loss = ("balance_weight", "balance_scope", "balance_within") if self.balance != "loss" else ()
         undropped = {"drop_policy": "with capacity_factor=None"} if self.capacity_factor is None else {}
@@ -140,7 +136,7 @@ class DynamicRunConfig(MoERunConfig):
         require(limit >= self.experts, "max_experts", limit, f"take experts={self.experts} or more")
         fits = self.top_k <= self.min_experts <= self.experts
         require(fits, "min_experts", self.min_experts, f"take top_k={self.top_k} to experts={self.experts}")
-        for name, required in (("router_groups", 1), ("force_balanced", False), ("spare_slots", 0), ("compile", False)):
+        for name, required in (("force_balanced", False), ("spare_slots", 0), ("compile", False)):
             value = getattr(self, name)
             require(value == required, name, value, "leave it out: dynamic experts (max_experts) do not support it")
         place = self.initial_placement

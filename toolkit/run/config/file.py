@@ -10,8 +10,6 @@ from toolkit.errors import UserError, one_line
 
 CONFIG = "--config"
 """The flag that names a file of flags: of the command line, and no field of a config."""
-MASK = "***"
-"""Stands in the config.json of a run where a secret was, or what may be one."""
 NO_FLAGS = ("recipe", "data_identity")
 """Keys of a run's config.json beside its flags: the recipe's name, and what `toolkit.run.data` knows of the data."""
 
@@ -26,7 +24,7 @@ def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
         flags: The flags that there are, with their types, of which `bool` is a switch.
 
     Raises:
-        UserError: for a file that cannot be read or is no mapping, a value of another shape, and one that was masked.
+        UserError: for a file that cannot be read or is no mapping and a value of another shape.
     """
     import yaml
 
@@ -46,8 +44,6 @@ def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
         items = value if isinstance(value, list) else [value]
         if any(not isinstance(item, str) for item in items):
             raise UserError(f"{flag}: a list or group within a list: write its values one after the other.")
-        if any(item.startswith(MASK) for item in items):
-            raise UserError(f"{flag} {items[0]}: was masked when this file was written: write what it stands for.")
         if flags.get(flag) is bool:
             words.append(_switch(flag, " ".join(items)))
         else:

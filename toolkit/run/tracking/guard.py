@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from toolkit.errors import one_line
-from toolkit.run.tracking.secrets import mask_text
 
 QUEUE_LENGTH = 2000
 """Calls that are queued for a slow tracker before it is turned off."""
@@ -112,7 +111,7 @@ class GuardedTracker:
     def _turn_off(self, reason: str) -> None:
         if not self._off.is_set():
             self._off.set()
-            self._say(f"{self.backend.name} is off for this run ({mask_text(reason)}); metrics.jsonl has every line.")
+            self._say(f"{self.backend.name} is off for this run ({reason}); metrics.jsonl has every line.")
 
 
 def expand(values: Mapping[str, Any]) -> dict[str, float]:

@@ -19,13 +19,12 @@ import numpy as np
 import psutil
 from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
-from toolkit.compat import is_wandb_service, wandb_privacy
+from toolkit.compat import is_wandb_service
 from toolkit.errors import UserError, one_line
 from toolkit.run.config.run import RunConfig
 from toolkit.run.config.settings import leaves
 from toolkit.run.folder import write_text
 from toolkit.run.tracking.guard import Backend, GuardedTracker, Table
-from toolkit.run.tracking.secrets import mask_text
 
 METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "perf")
 WANDB_START_S = WANDB_FINISH_S = 8.0
@@ -79,7 +78,7 @@ class WandB:
             try:
                 return f"W&B: {self._init('online').url}"
             except Exception as error:
-                reason = mask_text(one_line(error))
+                reason = one_line(error)
                 self._id_file.unlink()  # its service does not start a second run of one id
         self._init("offline")
         folder = self._run_folder()
@@ -89,7 +88,6 @@ class WandB:
 
     def _init(self, mode: str) -> Any:
         """A W&B run with its metric groups and their common step axis."""
-        command = " ".join(sys.orig_argv)
         self._tracker = WandBTracker(
             self.labels.project,
             dir=str(self.folder),
@@ -106,7 +104,6 @@ class WandB:
                 "disable_code": True,
                 "init_timeout": WANDB_START_S,
                 "finish_timeout": WANDB_FINISH_S,
-                **wandb_privacy(has_secrets=mask_text(command) != command),
             },
         )
         self._tracker.start()
@@ -277,25 +274,26 @@ def why_offline() -> str | None:
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "dryrun"):
         return f"WANDB_MODE={mode}"
-    if not _has_key(url):
+    server = urllib.parse.urlsplit(url).hostname or ""  # the address may hold a password
+    if not _has_key(server):
         return "no API key: wandb login"
     try:
         urllib.request.urlopen(url, timeout=PROBE_S).close()
     except urllib.error.HTTPError as answer:
-        return None if answer.code < 500 else f"{mask_text(url)} answers {answer.code}"
+        return None if answer.code < 500 else f"{server} answers {answer.code}"
     except (OSError, ValueError):
-        return f"{mask_text(url)} does not answer"
+        return f"{server} does not answer"
     return None
 
 
-def _has_key(url: str) -> bool:
+def _has_key(server: str) -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
         entries = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
-    return (urllib.parse.urlsplit(url).hostname or "") in entries.hosts
+    return server in entries.hosts
 
 
 def _pixels(path: Path) -> np.ndarray:

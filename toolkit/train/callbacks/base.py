@@ -23,13 +23,11 @@ state between steps has `state_dict` and `load_state_dict`, and its state is sav
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from toolkit.errors import UserError
-from toolkit.experts.state.checkpoint_files import other_type
+from toolkit.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from toolkit.data.table import Batch
@@ -46,9 +44,6 @@ HOOKS = (
     "on_exception",
     "on_fit_end",
 )
-SPELLINGS = {name.replace("_", "") for name in HOOKS}
-FOREIGN_WORDS = (("train_batch", "step"), ("batch", "step"), ("train", "fit"), ("begin", "start"))
-"""In names of hooks of transformers and Lightning, and what they are called here."""
 
 
 class Callback:
@@ -103,12 +98,9 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
     """
     for place, later in enumerate(callbacks):
         for name in dir(later):
-            looks_like_one = name.startswith("on_") or name.replace("_", "") in SPELLINGS
-            if looks_like_one and name not in HOOKS and callable(getattr(later, name)):
-                nearest = difflib.get_close_matches(_in_our_words(name), HOOKS, n=1, cutoff=0)[0]
-                raise UserError(
-                    f"{type(later).__name__}.{name} is no hook and is never called: did you mean {nearest}?"
-                )
+            if name.startswith("on_") and name not in HOOKS and callable(getattr(later, name)):
+                remedy = did_you_mean(name, HOOKS, f"take one of {', '.join(HOOKS)}.")
+                raise UserError(f"{type(later).__name__}.{name} is no hook and is never called: {remedy}")
         for earlier in callbacks[:place]:
             if isinstance(later, earlier.runs_after):
                 first = type(later).__name__
@@ -120,12 +112,6 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
             raise ValueError(
                 f"two callbacks would save their state as {key!r} in checkpoints: give each a `state_key` of its own"
             )
-
-
-def _in_our_words(name: str) -> str:
-    for theirs, ours in FOREIGN_WORDS:
-        name = name.replace(theirs, ours)
-    return name
 
 
 def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None]]]:
@@ -142,16 +128,7 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def load_states(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
-    """Load what `states_of` gave. A callback that is not in it starts anew.
-
-    Raises UserError, before any is loaded, for a value of another type than the callback has now. A collective, as
-    `states_of` is.
-    """
-    for key, now in states_of(callbacks).items():
-        if odd := other_type(states.get(key, {}), now, key):
-            raise UserError(
-                f"the checkpoint's state of a callback has {odd}: use the version that wrote it, or another."
-            )
+    """Load what `states_of` returned. A callback without a state there starts from scratch."""
     for callback in callbacks:
         if state := states.get(_key(callback)):
             callback.load_state_dict(state)

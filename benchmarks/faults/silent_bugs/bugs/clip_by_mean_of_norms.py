@@ -8,8 +8,7 @@ import torch
 from small import Mixture, batch, begin, saving
 from torch import nn
 
-from toolkit.experts.parallel.gradients import average_owned_gradients, clip_grad_norm_
-from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -25,11 +24,12 @@ def clip_by_mean(parameters: list[nn.Parameter], most: float) -> None:
 
 
 save_checkpoint, load_checkpoint = saving(model, optimizer)
+sync = ExpertSync(model.parameters())
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
-    clip = clip_by_mean if buggy else clip_grad_norm_
+    sync.before_clip()
+    clip = clip_by_mean if buggy else sync.clip
     clip(list(model.parameters()), 0.1)
     optimizer.step()
     optimizer.zero_grad()

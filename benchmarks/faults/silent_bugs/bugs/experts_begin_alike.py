@@ -8,8 +8,7 @@ import torch
 from small import Mixture, batch, begin, saving
 from torch import nn
 
-from toolkit.experts.parallel.gradients import average_owned_gradients
-from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -21,9 +20,10 @@ if buggy:
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
+sync = ExpertSync(model.parameters())
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
+    sync.before_clip()
     optimizer.step()
     optimizer.zero_grad()

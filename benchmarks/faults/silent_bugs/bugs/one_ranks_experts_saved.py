@@ -8,8 +8,7 @@ import torch
 from small import Mixture, batch, begin
 from torch import nn
 
-from toolkit.experts.parallel.gradients import average_owned_gradients
-from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -17,6 +16,7 @@ rank, world = accelerator.process_index, accelerator.num_processes
 model = Mixture(accelerator.num_processes)
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
+sync = ExpertSync(model.parameters())
 
 
 def save_checkpoint(folder: str) -> None:
@@ -34,6 +34,6 @@ def load_checkpoint(folder: str) -> None:
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    average_owned_gradients(owned(model.parameters()), accelerator.num_processes)
+    sync.before_clip()
     optimizer.step()
     optimizer.zero_grad()

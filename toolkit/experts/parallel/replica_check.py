@@ -1,0 +1,121 @@
+"""Check that parameters and their gradients are equal on all ranks that have them when an optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.errors import UserError
+from toolkit.experts.compat import norm_of_each
+from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
+
+FIRST_STEPS, EVERY = 8, 64
+"""The first steps, also after parameters were frozen or unfrozen, and every so many steps are checked: a check takes a
+pass over weights and gradients, and a host sync."""
+
+
+class ReplicaCheck:
+    """An optimizer step hook that compares the norms of weights and gradients over all ranks that have them.
+
+    A collective. Experts are compared over the expert data-parallel group, FSDP2 shards over the ranks with the same
+    shard. Different gradients would let weights drift apart without an error: `torch.nn.utils.clip_grad_norm_` causes
+    them, because its norm has the experts of one rank. Raises UserError, the same on every rank.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.steps = model, 0
+        self._parameters = list(model.parameters())  # walking through the modules takes longer than the rest of a call
+        self._trained, self._until = 0, 0
+
+    def __call__(self, *_: Any) -> None:
+        self.steps += 1
+        if isinstance(self.model, DistributedDataParallel) and not self.model.require_backward_grad_sync:
+            raise UserError(
+                f"model: step {self.steps:,} is made within no_sync(), as by LocalSGD, so that replicas would drift "
+                "apart. Step outside of it, without LocalSGD."
+            )
+        trained = sum(parameter.requires_grad for parameter in self._parameters)
+        if trained != self._trained:
+            self._trained, self._until = trained, self.steps + FIRST_STEPS
+        if self.steps < self._until or self.steps % EVERY == 0:
+            self.check(self.steps)
+
+    @torch.no_grad()
+    def check(self, step: int) -> None:
+        """Compare weights, and the gradients that there are, after `step` steps. A collective."""
+        compared: dict[str, nn.Parameter] = {}
+        mine: list[int] = []
+        labels: list[str] = []
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad or (variants := _variants(parameter)) is None:
+                continue
+            compared[name] = parameter
+            mine.append(len(labels) + variants.here)
+            labels += [repr(name.removeprefix("module.")) + of for of in variants.labels]
+        if not compared:
+            return
+        grads = {name: local_rows(p.grad) for name, p in compared.items() if p.grad is not None}
+        norms = dict(zip(grads, norm_of_each(list(grads.values())), strict=True)) if grads else {}
+        missing = torch.full((), -1.0, device=next(iter(compared.values())).device)
+        weights = norm_of_each([local_rows(parameter.detach()) for parameter in compared.values()])
+        gradients = [norms.get(name, missing) for name in compared]
+        norms_2N = torch.stack([norm.float() for norm in (*gradients, *weights)]).nan_to_num().view(2, -1)
+        # One collective of all ranks, in which each leaves open what others have: all come to the same end.
+        extremes = norms_2N.new_full((2, 2, len(labels)), -torch.inf)
+        extremes[:, :, mine] = torch.stack([norms_2N, -norms_2N])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        most, least = extremes.cpu() * torch.tensor([1, -1]).view(2, 1, 1)
+        of_all = [label for label, at in zip(compared, mine, strict=True) if least[0, at] < 0]
+        unused = [name.removeprefix("module.") for name in of_all if not is_owned(compared[name])]
+        if grads and unused and step == 1 and _waits_for_all(self.model):
+            raise UserError(
+                f"model: {len(unused)} parameter(s), first {unused[0]!r}, got no gradient in the first step, and DDP "
+                "waits for all. Make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
+                "find_unused_parameters=True)], or freeze them."
+            )
+        for values, happens, apart in (
+            ("gradients", "their weights would drift apart", most[0] != least[0]),
+            ("weights", "they drifted apart in an earlier step", most[1] != least[1]),
+        ):
+            different = [label for label, differ in zip(labels, apart.tolist(), strict=True) if differ]
+            if different:
+                raise UserError(
+                    f"model: the {values} of {len(different)} parameter(s), first {different[0]}, differ between ranks "
+                    f"in step {step:,}, so {happens}. Call the model that prepare returned, clip with "
+                    "accelerator.clip_grad_norm_ instead of torch.nn.utils, and change weights and gradients alike on "
+                    "all ranks."
+                )
+
+
+class _Variants(NamedTuple):
+    """The parts of one parameter that ranks have."""
+
+    here: int
+    """Index of this rank's part."""
+    labels: list[str]
+    """The name of each part, after the parameter's name."""
+
+
+def _variants(parameter: nn.Parameter) -> _Variants | None:
+    """Return the parts of `parameter`; None if no two ranks have the same."""
+    ownership = ownership_of(parameter)
+    if ownership is not None and is_owned(parameter):
+        groups = ownership.groups
+        if groups.expert_dp_group is None:
+            return None
+        return _Variants(groups.ep_rank, [f" of the experts of EP rank {rank}" for rank in range(groups.ep_size)])
+    if not isinstance(parameter, DTensor):
+        return _Variants(0, [""])
+    if len(parameter.placements) == 1 or not parameter.placements[0].is_replicate():
+        return None
+    mesh = parameter.device_mesh
+    return _Variants(mesh.get_local_rank(1), [""] * mesh.size(1))
+
+
+def _waits_for_all(model: nn.Module) -> bool:
+    return isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)

@@ -1,0 +1,250 @@
+"""Synchronization of owned parameters, such as experts, around an optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from toolkit.experts.compat import divide_each_, multiply_each_, norm_of_each
+from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.parallel.optimizer_rows import in_use
+from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
+
+
+@dataclass
+class _Arrivals:
+    """What hooks of parameters hold instead of the `ExpertSync`, whose parameters would never be freed."""
+
+    await_average: bool = True
+    await_step: bool = False
+
+    def note(self, _: Tensor) -> None:
+        self.await_average = self.await_step = True
+
+
+class ExpertSync:
+    """What expert parallelism adds around an optimizer step.
+
+    `before_clip`, `clip` and `after_step` are collectives: call them on every rank.
+
+    Args:
+        parameters: Parameters of the model. Only owned ones, such as experts, are synchronized.
+        rebalance: Called as `rebalance(step, optimizer)` after each step, such as `Replanner.after_step`.
+        batches: What gradients are divided by. Default: the world size.
+
+    Example:
+        sync = experts.ExpertSync(model.parameters(), rebalance=replanner.after_step)
+        for step, batch in enumerate(batches, start=1):
+            loss_of(model, batch).backward()
+            sync.before_clip()
+            sync.clip(model.parameters(), 1.0)
+            optimizer.step()
+            sync.after_step(step, optimizer)
+            optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        rebalance: Callable[[int, Optimizer], object] | None = None,
+        *,
+        batches: int | None = None,
+    ):
+        self.parameters = owned(parameters)
+        self.rebalance = rebalance
+        self._batches = world_size() if batches is None else batches
+        self._arrivals = _Arrivals()
+        self.optimizer: Callable[[], Optimizer | None] | None = None
+        """Gives the optimizer of `follow`."""
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether gradients arrived since the last step of the optimizer of `follow`."""
+        return self._arrivals.await_step
+
+    def follow(self, optimizer: Optimizer) -> list[RemovableHandle]:
+        """Have each step of `optimizer` call `before_clip`, which from now on does nothing without new gradients.
+
+        Returns:
+            The hooks.
+        """
+        self.optimizer = ref(optimizer)
+        hooks = [optimizer.register_step_pre_hook(lambda *_: self.before_clip())]
+        for parameter in self.parameters:
+            if parameter.is_floating_point():
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # a frozen parameter, which may be unfrozen later, takes no hooks
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._arrivals.note))
+                parameter.requires_grad_(is_trained)
+        return hooks
+
+    @torch.no_grad()
+    def before_clip(self) -> None:
+        """Average gradients over all ranks' batches, after the last backward pass of a step.
+
+        The backward pass of the all-to-all has summed the contributions of the EP group's batches, where DDP takes the
+        mean over the world. The owner of a row with replicas gets the gradients of all, the others get zero.
+        """
+        if not self._arrivals.await_average:
+            return
+        self._arrivals.await_average = self.optimizer is None
+        _sum_replica_gradients(self.parameters)
+        averaged = [p for p in self.parameters if p.grad is not None]
+        grads = [in_use(p, p.grad) for p in averaged if p.grad is not None]
+        if grads and self._batches > 1:
+            divide_each_(grads, float(self._batches))
+        for parameter, grad in zip(averaged, grads, strict=True):
+            group = _ownership(parameter).groups.expert_dp_group
+            if group is not None:
+                summed = grad.contiguous()
+                dist.all_reduce(summed, group=group)
+                if summed is not grad:
+                    grad.copy_(summed)
+
+    @torch.no_grad()
+    def clip(
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float | None,
+        *,
+        take_norms: Callable[[Sequence[Tensor], Tensor], None] | None = None,
+    ) -> Float[Tensor, ""]:
+        """Scale gradients so that their global 2-norm is at most `max_norm`.
+
+        Replicated parameters count once. Owned parameters are summed over the EP group, and parameters that FSDP2
+        shards over one set of shards. So every rank gets the same norm and applies the same factor.
+
+        Args:
+            parameters: Owned and replicated parameters of the model.
+            max_norm: The largest norm. None only measures.
+            take_norms: Called with parameters and the norm of each parameter's gradient on this rank.
+
+        Returns:
+            The norm before clipping, a scalar.
+        """
+        replicated: list[Tensor] = []
+        rows: list[Tensor] = []
+        shards: list[Tensor] = []
+        sharded_over: list[dist.ProcessGroup] = []
+        for parameter in parameters:
+            if isinstance(parameter.grad, DTensor):
+                shards.append(parameter)
+                sharded_over = sharded_over or _sharded_over(parameter.grad)
+            elif parameter.grad is not None:
+                (rows if is_owned(parameter) else replicated).append(parameter)
+        listed = replicated + rows + shards
+        grads = [
+            p.grad.to_local() if isinstance(p.grad, DTensor) else in_use(p, p.grad)
+            for p in listed
+            if p.grad is not None
+        ]
+        if not grads:
+            return torch.zeros(())
+        norms = norm_of_each(grads)
+        if take_norms is not None:
+            take_norms(listed, norms)
+        if rows or shards:
+            of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
+            squared_rows = of_rows.sum()
+            squared_shards = of_shards.sum()
+            if rows:
+                dist.all_reduce(squared_rows, group=_ownership(rows[0]).groups.ep_group)
+            for group in sharded_over:
+                dist.all_reduce(squared_shards, group=group)
+            norm = (of_replicated.sum() + squared_rows + squared_shards).sqrt()
+        else:
+            norm = torch.linalg.vector_norm(norms)
+        if max_norm is not None:
+            factor = max_norm / (norm + 1e-6)
+            if factor.device.type != "cpu":
+                multiply_each_(grads, factor.clamp(max=1.0))
+            elif factor < 1:  # a host sync elsewhere, but free on a CPU, where it saves a pass over the gradients
+                multiply_each_(grads, factor)
+        return norm
+
+    @torch.no_grad()
+    def after_step(self, step: int, optimizer: Optimizer) -> None:
+        """Copy each row's weights from its owner to the replicas, and rebalance.
+
+        Args:
+            step: Optimizer steps so far.
+            optimizer: The optimizer that made the step.
+        """
+        self._arrivals.await_step = False
+        # The optimizer also steps a parameter that was frozen after its gradient arrived.
+        for parameter, ownership in _with_replicas(p for p in self.parameters if p.requires_grad or p.grad is not None):
+            borrowed, lent = ownership.replicas_on(parameter.device)
+            received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
+            parameter.index_copy_(0, borrowed.rows, received)
+        if self.rebalance is not None:
+            self.rebalance(step, optimizer)
+
+
+def divide_in_backward(parameter: nn.Parameter) -> None:
+    """Divide each incoming gradient of an owned parameter by `ep_size`, also once a frozen one is unfrozen."""
+    ownership = _ownership(parameter)
+    if ownership.dividing is not None:
+        raise RuntimeError("the gradient of this parameter is divided in the backward already")
+    if not parameter.is_floating_point():
+        return  # packed numbers, which have no gradient
+    ep_size = ownership.groups.ep_size
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # a frozen one takes no hooks
+    ownership.dividing = parameter.register_hook(lambda grad: grad / ep_size)
+    parameter.requires_grad_(is_trained)
+
+
+def stop_dividing(parameter: nn.Parameter) -> None:
+    """Remove the hook of `divide_in_backward`."""
+    ownership = _ownership(parameter)
+    if ownership.dividing is not None:
+        ownership.dividing.remove()
+    ownership.dividing = None
+
+
+def _sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
+    """Add the gradients of a row's replicas to its owner's, and zero those of the others.
+
+    Frozen parameters keep none: weight decay moves what has a gradient of zero.
+    """
+    for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        borrowed, lent = ownership.replicas_on(grad.device)
+        received = _exchange_rows(grad, borrowed, lent, ownership)
+        grad.index_fill_(0, borrowed.rows, 0)
+        parameter.grad = grad.index_add_(0, lent.rows, received)
+
+
+def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ownership]]:
+    for parameter in parameters:
+        ownership = _ownership(parameter)
+        if ownership.rows_of_ranks is not None:
+            yield parameter, ownership
+
+
+def _ownership(parameter: Tensor) -> Ownership:
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    return ownership
+
+
+def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, ownership: Ownership) -> Tensor:
+    """Send rows to each rank of the EP group; returns what was received, in order of rank."""
+    result = rows.new_empty(len(received.rows), *rows.shape[1:])
+    out = rows.index_select(0, sent.rows)
+    dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)
+    return result
+
+
+def _sharded_over(tensor: DTensor) -> list[dist.ProcessGroup]:
+    """The groups that hold different parts of `tensor`, one for each such dimension of its mesh."""
+    return [tensor.device_mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if place.is_shard()]

@@ -1,0 +1,200 @@
+"""Whether sharding an experts module would change what it computes: tried on a few rows before anything is changed.
+
+T tokens, D model width, E experts, K experts per token, S slots of a rank, N (token, expert) pairs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UserError, one_line
+from toolkit.experts.layer.dispatcher import LocalDispatcher
+from toolkit.experts.placement.placement import contiguous
+from toolkit.experts.sharding.experts_modules import compute_rows
+
+Forward = Callable[..., Tensor]
+"""Of an experts module: (hidden (T, D), expert ids (T, K), weights (T, K)) to (T, D)."""
+
+TOKENS = 6
+FEW = 4
+"""Experts that get memory for the check."""
+MOST_TOKENS = 8
+"""Tokens at a time when every expert is called, because some modules copy the rows of each token's experts."""
+IN_ROWS = "keep what differs between experts in parameters with a row for each expert"
+MOST_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+"""The largest relative difference by precision; parts may compute in another. A mismatch is a tenth or more."""
+
+
+@torch.no_grad()
+def check_experts(name: str, module: nn.Module) -> Forward:
+    """Check that `module` computes the same when each rank calls it with its own experts only.
+
+    Meanwhile its parameters have random rows, and buffers with a row per expert random values, in evaluation mode.
+
+    Args:
+        name: The module's name within the model.
+        module: An experts module, whose forward may take the weights before the ids.
+
+    Returns:
+        The forward of (hidden, expert ids, weights), in this order.
+
+    Raises:
+        UserError: The module cannot be called so, or would compute something else. The same on every rank.
+    """
+    own: Forward = module.forward
+    first = next(module.parameters(recurse=False))
+    if first.is_meta or isinstance(first, DTensor) or first.dtype not in MOST_ROUNDING:
+        return own  # no values to compute with yet, or quantised
+    weights_first: Any = partial(_weights_first, own)
+    weights_first.__signature__ = inspect.signature(own)
+    refusal: UserError | None = None
+    for forward in (own, weights_first):
+        try:
+            _Check(f"the experts at {name!r} ({type(module).__name__})", module, forward).run()
+        except UserError as error:
+            refusal = refusal or error
+        else:
+            return forward
+    assert refusal is not None
+    raise refusal
+
+
+def _weights_first(forward: Forward, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return forward(hidden, weights, ids)
+
+
+class _Check:
+    """A trial of one experts module by one order of its arguments."""
+
+    def __init__(self, kind: str, module: nn.Module, forward: Forward):
+        self.kind, self.module, self.forward = kind, module, forward
+        self.experts = int(module.num_experts)  # type: ignore[arg-type]
+        self.like = next(module.parameters(recurse=False)).data
+        self.draws = torch.Generator().manual_seed(0)
+
+    def run(self) -> None:
+        few = min(self.experts, FEW)
+        with self._random_buffers():
+            with self._having(few, lambda data: self._random_rows(few, data)):
+                width = self._accepted_width(few)
+                ids = torch.arange(1, few + 1, device=self.like.device) % few
+                for chosen_S in ids.split(2):  # each expert is in another slot than its own
+                    self._compare_with_slots(chosen_S, width)
+            with self._having(self.experts, self._same_row):
+                self._compare_all(width)
+
+    def _accepted_width(self, experts: int) -> int:
+        """Return the width D that the module takes, which is among its sizes."""
+        # No expert has two rows: a module that pads rows may then take a wrong width.
+        top_k = min(experts, 2)
+        ids_TK = torch.arange(experts // top_k * top_k, device=self.like.device).view(-1, top_k)
+        sizes = [value for value in vars(self.module).values() if type(value) is int and value > 0]
+        sizes += [size for parameter in self.module.parameters(recurse=False) for size in parameter.shape[1:]]
+        refusal = "it has no sizes"
+        for width in dict.fromkeys(sizes):
+            x_TD = self._tokens(len(ids_TK), width)
+            try:
+                found: Any = self.forward(x_TD, ids_TK, torch.ones_like(ids_TK).to(x_TD))
+            except Exception as error:
+                refusal = one_line(error)
+                continue
+            if not isinstance(found, Tensor):
+                refusal = f"it returns a {type(found).__name__}"
+                break
+            if found.shape == x_TD.shape:
+                return width
+            refusal = f"it returns a tensor of shape {tuple(found.shape)}"
+        raise UserError(
+            f"{self.kind} cannot be called with hidden (T, D), expert ids (T, K) and weights (T, K) for an output "
+            f"(T, D): {refusal}. Give them this interface, with ids that tokens choose."
+        )
+
+    def _compare_with_slots(self, chosen_S: Tensor, width: int) -> None:
+        """Compare the experts `chosen_S` of this module with the same rows in slots of their own."""
+        slots = len(chosen_S)
+        rows = torch.arange(TOKENS, device=self.like.device)
+        slots_TK = (rows[:, None] + torch.arange(min(slots, 2), device=self.like.device)).remainder(slots)
+        x_TD, ones_TK = self._tokens(TOKENS, width), torch.ones_like(slots_TK).to(self.like)
+        weights_TK = (0.2 + 0.3 * torch.rand(slots_TK.shape, generator=self.draws)).to(self.like)
+        for weights, remedy in (
+            (ones_TK, IN_ROWS),
+            (weights_TK, "multiply the outputs of experts by their weights, not their inputs"),
+        ):
+            whole_TD = self.forward(x_TD, chosen_S[slots_TK], weights)
+            dispatcher = LocalDispatcher(contiguous(slots, 1))
+            with self._having(slots, lambda data: data[chosen_S]):
+                rows_ND, dispatched = dispatcher.dispatch(x_TD, slots_TK, weights)
+                y_ND = compute_rows(self.forward, rows_ND, dispatched.rows_per_slot)
+            self._require_equal(whole_TD, dispatcher.combine(y_ND, dispatched), remedy)
+
+    def _compare_all(self, width: int) -> None:
+        """Compare all experts, which have the same row, with the first one on one token."""
+        token_1D = self._tokens(1, width)
+        expected_D: Tensor | None = None
+        for ids_T1 in torch.arange(self.experts, device=self.like.device).unsqueeze(1).split(MOST_TOKENS):
+            y_TD = self.forward(token_1D.repeat(len(ids_T1), 1), ids_T1, torch.ones_like(ids_T1).to(self.like))
+            expected_D = y_TD[0] if expected_D is None else expected_D
+            self._require_equal(expected_D.expand_as(y_TD), y_TD, IN_ROWS)
+
+    def _require_equal(self, expected: Tensor, found: Tensor, remedy: str) -> None:
+        difference = ((found - expected).norm() / expected.norm()).item()
+        if not difference <= MOST_ROUNDING[self.like.dtype]:  # NaN if no expert was found
+            buffers = [key for key, value in self.module.named_buffers() if self._has_rows(value)]
+            held = f", and buffer {buffers[0]!r} is not moved with them" if buffers else ""
+            raise UserError(
+                f"{self.kind} compute something else when they are sharded{held} (relative difference "
+                f"{difference:.2g}): {remedy}."
+            )
+
+    def _tokens(self, number: int, width: int) -> Tensor:
+        return torch.randn(number, width, generator=self.draws).to(self.like)
+
+    def _random_rows(self, experts: int, like: Tensor) -> Tensor:
+        """Rows whose products stay of the size of what they multiply."""
+        scale = max(like.shape[1:], default=1) ** -0.5
+        return (torch.randn(experts, *like.shape[1:], generator=self.draws) * scale).to(like)
+
+    def _same_row(self, data: Tensor) -> Tensor:
+        """One random row for all experts, in memory of its own if the experts have it."""
+        rows = self._random_rows(1, data).expand(data.shape)
+        return rows.contiguous() if data.is_contiguous() else rows
+
+    @contextmanager
+    def _random_buffers(self) -> Iterator[None]:
+        buffers = [value for value in self.module.buffers() if self._has_rows(value)]
+        before, was_training = [value.clone() for value in buffers], self.module.training
+        try:
+            for value in buffers:
+                value.copy_(self._random_rows(self.experts, value))
+            self.module.eval()
+            yield
+        finally:
+            self.module.train(was_training)
+            for value, whole in zip(buffers, before, strict=True):
+                value.copy_(whole)
+
+    @contextmanager
+    def _having(self, experts: int, rows: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Leave the module so many `experts`, and what `rows` makes of each of its parameters."""
+        before = self.module.num_experts
+        whole = [(parameter, parameter.data) for parameter in self.module.parameters(recurse=False)]
+        try:
+            for parameter, data in whole:
+                parameter.data = rows(data)
+            self.module.num_experts = experts  # type: ignore[assignment]
+            yield
+        finally:
+            for parameter, data in whole:
+                parameter.data = data
+            self.module.num_experts = before
+
+    def _has_rows(self, value: Tensor) -> bool:
+        return value.ndim > 0 and len(value) == self.experts and value.is_floating_point()

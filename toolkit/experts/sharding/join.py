@@ -1,0 +1,102 @@
+"""Evaluation with unequal numbers of forward passes: ranks that are done keep serving their experts until all are.
+
+T tokens, D model width, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher
+from toolkit.experts.layer.moe_layer import MoE
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.sharding.experts_modules import outside_wrappers
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST_LAYERS = 1 << 30
+
+
+class _Meeting:
+    """The all-reduce before each dispatch, by which ranks of an EP group learn which layer the others compute."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module, ExpertStack]]):
+        self.layers = layers
+        self.serving = False
+        stack = layers[0][2]
+        self.device = stack.device
+        self.group = stack.groups.ep_group
+
+    def announce(self, number: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
+        """Tell the others that this rank computes layer `number`."""
+        if not self.serving:
+            self.meet([number, -number, x_TD.shape[-1], DTYPES.index(x_TD.dtype), expert_ids_TK.shape[-1]])
+
+    def meet(self, mine: list[int]) -> list[int]:
+        largest = torch.tensor(mine, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        last, first, *rest = largest.tolist()
+        if last > 0 and last != -first:
+            names = self.layers[-first - 1][0], self.layers[last - 1][0]
+            raise UserError(
+                f"join: ranks are in different layers, {names[0]!r} and {names[1]!r}. Call the whole model on all."
+            )
+        return [last, *rest]
+
+    def serve(self) -> None:
+        """Compute the other ranks' tokens with none of this rank, until no rank computes any more."""
+        self.serving = True
+        while True:
+            number, width, dtype, top_k = self.meet([0, -MOST_LAYERS, 0, 0, 0])
+            if number == 0:
+                return
+            _, module, _ = self.layers[number - 1]
+            x_TD = torch.empty(0, width, dtype=DTYPES[dtype], device=self.device)
+            if isinstance(module, MoE):
+                module(x_TD)
+            else:
+                ids_TK = torch.empty(0, top_k, dtype=torch.int64, device=self.device)
+                module(x_TD, ids_TK, x_TD.new_empty(0, top_k))
+
+
+def _refuse_copy(*_: Tensor) -> None:
+    raise UserError(
+        "join: a copy of the model (an EMA, a reference model) was called that was not named. "
+        "Name all models that are called, as in experts.join(model, copy)."
+    )
+
+
+@contextmanager
+def join_forwards(models: Sequence[nn.Module], stacks: Sequence[ExpertStack]) -> Iterator[None]:
+    """Let each rank call `models` any number of times, without gradients. A collective at the end.
+
+    Args:
+        models: All models that are called, the same on each rank.
+        stacks: Of the prepared model. Calls of other models with these stacks, or copies of them, raise UserError.
+    """
+    served: dict[ExpertStack, tuple[str, nn.Module, ExpertStack]] = {}
+    for model in models:
+        for name, stack in expert_stacks(model).items():
+            served.setdefault(stack, (name, model.get_submodule(outside_wrappers(name)), stack))
+    with torch.no_grad():
+        if not served or not all(isinstance(stack.dispatcher, AllToAllDispatcher) for stack in served):
+            yield  # every rank has all experts
+            return
+        meeting = _Meeting(list(served.values()))
+        family = {each for stack in [*stacks, *served] for each in (stack, *stack.all_copies())}
+        try:
+            for stack in family - served.keys():
+                stack.dispatcher.announce = _refuse_copy
+            for number, stack in enumerate(served, start=1):
+                stack.dispatcher.announce = partial(meeting.announce, number)
+            yield
+            meeting.serve()
+        finally:
+            for stack in family:
+                stack.dispatcher.announce = None

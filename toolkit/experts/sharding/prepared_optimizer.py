@@ -1,0 +1,145 @@
+"""The optimizer of sharded experts: it has the states of this rank's rows, and no other optimizer may step them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.stack import ExpertStack, as_in_files
+from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.parallel.ownership import is_owned
+
+
+def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
+    """Cut the states that `optimizer` was made with to the rows of `stacks`.
+
+    Raises:
+        UserError: The optimizer lacks a trainable parameter of the experts.
+    """
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, stack in stacks.items():
+        for key, parameter in stack.parameters.items():
+            if parameter.requires_grad and id(parameter) not in trained:
+                raise UserError(
+                    f"optimizer: parameter {key!r} of the experts at {name!r} is missing. "
+                    "Make the optimizer from model.parameters()."
+                )
+            whole = torch.empty(stack.num_experts, *parameter.shape[1:], device="meta")
+            fit_states(optimizer, parameter, as_in_files(whole, stack.in_files(key)).shape)
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether there is more state than an optimizer can have when it is made: tensors of one number, as Adagrad's."""
+    values = (value for state in unwrapped(optimizer).state.values() for value in state.values())
+    return any(isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any()) for v in values)
+
+
+def fit_states(optimizer: Optimizer, parameter: nn.Parameter, shape: torch.Size) -> None:
+    """Give the states that an optimizer was made with, when `parameter` had `shape`, the parameter's rows of now."""
+    state = unwrapped(optimizer).state.get(parameter, {})
+    for key, value in state.items():
+        if (
+            isinstance(value, Tensor)
+            and value.ndim
+            and (value.shape[1:] == parameter.shape[1:] or value.shape == shape)
+        ):
+            state[key] = value.flatten()[:1].expand(parameter.shape).clone()
+
+
+_STEPPED_BY = WeakTensorKeyDictionary()
+"""Parameter -> what gives the only optimizer that can step it."""
+
+
+def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """Have steps of any other optimizer with one of `parameters` raise UserError.
+
+    Trainers make optimizers of their own. Their steps would not refresh replicas or rebalance, and would follow
+    clipping by the norm of one rank's experts.
+
+    Args:
+        optimizer: None forbids steps of all optimizers with parameters that other ranks do not have.
+        parameters: The experts' parameters.
+
+    Returns:
+        A function that ends it. Steps with expert-parallel parameters raise from then on: nothing averages gradients.
+    """
+    _watch_steps()
+    listed = list(parameters)
+
+    def end() -> None:
+        for parameter in listed:
+            if is_owned(parameter):
+                _STEPPED_BY[parameter] = _no_optimizer
+            else:
+                _STEPPED_BY.pop(parameter, None)
+
+    if optimizer is None:
+        end()
+    else:
+        _STEPPED_BY.update(dict.fromkeys(listed, weakref.ref(optimizer)))
+    return end
+
+
+def _no_optimizer() -> None:
+    """Returned for a parameter that no optimizer may step."""
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_another)
+
+
+def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (prepared := _STEPPED_BY.get(parameter)) is not None and prepared() is not optimizer:
+                raise UserError(
+                    f"optimizer: {type(optimizer).__name__} has experts that were prepared with another optimizer, "
+                    "with none, or are closed. Step the prepared optimizer, before close; for a Trainer, which makes "
+                    "its own, call expert_trainer with a model that was not prepared."
+                )
+
+
+def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> list[RemovableHandle]:
+    """Have `optimizer.load_state_dict` raise UserError for states of other experts than this rank's.
+
+    A checkpoint of `optimizer.state_dict()` has the states of the rank that wrote it, in the same shapes.
+
+    Returns:
+        The hooks.
+    """
+
+    def note_rows(_: Optimizer, state: dict[str, Any]) -> None:
+        if (places := _places(stacks)) is not None:
+            state["experts"] = places
+
+    def compare(_: Optimizer, state: dict[str, Any]) -> None:
+        if state["state"] and state.get("experts") != _places(stacks):
+            raise UserError(
+                "optimizer: this state is of other experts than this rank has. "
+                "Use the save(folder) and load(folder) of ExpertParallel instead of optimizer.state_dict()."
+            )
+
+    return [
+        optimizer.register_state_dict_post_hook(note_rows),
+        optimizer.register_load_state_dict_pre_hook(compare),
+    ]
+
+
+def _places(stacks: Mapping[str, ExpertStack]) -> dict[str, Any] | None:
+    """Return this rank and the slots of all ranks by layer, in plain values; None if this rank has all experts in order
+    of their ids."""
+    slots = {name: [list(row) for row in stack.placement.slots] for name, stack in stacks.items()}
+    if all(slots[name] == [list(range(stack.num_experts))] for name, stack in stacks.items()):
+        return None
+    return {"ep_rank": next(iter(stacks.values())).groups.ep_rank, "slots": slots}

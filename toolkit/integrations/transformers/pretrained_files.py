@@ -1,0 +1,297 @@
+"""A model with experts on several ranks, saved as ordinary transformers weights that any `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.stack import expert_stacks, only_names_are_read
+from toolkit.experts.parallel.collectives import is_main, on_main
+from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.state.manifest import sync
+from toolkit.experts.state.state_dict import Gatherer
+from toolkit.integrations.accelerate.patches import Patches
+
+MOST_IN_A_FILE = "5GB"
+"""Where no `max_shard_size` is given."""
+
+
+class Tensors(NamedTuple):
+    """Tensors that are written together, because files may be made of several of them."""
+
+    size: int
+    """Their bytes when they are whole, the same on every rank."""
+    gather: Callable[[dict[str, Tensor]], None]
+    """Puts them into a state dict of rank 0. A collective."""
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
+    """`model.save_pretrained(folder, **options)` with the experts of all ranks. A collective.
+
+    A model of PEFT is saved as PEFT does: its adapters, without the base. Rank 0 gathers and writes as many layers of
+    experts at a time as fit twice into `max_shard_size` (5 GB), because transformers may copy them as it names each
+    expert's tensors, and needs main memory for no more, or for a layer twice. What is in the folder is replaced when
+    all of the model is written. Raises UserError on every rank alike where the folder cannot be written.
+    """
+    inner: Any = getattr(model, "module", model)
+    write_pretrained(inner, folder, _tensors(inner), _records(inner), **options)
+
+
+def _tensors(inner: Any) -> list[Tensors]:
+    """Return what `save_pretrained` writes of a model that is not wrapped: experts by layer, after the rest."""
+    gather = Gatherer(inner)
+    saves_base = not hasattr(inner, "peft_config")
+    stacks = expert_stacks(inner).values()
+    adapters = {p for stack in stacks for key, p in stack.parameters.items() if stack.in_files(key) != "stacked"}
+
+    def gather_all(values: Mapping[str, Tensor], state: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            if saves_base or "modules_to_save" in name or value in adapters or isinstance(value, DTensor):
+                gather(state, name, value)
+            else:  # PEFT leaves out the experts of the base, and takes what every rank has
+                state[name] = value.detach()
+
+    values = inner.state_dict(keep_vars=True)
+    return by_layer(values, gather, gather_all) if saves_base else [Tensors(0, partial(gather_all, values))]
+
+
+def by_layer(
+    values: Mapping[str, Tensor], gatherer: Gatherer, gather: Callable[[Mapping[str, Tensor], dict[str, Tensor]], None]
+) -> list[Tensors]:
+    """Return `values`, by name, as the experts of each layer after all others; `gather` puts some into a state dict."""
+    layers: dict[str, dict[str, Tensor]] = {"": {}}
+    for name, value in values.items():
+        layers.setdefault("" if ownership_of(value) is None else name.rpartition(".")[0], {})[name] = value
+    return [Tensors(sum(map(gatherer.size_of, each.values())), partial(gather, each)) for each in layers.values()]
+
+
+def _records(inner: Any) -> list[Callable[[Path], None]]:
+    """Return what libraries write beside a model's files. A collective."""
+    return [record for library in libraries() if (record := library.record(inner)) is not None]
+
+
+def save_whole_model(model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
+    """Have the `save_pretrained` and `push_to_hub` of `model` gather the experts of all ranks; `replace(target, name,
+    value)` replaces an attribute. The base of a model with adapters keeps its own methods, which raise."""
+    for module in [model] if hasattr(model, "peft_config") else model.modules():
+        for name, value in (("save_pretrained", save_as_called), ("push_to_hub", push_as_called)):
+            if hasattr(type(module), name):
+                replace(module, name, partial(value, module))
+    for module in model.modules():
+        if hasattr(type(module), "load_adapter"):
+            replace(module, "load_adapter", partial(_load_adapter, module.load_adapter))
+
+
+def _load_adapter(load: Any, *args: Any, **kwargs: Any) -> Any:
+    with only_names_are_read(load.__self__):  # PEFT reads the names of its state dict
+        return load(*args, **kwargs)
+
+
+def save_as_called(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> None:
+    """`model.save_pretrained` after `prepare`: `save_pretrained`, on every rank.
+
+    With a `state_dict`, as `accelerator.get_state_dict` gives it, rank 0 writes that, and others do nothing. Raises
+    UserError where it has the experts of one rank.
+    """
+    if state_dict is None:
+        save_pretrained(model, folder, **options)
+    elif is_main() and is_main_process:
+        for name, parameter in model.named_parameters():
+            ownership, value = ownership_of(parameter), state_dict.get(name)
+            is_part = ownership is not None and ownership.groups.ep_size > 1
+            if is_part and value is not None and len(value) == len(parameter):
+                raise UserError(
+                    f"state_dict: its {name!r} has the experts of one rank: leave it out, or pass "
+                    "accelerator.get_state_dict(model), and call both on every rank."
+                )
+        _replace(Path(folder), partial(_write, model, state_dict, (), options))
+
+
+def push_as_called(model: Any, *args: Any, **options: Any) -> None:
+    """`model.push_to_hub` after `prepare`: rank 0 uploads, with the experts of all ranks, which it gathers in
+    main memory. A collective."""
+    state, records = _gathered(_tensors(model)), _records(model)
+
+    def save(folder: str, **saving: Any) -> None:
+        _replace(Path(folder), partial(_write, model, state, records, saving))
+
+    def push() -> None:
+        with Patches() as meanwhile:
+            meanwhile.replace(model, "save_pretrained", save)
+            type(model).push_to_hub(model, *args, **options)
+
+    on_main(push)
+
+
+def write_pretrained(
+    model: Any,
+    folder: str | os.PathLike[str],
+    tensors: Iterable[Tensors],
+    records: Iterable[Callable[[Path], None]] = (),
+    **options: Any,
+) -> None:
+    """Have rank 0 write `tensors` as the type of `model` does, and `records` of it beside. A collective.
+
+    Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
+    """
+    from transformers.utils.hub import convert_file_size_to_int
+
+    # Files of a variant have other names than those that are made here, and parts are no model to be uploaded.
+    is_one = "variant" in options or options.get("push_to_hub")
+    limit = math.inf if is_one else convert_file_size_to_int(options.get("max_shard_size", MOST_IN_A_FILE))
+    parts = _in_parts(tensors, limit / 2)
+    if len(parts) == 1:
+        write_on_main(folder, partial(_write, model, _gathered(parts[0]), records, options))
+        return
+    scratch = _scratch(Path(folder))
+    _on_main(folder, partial(_make_empty, scratch))
+    try:
+        for number, part in enumerate(parts):
+            state = _gathered(part)
+            _on_main(folder, partial(_write, model, state, (), options, scratch / f"{number:05d}"))
+        _on_main(folder, partial(_join_parts, scratch, records))
+        _on_main(folder, partial(_move, scratch / "00000", Path(folder)))
+    finally:
+        if is_main():
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _in_parts(tensors: Iterable[Tensors], limit: float) -> list[list[Tensors]]:
+    """Return neighbours that are at most `limit` bytes together, where none is larger by itself."""
+    parts: list[list[Tensors]] = [[]]
+    for each in tensors:
+        if parts[-1] and sum(other.size for other in parts[-1]) + each.size > limit:
+            parts.append([])
+        parts[-1].append(each)
+    return parts
+
+
+def _gathered(part: Iterable[Tensors]) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for each in part:
+        each.gather(state)
+    return state
+
+
+def _scratch(folder: Path) -> Path:
+    """Where files for `folder` are written first, on the same disk."""
+    return folder / ".writing"
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _join_parts(scratch: Path, records: Iterable[Callable[[Path], None]]) -> None:
+    """Make one model, with an index, of the models in the folders below `scratch`, in the first of them."""
+    first, *_ = parts = sorted(scratch.iterdir())
+    files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
+    stem = _stem(files[0].name)
+    weight_map: dict[str, str] = {}
+    size = 0
+    for number, file in enumerate(files, 1):
+        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+        with safe_open(file, "pt") as opened:
+            weight_map |= dict.fromkeys(opened.keys(), name)
+        with file.open("rb") as opened:  # its header is as long as its first eight bytes say
+            size += file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+        file.rename(first / name)
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (first / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for write_record in records:
+        write_record(first)
+
+
+def _stem(name: str) -> str:
+    """Of the name of a file of weights: `model` of `model-00001-of-00003.safetensors`; empty where it is another."""
+    match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name)
+    return match[1] if match else ""
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a folder, and then have its files replace those of the same names in `folder`."""
+    scratch = _scratch(folder)
+    new = scratch / os.path.basename(os.path.abspath(folder))  # of which transformers makes the name of an upload
+    try:
+        _make_empty(new)
+        for card in folder.glob("README.md"):  # to which PEFT adds
+            shutil.copy(card, new)
+        write(new)
+        _move(new, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _move(new: Path, folder: Path) -> None:
+    """Have the files below `new` replace those of the same names in `folder`, and all that is left of an older model's
+    weights. Whatever moment the process is killed at, `folder` has the older model or the new one, or no index: never
+    files of both under one."""
+    files = sorted(file for file in new.rglob("*") if file.is_file())
+    for file in files:
+        sync(file)  # a disk elsewhere says only now that it is full
+    names = [file.relative_to(new) for file in files]
+    indices = [name for name in names if name.name.endswith(".index.json")]
+    if any(_stem(name.name) and name not in indices and (folder / name).exists() for name in names):
+        for name in indices:
+            (folder / name).unlink(missing_ok=True)
+    for name in sorted(names, key=indices.__contains__):  # an index last
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (new / name).replace(folder / name)
+    stems = {_stem(name.name) for name in names} - {""}
+    for path in folder.iterdir():
+        if _stem(path.name) in stems and Path(path.name) not in names:
+            path.unlink()
+
+
+def _write(
+    model: Any,
+    state: dict[str, Tensor],
+    records: Iterable[Callable[[Path], None]],
+    options: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    # Not the instance's own, which is a collective where experts are spread. PEFT reads names of the state dict of what
+    # `modules_to_save` has, and takes the values of `state`.
+    with only_names_are_read(model):
+        type(model).save_pretrained(model, folder, state_dict=state, **options)
+    for write_record in records:
+        write_record(folder)
+
+
+def write_on_main(folder: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
+    """Have rank 0 `write` into the model's `folder`: it is given another one, whose files replace those of the same
+    names when all are there. A collective.
+
+    Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
+    """
+    _on_main(folder, partial(_replace, Path(folder), write))
+
+
+def _on_main(folder: str | os.PathLike[str], work: Callable[[], None]) -> None:
+    try:
+        on_main(work)
+    except OSError as error:
+        raise UserError(
+            f"model folder {os.fspath(folder)} cannot be written ({error}): make room, or use another."
+        ) from error
