@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, did_you_mean
-from toolkit.run.launch.streams import prepare_streams, print_nowhere
+from toolkit.run.console import print_nowhere
 from toolkit.version import __version__
 
 
@@ -48,7 +48,6 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command that `argv` (None: the command line) names; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    prepare_streams()
     try:
         code = _run(words)
         sys.stdout.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint.background import BackgroundSave
@@ -13,7 +12,7 @@ from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.folder import is_finished
-from toolkit.run.launch.children import STOP_SIGNALS
+from toolkit.run.launch.signals import HANDLED
 from toolkit.run.tracking.metric_names import is_share, result_name
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
-STOP_NAMES = {number.name for number in (*STOP_SIGNALS, signal.SIGINT)}
+STOP_NAMES = {number.name for number in HANDLED}
 LONGEST_WAIT_S = 30.0
 """Limit in seconds for a checkpoint in progress when training ends with an error."""
 
