@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
+from toolkit.experts.layer.model_inputs import counted_tokens
+from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.parallel.sync import ExpertSync, divide_in_backward, stop_dividing
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
-from toolkit.experts.routing.model_inputs import counted_tokens
-from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 
 RowsInFiles = Literal["stacked", "joined", "columns"]
 """E experts with A x B numbers each: (E, A, B); (E * A, B), one after another; or (A, B * E), the columns of experts
