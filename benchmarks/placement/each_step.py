@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
+from toolkit.experts.layer.routing_log import RowBytes
 from toolkit.experts.placement.cost_model import CostModel, LayerSeconds
 from toolkit.experts.placement.loads import Floats, Ints, max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.planners import replicate
 from toolkit.experts.placement.traffic import rows_between_ranks
-from toolkit.experts.routing.routing_log import RowBytes
 from toolkit.experts.routing.traces import read_trace
 from toolkit.lab.report import STAY, Case, Rules, case_of_trace, try_planner
 from toolkit.lab.simulate import simulate

@@ -74,7 +74,7 @@ class ExpertTraining:
             if world_size() > 1:
                 hooks.append(optimizer.register_step_pre_hook(ReplicaCheck(prepared)))
             for stack in self.stacks.values():
-                hooks += stack.note_gradients(optimizer)
+                stack.sync = self.sync
             hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_step()))
             hooks += load_only_own_states(optimizer, self.stacks)
             for hook in hooks:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.routing_log import RowBytes
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard
 from toolkit.experts.placement.loads import Ints, rank_imbalance
@@ -27,7 +28,6 @@ from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.planners.registry import Planner
 from toolkit.experts.placement.traffic import expected_visits, migration_cost, replica_rows
 from toolkit.experts.routing.metrics import DispatchCounts, Window, balance_metrics, count, traffic_metrics
-from toolkit.experts.routing.routing_log import RowBytes
 from toolkit.experts.routing.traces import Trace
 from toolkit.lab.replay import Replay, replay, worst_span
 from toolkit.lab.simulate import Machine, simulate

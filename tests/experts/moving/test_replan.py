@@ -13,13 +13,13 @@ import torch.distributed as dist
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.experts.layer.routing_log import sample_forwards
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.routing.routing_log import sample_forwards
 from toolkit.train.callbacks.replan import Replan
 
 EXPERTS, DIM, TOKENS = 4, 5, 12

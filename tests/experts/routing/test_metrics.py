@@ -20,6 +20,7 @@ from toolkit.data.table import TensorTable
 from toolkit.experts.layer import dispatcher, rows
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint
+from toolkit.experts.layer.routing_log import RowBytes
 from toolkit.experts.layer.rows import Sizes
 from toolkit.experts.layer.stack import crossings
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -36,7 +37,6 @@ from toolkit.experts.routing.metrics import (
     replica_metrics,
     traffic_metrics,
 )
-from toolkit.experts.routing.routing_log import RowBytes
 from toolkit.experts.routing.traces import read_trace
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run

@@ -15,8 +15,8 @@ from torch import nn
 from tests.integrations.transformers.families import EXPERTS, awaken, config, tokens
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import stays_on_host
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.sharding.shard import require_experts, shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
@@ -107,7 +107,7 @@ def test_experts_in_files_offloaded_to_a_folder_are_mapped_from_unnamed_files(tm
     whole = causal_lm(folder).state_dict()
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
     for each in (model, copy.deepcopy(model)):
-        stay = {name for name, parameter in each.named_parameters() if stays_on_host(parameter)}
+        stay = {f"{layer}.{name}" for layer, stack in expert_stacks(each).items() for name in stack.computed_on}
         assert stay == {name for name in whole if name.endswith("gate_up_proj")}
 
 

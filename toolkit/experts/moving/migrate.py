@@ -30,7 +30,6 @@ from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
-from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.placement.cost_model import LINK_BYTES_PER_SECOND
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, Transfer, schedule
@@ -142,29 +141,27 @@ def place_experts(
                 f"{name!r}, which has {experts} experts and {slots} slots: move experts between the slots there are."
             )
     _refuse_new_gradients(stacks.values())
-    if optimizer is None and any(stacks[name].has_stepped for name in wanted):
-        raise UserError(field="optimizer", value=None, remedy="pass the optimizer, whose moments move with the experts")
-    if optimizer is not None:
-        _refuse_another(optimizer, [stacks[name] for name in wanted])
+    for name in wanted:
+        _require_prepared(optimizer, stacks[name])
     return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
 
 
-def _refuse_another(optimizer: Optimizer, stacks: Collection[ExpertStack]) -> None:
-    """Raise UserError where experts were prepared with another optimizer, which has their moments."""
-    for parameter in (p for stack in stacks for p in stack.parameters.values()):
-        ownership = ownership_of(parameter)
-        prepared = ownership.optimizer() if ownership is not None and ownership.optimizer is not None else None
-        if prepared is not None and prepared not in (optimizer, unwrapped(optimizer)):
-            name = type(unwrapped(optimizer)).__name__
-            raise UserError(
-                f"optimizer={name}: the experts were prepared with another optimizer: pass that one, whose moments "
-                "move with them."
-            )
+def _require_prepared(optimizer: Optimizer | None, stack: ExpertStack) -> None:
+    """Raise UserError if the experts were prepared with another optimizer, which has their moments."""
+    prepared = stack.sync.optimizer() if stack.sync is not None and stack.sync.optimizer is not None else None
+    if prepared is None or prepared in (optimizer, optimizer and unwrapped(optimizer)):
+        return
+    if optimizer is not None or any(prepared.state.get(parameter) for parameter in stack.parameters.values()):
+        raise UserError(
+            f"optimizer={optimizer and type(unwrapped(optimizer)).__name__}: the experts were prepared with another "
+            "optimizer. Pass that one, whose moments move with them."
+        )
 
 
 def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
     """Raise UserError, on every rank alike, where experts have gradients that no step has taken."""
-    parameters = [p for stack in stacks if stack.awaits_step for p in stack.parameters.values()]
+    waiting = [stack for stack in stacks if stack.sync is not None and stack.sync.awaits_step]
+    parameters = [parameter for stack in waiting for parameter in stack.parameters.values()]
     mine = any(bool((p.grad != 0).any()) for p in parameters if p.grad is not None)
     most, _ = extremes_over_ranks(torch.tensor(int(mine), device=next(iter(stacks)).device))
     if most:

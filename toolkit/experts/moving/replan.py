@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from toolkit.experts.layer.routing_log import Sample, sample_forwards, take_loads
 from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
 from toolkit.experts.moving.migrate import MigrationReport, link_bytes_per_second, migrate
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -25,7 +26,6 @@ from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import rank_imbalance, shares
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners import PLANNERS, Planner
-from toolkit.experts.routing.routing_log import Sample, sample_forwards, take_loads
 
 MOST_SAMPLED, FEWEST_SAMPLED = 4096, 32
 """Tokens whose choices tell the guard what a placement sends: of all ranks, and of each."""

@@ -15,11 +15,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.experts.layer.routing_log import RowBytes
 from toolkit.experts.placement.loads import Floats, Ints, expert_imbalance, max_over_mean, rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.traffic import Traffic, hierarchical_rows, rows_between_ranks
-from toolkit.experts.routing.routing_log import RowBytes
 
 PER_FORWARD = {"received_FLW", "imbalance_FL"}
 

@@ -20,9 +20,9 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import LocalDispatcher
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
+from toolkit.experts.layer.routing_log import Choices
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.routing.routing_log import Choices
 
 
 class LowRank(NamedTuple):

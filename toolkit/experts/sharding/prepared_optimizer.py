@@ -7,15 +7,17 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.parallel.optimizer_rows import fit_states
-from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.layer.stack import ExpertStack, as_in_files
+from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.parallel.ownership import is_owned
 
 
 def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
@@ -32,7 +34,30 @@ def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> No
                     f"optimizer: parameter {key!r} of the experts at {name!r} is missing. "
                     "Make the optimizer from model.parameters()."
                 )
-            fit_states(optimizer, parameter, stack.num_experts)
+            whole = torch.empty(stack.num_experts, *parameter.shape[1:], device="meta")
+            fit_states(optimizer, parameter, as_in_files(whole, stack.in_files(key)).shape)
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether there is more state than an optimizer can have when it is made: tensors of one number, as Adagrad's."""
+    values = (value for state in unwrapped(optimizer).state.values() for value in state.values())
+    return any(isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any()) for v in values)
+
+
+def fit_states(optimizer: Optimizer, parameter: nn.Parameter, shape: torch.Size) -> None:
+    """Give the states that an optimizer was made with, when `parameter` had `shape`, the parameter's rows of now."""
+    state = unwrapped(optimizer).state.get(parameter, {})
+    for key, value in state.items():
+        if (
+            isinstance(value, Tensor)
+            and value.ndim
+            and (value.shape[1:] == parameter.shape[1:] or value.shape == shape)
+        ):
+            state[key] = value.flatten()[:1].expand(parameter.shape).clone()
+
+
+_STEPPED_BY = WeakTensorKeyDictionary()
+"""Parameter -> what gives the only optimizer that can step it."""
 
 
 def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> Callable[[], None]:
@@ -51,18 +76,17 @@ def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> C
     _watch_steps()
     listed = list(parameters)
 
-    def allow(of_owned: Callable[[], Optimizer | None], of_others: Callable[[], Optimizer | None] | None) -> None:
+    def end() -> None:
         for parameter in listed:
-            ownership = ownership_of(parameter)
-            assert ownership is not None
-            ownership.optimizer = of_owned if is_owned(parameter) else of_others
+            if is_owned(parameter):
+                _STEPPED_BY[parameter] = _no_optimizer
+            else:
+                _STEPPED_BY.pop(parameter, None)
 
-    end = functools.partial(allow, _no_optimizer, None)
     if optimizer is None:
         end()
     else:
-        prepared = weakref.ref(optimizer)
-        allow(prepared, prepared)
+        _STEPPED_BY.update(dict.fromkeys(listed, weakref.ref(optimizer)))
     return end
 
 
@@ -78,8 +102,7 @@ def _watch_steps() -> None:
 def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            ownership = ownership_of(parameter)
-            if ownership is not None and ownership.optimizer is not None and ownership.optimizer() is not optimizer:
+            if (prepared := _STEPPED_BY.get(parameter)) is not None and prepared() is not optimizer:
                 raise UserError(
                     f"optimizer: {type(optimizer).__name__} has experts that were prepared with another optimizer, "
                     "with none, or are closed. Step the prepared optimizer, before close; for a Trainer, which makes "

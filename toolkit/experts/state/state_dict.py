@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
 from toolkit.experts.parallel.collectives import is_main
-from toolkit.experts.parallel.ownership import as_in_files
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:

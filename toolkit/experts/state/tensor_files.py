@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.collectives import gather_objects, is_main, rank
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
-from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, spread_like
+from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
@@ -248,10 +249,17 @@ def mismatches(model: nn.Module, tensors: SavedTensors) -> list[str]:
 
 def adopt_places(model: nn.Module, places: Mapping[str, Mapping[str, Any]]) -> None:
     """Place the rows of each parameter as `describe_places` found them, with the same number of ranks and slots."""
+    stack_of = {parameter: stack for stack in expert_stacks(model).values() for parameter in stack.parameters.values()}
     for name, parameter in model.named_parameters():
-        ownership = ownership_of(parameter)
-        if ownership is not None and ownership.holder is not None and name in places:
-            ownership.holder.adopt(places[name]["slots"])
+        if parameter in stack_of and name in places:
+            stack_of[parameter].adopt(places[name]["slots"])
+
+
+def spread_like(like: DTensor, whole: Tensor) -> DTensor:
+    """This rank's shard of `whole`, sharded as `like`, without communication: each rank has the same `whole`."""
+    part = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    assert isinstance(part, DTensor)
+    return part
 
 
 def load_model(model: nn.Module, tensors: SavedTensors) -> None:

@@ -16,18 +16,19 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
+from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.experts.parallel.optimizer_rows import has_stepped, refuse_strangers
+from toolkit.experts.parallel.optimizer_rows import refuse_strangers
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.sharding.prepared_optimizer import has_stepped
 from toolkit.experts.sharding.shard import PlacementOf
 from toolkit.experts.training import ExpertTraining
 from toolkit.integrations.accelerate.accelerator_methods import replace_training_methods

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.dense import (
     end_after_gloo_threads,
     keep_group_longer_than,
@@ -77,6 +78,10 @@ def prepare(
                 "ep_size: 1 leaves all experts on every rank, which dense='fsdp2' (dense_parallel) does not shard. "
                 "Use a larger ep_size, or DDP."
             )
+        on_host = {stack.parameters[name] for stack in expert_stacks(model).values() for name in stack.computed_on}
+        for parameter in experts:  # FSDP2 moves what it shards
+            if parameter not in on_host and accelerator.device.type != "cpu":
+                parameter.data = parameter.data.to(accelerator.device)
         fully_shard_dense(
             model,
             [optimizer, *more_optimizers],

@@ -19,8 +19,8 @@ from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import rows_of
-from toolkit.experts.parallel.ownership import RowsInFiles, ownership_of, stacked
+from toolkit.experts.layer.stack import RowsInFiles, rows_of, stacked
+from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.experts_modules import LowRank
 from toolkit.experts.sharding.libraries import Library, library_that_multiplies
 from toolkit.integrations.peft.verify import describe_adapters, write_records

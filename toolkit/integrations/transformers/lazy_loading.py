@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.compat import move_as_usual, move_by
-from toolkit.experts.layer.stack import clear_empty
+from toolkit.experts.layer.stack import RowsInFiles, as_in_files, clear_empty, stacked
 from toolkit.experts.parallel.collectives import together
-from toolkit.experts.parallel.ownership import RowsInFiles, as_in_files, stacked
 from toolkit.experts.sharding.shard import require_experts, stacked_parameters
 from toolkit.integrations.transformers.compat import experts_implementation, mark_as_loaded, weights_loaded_by
 from toolkit.integrations.transformers.cpu_offload import keep_on_host, page_locked

@@ -10,7 +10,7 @@ is new since it last read:
     forwards.take()
 
 Evaluation, forwards without gradients and forwards that activation checkpointing repeats in the backward are not
-counted; nor are tokens that the model's `attention_mask` marks as padding (`toolkit.experts.routing.model_inputs`).
+counted; nor are tokens that the model's `attention_mask` marks as padding (`toolkit.experts.layer.model_inputs`).
 Writing costs one addition per forward, without a host sync; entries hold references.
 
 `copy.deepcopy` and pickling of a model give the copy an empty log without readers: what the copy computes is not
