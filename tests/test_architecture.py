@@ -74,7 +74,6 @@ OF_THE_EXPERTS = {
     "numpy",
     "pydantic",
     "safetensors",
-    "lazy_loader",
     "toolkit",
 }
 """Libraries that `toolkit/experts/` imports."""
