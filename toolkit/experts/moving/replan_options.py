@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import PlainValidator, PositiveFloat, PositiveInt
 
@@ -31,6 +31,8 @@ class ReplanOptions(Options):
     of a step and counts bytes; `link_gbytes_per_second` and `expert_time_share` are assumptions, for you to correct.
     """
 
+    switch: ClassVar[str] = "planner"
+
     planner: AnyPlanner = None
     """Planner that rebalances experts: swap, lpt, replicate, ... Default: none, experts stay."""
     every: PositiveInt = 200
@@ -41,10 +43,3 @@ class ReplanOptions(Options):
     """Assumed link speed of a rank, GB/s in each direction. 10 is a 100 Gbit/s network card."""
     expert_time_share: FractionAboveZero = 0.5
     """Assumed share of step time spent in experts and their transfers."""
-
-    def idle(self) -> dict[str, str]:
-        if self.planner is None:
-            others = [name for name in type(self).model_fields if name != "planner"]
-            return super().idle() | dict.fromkeys(others, "with planner=None")
-        of_guard = () if self.guarded else ("link_gbytes_per_second", "expert_time_share")
-        return super().idle() | dict.fromkeys(of_guard, "with guarded=False")
