@@ -1,1 +1,8 @@
-"""Dynamic experts: experts that are split, merged and pruned during training."""
+"""Dynamic experts: the experts of a layer are split, merged and pruned while it trains.
+
+The public names are listed in `__init__.pyi` and are imported when they are first used.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -155,7 +155,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
                 accelerator.backward(loss * accelerator.num_processes * accumulation / BATCH)
                 total += loss.item() / BATCH
                 if accelerator.sync_gradients:
-                    experts.sync.before_clip()
+                    experts.training.sync.before_clip()
                     gradients.append(by_id(raw, lambda p: p.grad))
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3))
                 optimizer.step()

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from toolkit.errors import require_choice, require_count
 from toolkit.experts.layer.capacity import Capacity, DropPolicy
 from toolkit.experts.layer.dispatcher import Plan
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts, Weights
+from toolkit.experts.layer.model_inputs import counted_tokens
 from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
+from toolkit.experts.layer.routing_log import Choices
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.routing.model_inputs import counted_tokens
-from toolkit.experts.routing.routing_log import Choices
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 class MoE(nn.Module):

@@ -8,23 +8,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
+from toolkit.experts.layer.model_inputs import counted_tokens
+from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
-from toolkit.experts.routing.model_inputs import counted_tokens
-from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 RowsInFiles = Literal["stacked", "joined", "columns"]
 """E experts with A x B numbers each: (E, A, B); (E * A, B), one after another; or (A, B * E), the columns of experts

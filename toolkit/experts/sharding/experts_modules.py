@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import LocalDispatcher
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
+from toolkit.experts.layer.routing_log import Choices
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.routing.routing_log import Choices
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class LowRank(NamedTuple):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
+from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -25,7 +26,6 @@ from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_strangers
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
 from toolkit.experts.sharding.prepared_optimizer import has_stepped

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.routing_log import Cursor, take_loads
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.metrics import usage_metrics
 from toolkit.experts.routing.routes import Routes
-from toolkit.experts.routing.routing_log import Cursor, take_loads
 from toolkit.experts.sharding.router_replay import record_routes
 from toolkit.experts.sharding.router_replay import replay_routes as replaying_routes
 from toolkit.experts.sharding.shard import PlacementOf

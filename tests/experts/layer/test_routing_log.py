@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint
+from toolkit.experts.layer.routing_log import Choices, Cursor, count_pairs, take_loads
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.experts.routing.routing_log import Choices, Cursor, count_pairs, take_loads
 
 DIM, EXPERTS, TOP_K = 8, 4, 2
 

@@ -7,10 +7,12 @@ tokens are padding, and whether the loss that the model returns has a balance lo
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxtyping import Bool
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 CACHES = ("cache", "past_key_values")
@@ -66,7 +68,7 @@ def counted_tokens(tokens: int) -> Bool[Tensor, " T"] | None:
     """Returns bool (T), False for the padding among the `tokens` of a layer; None where no mask of so many tokens was
     given.
 
-    They are those that `attention_mask` (B, S) of the forward under way marks with 0. No host sync.
+    They are those that `attention_mask` (B, L) of the forward under way marks with 0. No host sync.
     """
     mask_BL = _calls[-1].attention_mask_BL if _calls else None
     if mask_BL is None or not len(mask_BL):
