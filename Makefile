@@ -74,8 +74,8 @@ families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md 
 	$(PY) -m tests.integrations.transformers.test_mixtures
 
 .PHONY: matrix
-matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md anew: which expert parallelism of which library trains as one process does
-	$(PY) -m tests.matrix.test_matrix
+matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md: parity of expert-parallel libraries with one process
+	$(PY) -m benchmarks.matrix.compare
 
 .PHONY: notebooks
 notebooks: export PYTHONPATH := $(CURDIR)

@@ -10,7 +10,7 @@ import jaxtyping
 import pytest
 from hypothesis import settings
 
-from toolkit.run.launch import children
+from toolkit.run.launch.signals import HANDLED
 
 # Before torch is imported. Workers share the cores, and threads that wait for each other there double the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,7 +39,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def restored_signals() -> Iterator[None]:
     """Handlers that a command line or a run that was stopped leaves behind are undone after the test."""
-    before = {number: signal.getsignal(number) for number in (*children.STOP_SIGNALS, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in HANDLED}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

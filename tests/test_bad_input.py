@@ -17,7 +17,7 @@ from tests.support.helpers import ROOT, run_distributed, run_recipe
 from toolkit.errors import UserError
 from toolkit.run import cli
 from toolkit.run.config.flags import as_typed
-from toolkit.run.launch import supervisor
+from toolkit.run.launch import agent
 
 # What is typed (after the preset), and what the line must say. What tyro and pydantic say is tried once each.
 REFUSED_BEFORE_ANYTHING_STARTS = [
@@ -62,7 +62,7 @@ def test_what_can_be_known_is_refused_before_anything_starts(
     def start(*_: Any) -> None:
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr(supervisor, "start_processes", start)
+    monkeypatch.setattr(agent, "start_processes", start)
     preset = ["debug"] if typed.startswith("-") else []
     monkeypatch.setattr(sys, "argv", ["mnist_moe.py", *preset, *typed.split()])
     with pytest.raises(SystemExit) as left:

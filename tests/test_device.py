@@ -274,7 +274,7 @@ def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_al
         assert found == (pytest.approx(expected, rel=1e-5) if recipe == "lm_moe" else expected)
     assert waits.steps > 4
     # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
-    assert waits.in_steps == ["toolkit/experts/layer/dispatch/dispatch.py"] * layers * waits.steps
+    assert waits.in_steps == ["toolkit/experts/layer/dispatcher.py"] * layers * waits.steps
     # Plans and growth read loads and change weights, every few steps.
     assert bool(waits.after_steps) == (DYNAMIC in flags or MOVING in flags)
 

@@ -13,7 +13,7 @@ from jaxtyping import TypeCheckError
 from activity.voting import vote
 from speech.legendre import LegendreMemory
 from tests import modules_with_shapes
-from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
+from toolkit.experts.layer.dispatcher import LocalDispatcher
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.grouped_mm import grouped_mm
 from toolkit.experts.layer.losses import load_balancing_share
@@ -53,4 +53,4 @@ def test_a_wrongly_shaped_call_fails_and_names_the_shape(case: str):
 def test_the_modules_that_annotate_shapes_are_those_that_are_checked():
     checked = {name for name in modules_with_shapes() if name in sys.modules and "jaxtyping" in vars(sys.modules[name])}
     assert checked == {name for name in modules_with_shapes() if name in sys.modules}
-    assert {"toolkit.experts.layer.router", "toolkit.experts.layer.dispatch.dispatch", "toolkit.train.task"} <= checked
+    assert {"toolkit.experts.layer.router", "toolkit.experts.layer.dispatcher", "toolkit.train.task"} <= checked

@@ -14,5 +14,5 @@ from toolkit.experts.sharding.libraries import register
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 # What sharding needs to know of these libraries' experts. Each is imported once a program has imported the library.
-register("transformers", "toolkit.integrations.transformers.kernel", "TransformersLibrary")
+register("transformers", "toolkit.integrations.transformers.library", "TransformersLibrary")
 register("peft", "toolkit.integrations.peft.adapter_rows", "PeftLibrary")

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.layer.router import TopKRouter
@@ -221,8 +221,8 @@ def exchanges(config: Config, name: str, dispatcher: TokenDispatcher) -> dict[st
     def work(x: Tensor, ids_TK: Tensor) -> None:
         router.ids_TK = ids_TK
         routing = router(x)
-        rows, arrived = dispatcher.dispatch(x, routing.expert_ids_TK, routing.weights_TK)
-        dispatcher.combine(rows, arrived).square().mean().backward()
+        rows, dispatched = dispatcher.dispatch(x, routing.expert_ids_TK, routing.weights_TK)
+        dispatcher.combine(rows, dispatched).square().mean().backward()
         router.zero_grad()
 
     found: dict[str, Work] = {}
@@ -373,8 +373,8 @@ def predicted(config: Config, machine: Machine, load_TLSE: np.ndarray) -> dict[s
     weights = 4 * 2 * config.dim * config.hidden
     cost = machine.cost_model(row_bytes=2 * 4 * config.dim, weight_bytes=weights, optimizer_bytes=2 * weights)
     found = simulate(load_TLSE, placements_of(config), [cost] * LAYERS, machine)
-    parts = {name.removesuffix("_T"): float(part.mean()) for name, part in vars(found).items()}
-    return {"step": float(found.total_T.mean()), **parts}
+    parts = {name: float(part.mean()) for name, part in vars(found).items()}
+    return {"step": float(found.total.mean()), **parts}
 
 
 def row_of(config: Config, rounds: int) -> dict[str, Any]:

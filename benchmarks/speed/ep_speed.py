@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous
 from toolkit.experts.sharding.experts_modules import slots_of_rows
@@ -249,24 +249,24 @@ def take_apart(dim: int, hidden: int, rounds: int) -> tuple[dict[str, list[float
     upstream = torch.randn_like(x)
     with torch.no_grad():
         _, weights, ids = router(x)
-        sizes = dispatcher.dispatch(x, ids, weights)[1].plan.legs[0].sizes
+        sizes = dispatcher.dispatch(x, ids, weights)[1].plan.sizes[0]
     sent, received = sizes.sent, sizes.received
     counts, counts_back = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(EXPERTS, dtype=torch.int64)
     out, back = torch.randn(sum(sent), dim), torch.empty(sum(received), dim)
 
     def layer(_: int) -> None:
         _, weights, ids = router(x)
-        rows, arrived = dispatcher.dispatch(x, ids, weights)
-        slots = slots_of_rows(arrived.rows_per_slot, len(rows))
-        dispatcher.combine(experts_forward(experts, rows, slots, rows.new_ones(len(rows), 1)), arrived).backward(
+        rows, dispatched = dispatcher.dispatch(x, ids, weights)
+        slots = slots_of_rows(dispatched.rows_per_slot, len(rows))
+        dispatcher.combine(experts_forward(experts, rows, slots, rows.new_ones(len(rows), 1)), dispatched).backward(
             upstream
         )
         experts.zero_grad()
         router.zero_grad()
 
     def dispatch_and_combine(_: int) -> None:
-        rows, arrived = dispatcher.dispatch(x, ids, weights.detach().requires_grad_())
-        dispatcher.combine(rows, arrived).backward(upstream)
+        rows, dispatched = dispatcher.dispatch(x, ids, weights.detach().requires_grad_())
+        dispatcher.combine(rows, dispatched).backward(upstream)
 
     def bare(_: int) -> None:
         dist.all_to_all_single(counts_back, counts, group=groups.ep_group)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous
 
@@ -57,8 +57,8 @@ def counted(experts: int, top_k: int, dim: int) -> tuple[int, int, int]:
         return exchange(result, rows, received, to, **options)
 
     with patch.object(dist, "all_to_all_single", counting):
-        rows, arrived = dispatcher.dispatch(x, ids, weights)
-        dispatcher.combine(rows, arrived).sum().backward()
+        rows, dispatched = dispatcher.dispatch(x, ids, weights)
+        dispatcher.combine(rows, dispatched).sum().backward()
     visits = torch.zeros(len(x), world).scatter_(1, ids // (experts // world), 1.0)
     numbers = torch.tensor([sent, int(visits.sum()), int(visits.sum() - visits[:, rank].sum())])
     dist.all_reduce(numbers)

@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import COMMIT, machine
-from toolkit.run.launch.children import Children
 from toolkit.run.summary import duration
 
 PAGE = ROOT / "build" / "gpu-report.md"
@@ -72,14 +71,13 @@ class Outcome:
     seconds: float
     code: int | None
     """None where it was interrupted."""
-    received: signal.Signals | None
-    """What ended the report meanwhile."""
     printed: str
 
     def text(self) -> str:
         """Its section of the page."""
-        over = "because its time was over" if self.received is None else f"by {self.received.name}"
-        ends = {None: f"ended, {over},", 0: "done"}.get(self.code, f"ended with exit code {self.code}")
+        ends = {None: "ended, because its time was over,", 0: "done"}.get(
+            self.code, f"ended with exit code {self.code}"
+        )
         words = " ".join(["python", *self.part.words])
         return f"## {self.part.title}\n\n`{words}`: {ends} after {duration(self.seconds)}.\n\n{self.printed.strip()}\n"
 
@@ -90,20 +88,24 @@ def run(part: Part, seconds: float, *, rehearse: bool) -> Outcome:
     words = [sys.executable, *part.words, *(part.rehearsal if rehearse else ())]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what is killed keeps what it has printed
     # A file, because a process that outlives the part would hold a pipe open.
-    with tempfile.TemporaryFile() as output, Children() as children:
-        process = children.start(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        children.wait(timeout_s=(1 - GRACE) * seconds)
-        over = process.poll() is None
-        if over:
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        code = None
+        try:
+            code = process.wait((1 - GRACE) * seconds)
+        except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            children.wait(timeout_s=GRACE * seconds)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
-        code = process.wait()
-        received = signal.Signals(children.received[0]) if children.received else None
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE * seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
+            process.wait()
         output.seek(0)
         printed = output.read().decode(errors="replace")
-    return Outcome(part, time.monotonic() - began, None if over or received else code, received, printed)
+    return Outcome(part, time.monotonic() - began, code, printed)
 
 
 def write_page(outcomes: Sequence[Outcome]) -> None:
@@ -127,9 +129,6 @@ def main() -> int:
         outcomes.append(run(part, max(0.0, left * part.share / shares), rehearse=options.rehearse))
         print(outcomes[-1].text(), flush=True)
         write_page(outcomes)
-        if (received := outcomes[-1].received) is not None:
-            print(f"ended by {received.name}: the page, {os.path.relpath(PAGE)}, has what there was until then")
-            return 128 + received
     print(f"the page is {os.path.relpath(PAGE)}")
     return int(any(outcome.code not in (0, None) for outcome in outcomes))
 

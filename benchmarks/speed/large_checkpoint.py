@@ -230,7 +230,7 @@ def load_and_save(folder: Path, limit: float) -> dict[str, float]:
     with experts_in_files():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=kernel)
     accelerator = Accelerator(cpu=True)
-    (wrapped,) = ExpertParallel(accelerator).prepare(model.requires_grad_(False))
+    wrapped = ExpertParallel(accelerator).prepare(model.requires_grad_(False))
     watch.peaks()
     start = time.perf_counter()
     save_pretrained(wrapped, folder / "saved", max_shard_size=f"{FILE}GB")

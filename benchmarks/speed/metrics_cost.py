@@ -29,8 +29,8 @@ from tests.support.helpers import run_distributed
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.routing_log import RoutingLog
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.routing.routing_log import RoutingLog
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback

@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
-from toolkit.data.cache import BUILD_TIMEOUT_S, cache_dir
+from toolkit.data.cache import cache_dir
 from toolkit.errors import UserError
 from toolkit.run.folder import is_finished
-from toolkit.run.launch.children import Children
 from toolkit.run.launch.world import without_launcher
 from toolkit.version import __version__
+
+BUILD_TIMEOUT_S = 600
+"""Seconds that a process waits for another process that trains the same model."""
 
 
 def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "") -> Path:
@@ -24,7 +27,7 @@ def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "")
 
     It is known by the recipe's text, the flags, and `key`, which should change when its data do; it is made anew where
     it lacks the file or folder `needs`. A run that was interrupted is continued. To be called on one process. Raises
-    UserError where the run fails, and passes signals on to it.
+    UserError if the run fails.
     """
     known = repr((recipe.read_text(encoding="utf-8"), list(flags), key, __version__))
     folder = cache_dir() / f"{recipe.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
@@ -44,8 +47,5 @@ def _train(recipe: Path, words: Sequence[str]) -> None:
     # What `accelerate launch` sets is for the run that asks: this one has its flags.
     own = without_launcher(os.environ)
     environment = {name: value for name, value in own.items() if not name.startswith("ACCELERATE_")}
-    with Children(raise_received=True) as children:
-        children.start([sys.executable, str(recipe), *words], env=environment)
-        children.wait()
-    if code := children.processes[0].returncode:
+    if code := subprocess.call([sys.executable, str(recipe), *words], env=environment):
         raise UserError(f"{recipe.name} ended with exit code {code}, see above: run the same command again.")

@@ -95,7 +95,7 @@ def own_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
     for inputs, labels in batches:
         loss = functional.cross_entropy(model(inputs), labels)
         accelerator.backward(loss)
-        experts.clip_grad_norm_(model.parameters(), 1.0)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         last = loss.item()

@@ -1,14 +1,9 @@
-"""`toolkit adapter verify`: nothing is said of what was saved well, and each of twelve faults is named.
-
-The faults are of the kinds that users of other stacks reported. Each file is whole: its digest was taken after the
-fault, as a training loop would, so digests find none.
-"""
+"""`toolkit adapter verify` names each of twelve faults that users of other stacks reported, and none in good files."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +16,6 @@ from tests.integrations.peft.faults import (
     MATRICES,
     SETTINGS,
     WEIGHTS,
-    digests_find_damage,
     drop_from_merged,
     experts_of,
 )
@@ -89,7 +83,7 @@ def faulty(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "faulty"
 
 
-def test_nothing_is_found_in_what_was_saved_well(saved: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_of_saved_adapters_finds_no_fault(saved: Path, capsys: pytest.CaptureFixture[str]):
     code, out, err = verify(capsys, saved / "adapter", "--merged", saved / "merged")
     assert code == 0
     assert "fault" not in err
@@ -100,7 +94,7 @@ def test_nothing_is_found_in_what_was_saved_well(saved: Path, capsys: pytest.Cap
     assert f"{saved / 'merged'} gives these logits" in out
 
 
-def test_experts_that_never_changed_are_named_and_no_fault(
+def test_verify_of_unchanged_experts_names_them_without_fault(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = faulty(saved, tmp_path)
@@ -116,64 +110,47 @@ def test_experts_that_never_changed_are_named_and_no_fault(
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_fault_of_the_weights_is_named(name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_of_faulty_weights_names_the_fault(
+    name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder, (fault, words) = faulty(saved, tmp_path), WEIGHTS[name]
     tensors = load_file(folder / "adapter_model.safetensors")
     fault(tensors)
     save_file(tensors, folder / "adapter_model.safetensors")
-    assert not digests_find_damage(folder)
     code, _, err = verify(capsys, folder)
     assert code == 2
     assert words in err
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_fault_of_the_settings_is_named(name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_of_faulty_settings_names_the_fault(
+    name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder, (change, words) = faulty(saved, tmp_path), SETTINGS[name]
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | change))
-    assert not digests_find_damage(folder)
     code, _, err = verify(capsys, folder)
     assert code == 2
     assert words in err
 
 
-def test_ranks_that_trained_an_adapter_each_are_named(saved: Path, capsys: pytest.CaptureFixture[str]):
-    assert not digests_find_damage(saved / "each its own")
+def test_verify_of_ranks_with_different_adapters_names_them(saved: Path, capsys: pytest.CaptureFixture[str]):
     code, _, err = verify(capsys, saved / "each its own")
     assert code == 2
     assert "each rank trained its own" in err
 
 
-def test_a_base_that_was_trained_with_the_adapters_is_named(saved: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_of_a_trained_base_names_its_parameters(saved: Path, capsys: pytest.CaptureFixture[str]):
     code, _, err = verify(capsys, saved / "with its base")
     assert code == 2
     assert "1 parameter(s) of the base were trained with the adapters, such as base_model.model.lm_head.weight" in err
 
 
-def test_a_merge_that_dropped_the_experts_is_named(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_of_a_merge_without_experts_names_the_tensors(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     drop_from_merged(saved / "base", saved / "merged", tmp_path / "merged")
-    assert not digests_find_damage(tmp_path / "merged")
     code, _, err = verify(capsys, saved / "adapter", "--merged", tmp_path / "merged")
     assert code == 2
     assert "is not the base with these adapters" in err
     assert "as in the base are 4 tensor(s), such as model.layers.0.mlp.experts" in err
-
-
-def test_what_is_no_adapter_is_refused_in_one_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert verify(capsys, tmp_path)[0] == 2
-    folder = faulty(saved, tmp_path)
-    settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    code, _, err = verify(capsys, folder)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "names none either: give the folder or Hub name of the base model" in err
-
-
-def test_without_peft_it_says_what_to_install(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    code, _, err = verify(capsys, saved / "adapter")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "pip install 'moe-toolkit[adapters]'" in err

@@ -42,9 +42,8 @@ def assert_holds(table: TensorTable, images: np.ndarray, labels: np.ndarray) -> 
 # --- where sets are found
 
 
-@pytest.mark.parametrize("place", ["mnist", "a [strange] name"])
-def test_a_set_is_read_from_its_own_folder(tmp_path, place):
-    data = load("auto", write_parquet_set(tmp_path / place))
+def test_load_images_folder_of_the_set_is_read(tmp_path):
+    data = load("auto", write_parquet_set(tmp_path / "images"))
     assert_holds(data.train, *TRAIN)
     assert_holds(data.test, *TEST)
     assert (data.name, data.notice, data.num_classes) == ("mnist", None, 10)
@@ -136,44 +135,14 @@ def test_a_data_dir_for_the_embedded_digits_is_refused(tmp_path):
     assert "leave data_dir out" in refusal("digits", tmp_path)
 
 
-def test_a_corrupt_set_in_the_environment_is_not_passed_over(tmp_path, monkeypatch):
+def test_load_images_auto_damaged_set_raises(tmp_path, monkeypatch):
     folder = write_parquet_set(tmp_path / "mnist")
     (folder / TEST_PARQUET).write_bytes(b"PAR1 no more")
     monkeypatch.setenv("TOOLKIT_DATA_DIR", str(tmp_path))
-    assert TEST_PARQUET in refusal("auto")
+    assert str(folder) in refusal("auto")
 
 
 ONE_IMAGE = png(TEST[0][0])
-
-
-@pytest.mark.parametrize(
-    ("rows", "labels", "names", "fault"),
-    [
-        ([ONE_IMAGE], [10], {}, "has the label 10 in row 0"),
-        ([ONE_IMAGE] * 3, [1, 2, -1], {}, "has the label -1 in row 2"),
-        ([ONE_IMAGE] * 2, [1, None], {}, "has the label None in row 1"),
-        ([png(TEST[0][0][:20])], [1], {}, "image of shape (20, 28) in row 0"),
-        ([ONE_IMAGE, b"no image"], [1, 1], {}, "cannot be decoded in row 1"),
-        ([ONE_IMAGE[:-30]], [1], {}, "cannot be decoded in row 0"),
-        ([ONE_IMAGE], [1], {"label": "digit"}, "has no column label"),
-        ([], [], {}, "has no rows"),
-    ],
-)
-def test_a_parquet_file_that_cannot_be_right_is_named_with_its_fault(tmp_path, capfd, rows, labels, names, fault):
-    folder = write_parquet_set(tmp_path)
-    write_parquet(folder / TEST_PARQUET, rows, labels, **names)
-    message = refusal("mnist", folder)
-    assert TEST_PARQUET in message
-    assert fault in message
-    assert capfd.readouterr().err == ""
-
-
-def test_a_truncated_parquet_file_is_named(tmp_path, capfd):
-    folder = write_parquet_set(tmp_path)
-    path = folder / TEST_PARQUET
-    path.write_bytes(path.read_bytes()[:-40])
-    assert f"{path} cannot be read as Parquet" in refusal("mnist", folder)
-    assert capfd.readouterr().err == ""
 
 
 # --- your own
@@ -271,7 +240,7 @@ def test_all_ranks_get_the_same_set_or_the_same_refusal(tmp_path):
     (folder / TEST_PARQUET).write_bytes(b"")
     first, second = run_distributed(load_on_each_rank, 2, "auto", folder)
     assert first == second
-    assert TEST_PARQUET in first[0]
+    assert str(folder) in first[0]
 
 
 def test_validation_images_are_the_last_of_the_training_split():

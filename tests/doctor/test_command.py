@@ -70,7 +70,7 @@ def test_a_script_is_no_rank_of_the_world_that_the_doctor_is_started_in(tmp_path
         "PMI_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "TORCHELASTIC_RUN_ID": "1",
-        "TOOLKIT_REPORT_PIPE": "99",
+        "TOOLKIT_LAUNCH": "folder",
     }
     script = tmp_path / "script.py"
     script.write_text(f"import os\nraise ValueError(sorted({{*os.environ}} & {set(launched)}))\n")

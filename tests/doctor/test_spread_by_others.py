@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.watched import watched
-from tests.matrix.paths import save_model
+from tests.integrations.peft.models import base
 from toolkit.doctor.causes import diagnose
 from toolkit.doctor.compare import Comparison, Evidence
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "spread_by_transformers.py"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
+    base("qwen3_moe").save_pretrained(folder)
     return str(folder)
 
 

@@ -81,12 +81,12 @@ sync = ExpertSync(model.parameters())
 if fault == "balance":
     losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
 if fault in ("permutation", "late_permutation") and world > 1:
-    return_rows = stack.dispatcher.return_rows
+    combine = stack.dispatcher.combine
 
-    def return_other_rows(rows: torch.Tensor, *args, **options):
-        return return_rows(rows.flip(0) if step or fault == "permutation" else rows, *args, **options)
+    def combine_others(rows: torch.Tensor, dispatched):
+        return combine(rows.flip(0) if step or fault == "permutation" else rows, dispatched)
 
-    stack.dispatcher.return_rows = return_other_rows
+    stack.dispatcher.combine = combine_others
 if fault == "recompute":
     route, calls = model.moe.router.forward, [0]
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import atexit
+import logging
+import math
 import os
 import runpy
 import signal
@@ -19,9 +21,9 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -145,7 +147,7 @@ def _serve_one(client: socket.socket, python: str) -> None:
 
 
 class Fork:
-    """A fork of this process that runs `run`, with what `toolkit.run.launch.children` uses of `subprocess.Popen`."""
+    """A fork of this process that runs `run`, with what the launcher uses of `subprocess.Popen`."""
 
     def __init__(self, run: Callable[[], NoReturn]):
         self.returncode: int | None = None
@@ -165,61 +167,62 @@ class Fork:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
+        ends = time.monotonic() + timeout
         while (code := self.poll()) is None:
+            if time.monotonic() > ends:
+                raise subprocess.TimeoutExpired("fork", timeout)
             time.sleep(0.005)
         return code
 
-    def send_signal(self, number: int) -> None:
+    def kill(self) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def fork_rank(
     run: Callable[[Sequence[str], Mapping[str, str]], int],
-    command: Sequence[str],
+    words: Sequence[str],
     *,
-    process_group: int,
-    preexec_fn: Callable[[], object] | None,
-    stdin: int,
     env: Mapping[str, str] | None = None,
-    pass_fds: Sequence[int] = (),
-    stdout: IO[bytes] | int | None = None,
-    stderr: IO[bytes] | int | None = None,
+    stdout: IO[str] | int | None = None,
+    stderr: IO[str] | int | None = None,
+    start_new_session: bool = False,
 ) -> Fork:
-    """In place of `subprocess.Popen` in `toolkit.run.launch.children`, for a Python program: `run` takes its words and
-    environment, and returns its exit code."""
-    assert (command[0], stdin) == (sys.executable, subprocess.DEVNULL)
+    """In place of `subprocess.Popen` of `python *words`: `run` takes the words and the environment, and returns the
+    exit code."""
 
     def begin() -> NoReturn:
-        os.setpgid(0, process_group)
-        if preexec_fn is not None:
-            preexec_fn()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if start_new_session:
+            os.setsid()
         for number, stream in enumerate((stdout, stderr), start=1):
             if stream == subprocess.DEVNULL:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             elif stream is not None:
-                os.dup2(1 if isinstance(stream, int) else stream.fileno(), number)
-        last = 2
-        for kept in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
-            os.closerange(last + 1, kept)
-            last = kept
+                os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):  # what a new program does not inherit
+            if callable(signal.getsignal(number)):  # which a new program does not inherit
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        os._exit(run(command[1:], dict(os.environ) if env is None else env))
+        logging.disable(logging.NOTSET)
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # such as of temporary folders
+        os._exit(run(words, dict(os.environ) if env is None else env))
 
     return Fork(begin)
 
 
 def fork_ranks(run: Callable[[Sequence[str], Mapping[str, str]], int]) -> None:
-    """Have the ranks that this process starts be forks of it that `run`."""
-    from toolkit.run.launch import children
+    """Have the ranks and trial runs that this process starts be forks of it that `run`."""
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    children.subprocess = types.SimpleNamespace(  # type: ignore
-        Popen=partial(fork_rank, run), DEVNULL=subprocess.DEVNULL
-    )
+    new_process = subprocess.Popen
+
+    def start(args: Sequence[str], **options: Any) -> Any:
+        return fork_rank(run, args[1:], **options) if args[0] == sys.executable else new_process(args, **options)
+
+    subprocess_handler.Popen = subprocess.Popen = start  # type: ignore
+    api.PContext.close.__defaults__ = (None, 1)  # seconds until ranks that do not end are killed
 
 
 def _main(

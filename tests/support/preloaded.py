@@ -33,7 +33,8 @@ MODULES = (
     "tests.support.equality",
     "tests.support.small_run",
     "toolkit.run.cli",
-    "toolkit.run.launch.supervisor",
+    "toolkit.run.launch.agent",
+    "torch.distributed.launcher",
     "toolkit.train.build",
     "toolkit.dynamic.callback",
 )

@@ -16,7 +16,7 @@ from tests.support.helpers import run_distributed
 from tests.train import memory_recipe
 from toolkit.errors import EXIT_PREEMPTED, StepOutOfMemory, UserError, is_out_of_memory
 from toolkit.run.folder import MICRO_BATCH_SIZE
-from toolkit.run.launch import world
+from toolkit.run.launch import exits
 from toolkit.run.run import Run
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.batch_size import SmallerMicroBatches, _shrink, _shrunk, accumulation_steps
@@ -102,15 +102,15 @@ def test_where_there_is_no_memory_is_told_by_what_libraries_say(error: Exception
 def test_under_a_launcher_the_same_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     told: list[object] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(world, "report", lambda line, label: told.append(label + line))
+    monkeypatch.setattr(exits, "report", lambda line, label: told.append(label + line))
 
     def leave(code: int) -> None:
         told.append(code)
         raise SystemExit
 
-    monkeypatch.setattr(world, "leave", leave)
+    monkeypatch.setattr(exits, "leave", leave)
     with pytest.raises(SystemExit):
-        world.start_again(StepOutOfMemory("step 1 ran out of memory.", tmp_path))
+        exits.start_again(StepOutOfMemory("step 1 ran out of memory.", tmp_path))
     assert told == ["step 1 ran out of memory. Run the same command again.", EXIT_PREEMPTED]
 
 

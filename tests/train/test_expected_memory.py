@@ -14,7 +14,7 @@ from tests.integrations.transformers.families import EXPERTS, config
 from toolkit.experts.sharding.libraries import libraries
 from toolkit.experts.sharding.shard import require_experts
 from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
-from toolkit.integrations.transformers import causal_lm, rank_skeleton, use_toolkit_kernel
+from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import recompute_blocks
 from toolkit.train.expected_memory import ExpectedMemory, _Allocated, expected_memory
 from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
@@ -70,7 +70,7 @@ def test_ranks_packed_experts_and_recomputed_blocks_take_less():
     frozen = whole.weights - half.weights
     assert frozen > experts / 2  # and the adapters of half of them
     assert half.loading == whole.loading / 2 == experts / len(layers) / 2  # all at once, held a second time
-    with mock.patch.object(rank_skeleton, "experts_at_a_time", return_value=2):
+    with mock.patch("toolkit.train.fine_tuning_memory.experts_at_a_time", return_value=2):
         assert expect(layout=layout()).loading == whole.loading * 2 / EXPERTS
     packed = expect(layout=layout(quantize="4bit", dtype=torch.bfloat16))
     plain = expect(layout=layout(dtype=torch.bfloat16))

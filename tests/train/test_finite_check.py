@@ -233,9 +233,9 @@ def test_a_weight_that_drifts_on_one_rank_ends_training_at_the_next_line_or_chec
     tmp_path: Path, world: int, name: str, settings: dict[str, Any]
 ):
     step, where = (6, "") if world == 2 else (5, " of the experts of EP rank 1")
-    expected = f"step {step}: the weights of 1 parameter(s) that several ranks have, first '{name}'{where}, differ"
+    expected = f"the weights of 1 parameter(s), first '{name}'{where}, differ between ranks in step {step}"
     for told in run_distributed(drifted, world, tmp_path, name, settings):
-        assert told.startswith(expected)
+        assert expected in told
 
 
 @pytest.mark.parametrize("kind", ["table", "loader"])

@@ -1,4 +1,4 @@
-"""Checkpoints that are written by a thread while training goes on."""
+"""Checkpoints written by a thread while training goes on."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from toolkit.experts.parallel.groups import new_group
 
 Write = Callable[[dist.ProcessGroup | None], Path | None]
-"""Writes a checkpoint that was begun. A collective of the group, by default of all ranks."""
+"""Writes a checkpoint and returns its path. A collective of the group, by default of all ranks."""
 
 
 class HostBuffers:
-    """Copies tensors to memory of the host, which is kept for the next copy; pinned for those of a GPU."""
+    """Copies tensors to host memory, which is reused for the next copy; pinned memory for GPU tensors."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, key: str, tensor: Tensor) -> Tensor:
-        """A copy, complete once `wait_for_device` was called."""
+        """Returns a copy, which is complete after `wait_for_device`."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -36,9 +36,9 @@ class HostBuffers:
 
 
 class BackgroundSave:
-    """Writes one checkpoint at a time. Ranks meet in a process group of its own, so that training may use the other.
+    """Writes one checkpoint at a time. It has a process group of its own, so that training can use the default one.
 
-    `buffers` holds the tensors that are being written: the memory of one more model with its optimizer states.
+    `buffers` holds the tensors in progress: as much memory as the model and its optimizer states.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class BackgroundSave:
         self._group: dist.ProcessGroup | None = None
 
     def start(self, write: Write) -> None:
-        """Write what was begun with `buffers`. A collective; the save before must have been waited for."""
+        """Write in a thread a checkpoint that was collected into `buffers`. A collective, after `wait` for the last."""
         assert self._thread is None
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = new_group(backend="gloo")
         self.buffers.wait_for_device()
-        # The interpreter does not wait for a daemon, whose peers may be gone.
+        # The interpreter does not wait for a daemon, whose peers can be gone.
         self._thread = Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -65,8 +65,8 @@ class BackgroundSave:
             self._error = error
 
     def wait(self, seconds: float | None = None) -> Path | None:
-        """The checkpoint's folder once it is written; None where it could not be, or nothing was begun, or it takes
-        more than so many `seconds`. Raises what the thread raised."""
+        """Wait for the checkpoint; returns its path, or None if it could not be written, none is in progress, or it is
+        not complete after `seconds`. Raises what the thread raised."""
         if self._thread is None:
             return None
         self._thread.join(seconds)

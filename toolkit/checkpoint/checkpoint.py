@@ -1,7 +1,7 @@
-"""A run's checkpoints: when one may be loaded into a run, and what is deleted for a new one.
+"""A run's checkpoints: saving with retention and copies, and loading into a run with the same settings and data.
 
-The files are those of `toolkit.experts.state.checkpoint_files`, in `checkpoints/step-00000100/` of the run's folder;
-their state.json has step, metric sums, callbacks, results, the configuration and the identity of the data.
+The files are in `checkpoints/step-00000100/` of the run folder (`toolkit.experts.state.checkpoint_files`). state.json
+has step, metric sums, callbacks, results, the configuration and the identity of the data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toolkit.checkpoint.finding import put_checkpoint
 from toolkit.checkpoint.retention import best_step, drop_older, prune
 from toolkit.experts.parallel.collectives import together
 from toolkit.experts.state import manifest
-from toolkit.experts.state.checkpoint_files import begin_save, load_verified
+from toolkit.experts.state.checkpoint_files import begin_save, load_tensors, read
 from toolkit.experts.state.tensor_files import ToCPU, on_cpu
 from toolkit.run.config.run import to_dict
 from toolkit.run.config.settings import LENGTH, decides_what_is_learned
@@ -43,12 +43,20 @@ def begin_checkpoint(
     run: Run,
     to_cpu: ToCPU = on_cpu,
 ) -> Write:
-    """Collect the checkpoint of step `state["step"]`, and return what writes it under `folder` and deletes all but the
-    newest `keep` and the best one, where the state names one. Both are collectives.
+    """Collect the checkpoint of a step. A collective.
 
-    `model` is not wrapped. Writing returns the new folder; or None, after one line of warning, where it could not be
-    written on some rank: then everything older is as it was. Where `to_cpu` copies each tensor
-    (`toolkit.checkpoint.background.HostBuffers`), training may go on before it is written.
+    Args:
+        folder: Parent of the checkpoints.
+        model: Not wrapped.
+        optimizer: Its states are saved.
+        state: What `Trainer.state_dict` returned.
+        keep: Checkpoints to keep, in addition to the best one.
+        run: Gives settings, data and storage.
+        to_cpu: Copies tensors, if training continues while they are written.
+
+    Returns:
+        A collective, which writes the checkpoint, deletes older ones and returns its path; or None, after a warning,
+        if a rank could not write it. Older checkpoints are then unchanged.
     """
     step, best = state["step"], best_step(state)
     final = folder / f"step-{step:08d}"
@@ -61,8 +69,7 @@ def begin_checkpoint(
             final,
             model,
             optimizer,
-            state=state,
-            config=_trajectory(run),
+            {"training": state, "config": _trajectory(run), "random": None},
             step=step,
             make_free=free,
             to_cpu=to_cpu,
@@ -101,26 +108,26 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     run: Run,
 ) -> dict[str, Any]:
-    """Load the checkpoint at `path`, which verifies, into `model` and `optimizer`; returns the `state` saved with it.
+    """Load the checkpoint at `path`, which verifies, into `model` and `optimizer`. A collective.
 
-    A collective. On as many ranks with as many slots experts are placed where they were saved, before tensors are read,
-    so that nothing migrates; elsewhere they stay where they are. Raises UserError on every rank, before anything is
-    changed, where the checkpoint is of another format, configuration or model.
+    With the same world size and slots, experts are placed where they were saved before tensors are read, so nothing
+    migrates. With other ones they stay where they are.
+
+    Returns:
+        The `state` that was saved.
+
+    Raises:
+        UserError: On every rank, before anything is changed, for another format, configuration, data or model.
     """
-    remedy = "use the settings it was made with, or another run_dir"
+    saved = read(path)
     free = LENGTH if run.config.extend else frozenset()
-    now = _trajectory(run)
-
-    def differences(saved: dict[str, Any]) -> list[str]:
-        return _differences(saved["config"], now, free)
-
-    saved = load_verified(path, model, optimizer, remedy=remedy, differences=differences)
-    training: dict[str, Any] = saved["training"]
+    load_tensors(saved, model, optimizer, _differences(saved.state["config"], _trajectory(run), free))
+    training: dict[str, Any] = saved.state["training"]
     return training
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> list[str]:
-    """Settings and data that differ and are not `free` to, each as half a sentence."""
+    """Settings and data that differ, except `free` ones, each as half a sentence."""
     lines = [
         f"it was made with {field} {then.get(field)} and this run has {now.get(field)}"
         for field in sorted((then | now).keys() - {DATA} - free)
@@ -131,6 +138,6 @@ def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> l
 
 
 def _trajectory(run: Run) -> dict[str, Any]:
-    """The settings and data that training results depend on."""
+    """The settings and data that decide training results."""
     settings = to_dict(run.config).items()
     return {name: value for name, value in settings if decides_what_is_learned(name)} | {DATA: run.data}

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, did_you_mean
-from toolkit.run.launch.streams import prepare_streams, print_nowhere
+from toolkit.run.console import print_nowhere
 from toolkit.version import __version__
 
 
@@ -28,7 +28,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "lab": Command("toolkit.lab.command", "replay recorded routing traces against every planner"),
-    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify, export or import a checkpoint"),
+    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify or export a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "plan": Command("toolkit.commands.plan", "say what fine-tuning a mixture takes in the memory of each GPU"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
@@ -48,7 +48,6 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command that `argv` (None: the command line) names; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    prepare_streams()
     try:
         code = _run(words)
         sys.stdout.flush()

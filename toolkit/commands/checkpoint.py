@@ -1,59 +1,39 @@
-"""`toolkit checkpoint`: inspect, verify, export or import one, in one process, without the model's code."""
+"""`toolkit checkpoint`: inspect, verify or export a checkpoint, in one process, without the model's code."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from toolkit.checkpoint import without_model
-from toolkit.checkpoint.dcp import export_dcp, import_dcp
 from toolkit.checkpoint.retention import best_or_newest
-from toolkit.errors import EXIT_DONE, UserError, one_line
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.errors import EXIT_DONE, UserError
 from toolkit.experts.state import manifest
+from toolkit.experts.state.tensor_files import SavedTensors
 from toolkit.run.arguments import Parser
 
-FORMATS = (
-    "dcp: a folder of torch.distributed.checkpoint, with optimizer states, for dcp.load of get_state_dict's dicts; "
-    "dcp-weights: without, for accelerate merge-weights; out is its name"
-)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser("toolkit checkpoint", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    of = "a checkpoint, or a run folder, whose best one is taken where one is kept, else the newest"
-
-    command = commands.add_parser("inspect", help="show its tensors and the placement of experts")
-    command.add_argument("checkpoint", type=Path, help=of)
-    command.add_argument("--json", action="store_true", help="the same for programs")
-    command.set_defaults(run=_inspect)
-
-    command = commands.add_parser("verify", help="compare every file with its digest: exit code 0, or 2 and the file")
-    command.add_argument("checkpoint", type=Path, help=of)
-    command.set_defaults(run=_verify)
-
-    command = commands.add_parser("export", help="one safetensors file of the weights, experts stacked by id")
-    command.add_argument("checkpoint", type=Path, help=of)
-    command.add_argument("out", type=Path, help="a file *.safetensors, or a folder for model.safetensors")
-    command.add_argument("--dtype", choices=DTYPES, help="type of floating point numbers; as they are without it")
-    command.add_argument("--format", choices=("safetensors", "dcp", "dcp-weights"), default="safetensors", help=FORMATS)
-    command.set_defaults(run=_export)
-
-    command = commands.add_parser("import", help="a checkpoint with the tensors of a torch.distributed.checkpoint")
-    command.add_argument("source", type=Path, help="a folder that torch.distributed.checkpoint.save wrote, trusted")
-    command.add_argument("checkpoint", metavar="like", type=Path, help=f"{of}: has the same tensors, and all else")
-    command.add_argument("out", type=Path, help="the new checkpoint")
-    command.set_defaults(run=_import)
-
+    for name, run, summary in (
+        ("inspect", _inspect, "print files, shapes of experts and their placement"),
+        ("verify", _verify, "compare every file with its SHA-256; exit code 2 if one is damaged"),
+        ("export", _export, "write the weights to one safetensors file, experts stacked by uid"),
+    ):
+        command = commands.add_parser(name, help=summary)
+        command.add_argument("checkpoint", type=Path, help="checkpoint, or run folder with its best or newest one")
+        command.set_defaults(run=run)
+        if run is _export:
+            command.add_argument("out", type=Path, help="file *.safetensors, or folder for model.safetensors")
+            command.add_argument("--dtype", choices=DTYPES, help="type of floating point tensors. Default: as saved")
     args = parser.parse_args(argv)
     args.checkpoint = find_folder(args.checkpoint)
     args.run(args)
@@ -61,10 +41,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_folder(given: Path) -> Path:
-    """The checkpoint that `given` is, or the best, else the newest, in the run folder (or folder of checkpoints) that
-    it is.
+    """Returns `given` if it is a checkpoint, else the best or newest checkpoint of this run folder, unverified.
 
-    Raises UserError where it is neither. Nothing is verified.
+    Raises UserError if there is none.
     """
     named_as_one = re.fullmatch(r"step-\d{8,}", given.name) is not None
     if (given / manifest.NAME).exists() or (named_as_one and given.is_dir()):
@@ -73,7 +52,7 @@ def find_folder(given: Path) -> Path:
         if found := best_or_newest(parent):
             return found
     what = "holds no checkpoint" if given.exists() else "does not exist"
-    raise UserError(f"{given} {what}: give a folder step-<number>, or the run folder above it.")
+    raise UserError(f"{given}: {what}. Give a folder step-<number>, or the run folder above it.")
 
 
 def _say(*lines: str) -> None:
@@ -87,53 +66,23 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    try:
-        facts = without_model.describe(args.checkpoint, manifest.read_manifest(args.checkpoint))
-    except (OSError, ValueError, LookupError, SafetensorError) as error:
-        damage = manifest.find_damage(args.checkpoint) or one_line(error)
-        raise UserError(f"checkpoint {args.checkpoint} cannot be read: {damage}: use an older one.") from None
-    if args.json:
-        _say(json.dumps(facts))
-        return
-    step = "" if facts["step"] is None else f"step {facts['step']:,}, "
-    _say(f"{args.checkpoint}", f"{step}written by {facts['processes']} process(es), format {facts['format']}", "")
-    width = max(map(len, facts["files"]))
-    _say(*(f"  {name:{width}}  {size:>15,} bytes" for name, size in facts["files"].items()), "")
-    _say(f"{facts['replicated_tensors']} replicated tensors (parameters and buffers that every process has)")
-    drawn: dict[str, str] = {}
-    for layer, about in facts["layers"].items():
-        rows = ", ".join(f"{name} {row}" for name, row in about["rows"].items())
-        states = f", each with {', '.join(about['states'])}" if about["states"] else ""
-        _say("", f"{layer or 'model'}: {about['experts']} experts on {len(about['slots'])} rank(s): {rows}{states}")
-        picture = _draw(about["slots"])
-        if picture in drawn:
-            _say(f"  placed as in {drawn[picture]}")
-        else:
-            _say(*(f"  {line}" for line in picture.splitlines()))
-        drawn.setdefault(picture, layer or "model")
-
-
-def _draw(slots: list[list[int]]) -> str:
-    try:
-        return str(ExpertPlacement(tuple(map(tuple, slots))))
-    except ValueError:  # rows that are not numbered through, which only experts are
-        return "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(slots))
+    about = without_model.read_verified(args.checkpoint)
+    _say(f"{args.checkpoint}: step {about['step']}, world size {about['world_size']}, format {about['format']}")
+    _say(*(f"  {name}  {seal['bytes']:,} bytes" for name, seal in sorted(about["files"].items())))
+    parameters: dict[str, list[str]] = {}
+    with SavedTensors() as tensors:
+        tensors.open(args.checkpoint, about["files"])
+        for name, place in about["placement"].items():
+            row, count = f"{name}/{tensors.uids[name][0]}", len(tensors.uids[name])
+            states = f", each with {', '.join(sorted(tensors.states[row]))}" if row in tensors.states else ""
+            ranks = (" ".join("." if uid < 0 else str(uid) for uid in slots) for slots in place["slots"])
+            drawing = "\n".join(f"  rank {rank} | {slots}" for rank, slots in enumerate(ranks))
+            parameters.setdefault(drawing, []).append(f"{name}: {count} x {tensors.describe(row)}{states}")
+    for drawing, names in parameters.items():
+        _say("", *names, drawing)
 
 
 def _export(args: argparse.Namespace) -> None:
-    if args.format != "safetensors":
-        if args.dtype is not None:
-            raise UserError(
-                f"--dtype {args.dtype}: --format {args.format} keeps the types that a run continues with: leave it out."
-            )
-        export_dcp(args.checkpoint, args.out, with_optimizer=args.format == "dcp")
-        _say(f"{args.out}: written")
-        return
     out = args.out if args.out.suffix == ".safetensors" else args.out / "model.safetensors"
     without_model.export(args.checkpoint, out, DTYPES.get(args.dtype))
     _say(f"{out}: written")
-
-
-def _import(args: argparse.Namespace) -> None:
-    has_states = import_dcp(args.source, args.checkpoint, args.out)
-    _say(f"{args.out}: written" + ("" if has_states else ", without optimizer states, of which there are none"))

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from toolkit.errors import EXIT_DONE
 from toolkit.run.arguments import Parser
-from toolkit.run.hardware import memory_limit_bytes, processor
-from toolkit.run.launch.world import usable_cores
+from toolkit.run.hardware import memory_limit_bytes, processor, usable_cores
 from toolkit.run.summary import aligned
 from toolkit.version import __version__
 

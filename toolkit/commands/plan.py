@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import EXIT_DONE, UserError
+from toolkit.errors import EXIT_DONE
 from toolkit.run.arguments import Parser, count, positive
 from toolkit.run.summary import table
 
@@ -38,8 +38,6 @@ def main(argv: Sequence[str]) -> int:
 
     config = read_config(model_folder(args.model, weights=False))
     trains_all = args.lora_rank == 0
-    if args.offload and trains_all:
-        raise UserError("--offload: with --lora-rank 0 no expert is frozen: leave it out.")
     ways = layouts(
         args.gpus, sequences=args.sequences, context=args.context, trains_all=trains_all, offload=args.offload
     )

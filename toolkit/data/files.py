@@ -12,11 +12,6 @@ from typing import Any
 from toolkit.errors import UserError, one_line
 
 SPLITS = ("train", "test")
-MOST_BYTES = 2**27
-"""Files of together at most 128 MiB are read whole for their key."""
-PART_BYTES = 2**16
-PARTS = 1000
-"""The key of larger sets takes the first and last 64 KiB of at most so many files, spread evenly over the list."""
 
 
 class NotFoundHere(Exception):
@@ -49,58 +44,27 @@ def all_parts(paths: Iterable[Path]) -> list[Path]:
 
 
 def content_key(paths: Iterable[Path]) -> str:
-    """Returns 16 digits that change with names and content of the files `paths`.
-
-    Sets larger than `MOST_BYTES` are not read whole: of these the path, size and modification time of each file count
-    instead of its name, and the first and last bytes of some. Raises UserError for a file that cannot be read.
-    """
-    files = [*paths]
-    key = hashlib.sha256()
+    """Return 16 digits that change with the name, size or modification time of a file."""
     try:
-        sizes = [path.stat().st_size for path in files]
-        whole = sum(sizes) <= MOST_BYTES
-        for index, (path, size) in enumerate(zip(files, sizes, strict=True)):
-            name = path.name if whole else (str(path.absolute()), path.stat().st_mtime_ns)
-            key.update(repr((name, size)).encode())
-            if whole:
-                key.update(path.read_bytes())
-            elif index % (len(files) // PARTS + 1) == 0:
-                with path.open("rb") as file:
-                    key.update(file.read(PART_BYTES))
-                    file.seek(max(0, size - PART_BYTES))
-                    key.update(file.read(PART_BYTES))
+        stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     except OSError as error:
         raise unreadable(error) from None
-    return key.hexdigest()[:16]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
-    """Read columns of one Parquet file.
-
-    Args:
-        path: The file.
-        names: Its columns to read.
-
-    Returns:
-        The values by column; images and audio are dicts with their encoded `bytes`.
+    """Read the columns `names` of a Parquet file; images and audio are dicts with their encoded `bytes`.
 
     Raises:
-        UserError: The file is damaged or has no rows, or a column is not there.
+        UserError: `datasets` cannot read the file, or a column is missing.
     """
-    import pyarrow.parquet as pq
+    import datasets
 
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-        missing = set(names) - set(file.schema_arrow.names)
-        columns = None if missing else file.read(list(names)).to_pydict()
-    # Apache Arrow raises its own kinds for a file that is damaged.
-    except Exception as error:
-        raise damaged(path, f"cannot be read as Parquet ({one_line(error)})") from None
-    if columns is None:
-        raise damaged(path, f"has no column {' and '.join(sorted(missing))}")
-    if not file.metadata.num_rows:
-        raise damaged(path, "has no rows")
-    return {name: columns[name] for name in names}
+        rows = datasets.Dataset.from_parquet(str(path), columns=list(names))
+        return rows.with_format("arrow")[:].to_pydict()
+    except Exception as error:  # datasets and Apache Arrow raise their own types
+        raise UserError(f"{path}: cannot be read ({one_line(error.__cause__ or error)}). Replace the file.") from error
 
 
 def unreadable(error: OSError) -> UserError:

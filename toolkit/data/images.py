@@ -19,11 +19,8 @@ from toolkit.data.cache import OnMain, Source, shared_columns, words_column, wor
 from toolkit.data.files import (
     SPLITS,
     NotFoundHere,
-    content_key,
-    damaged,
     data_folder,
     parquet_splits,
-    read_columns,
     unreadable,
 )
 from toolkit.data.hub import find_on_hub
@@ -157,7 +154,7 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
         return digits
     name = "mnist" if dataset == "auto" else dataset
     try:
-        files = locate(name, data_dir)
+        folder = locate(name, data_dir)
     except NotFoundHere as reason:
         if data_dir is not None:
             raise UserError(
@@ -166,22 +163,21 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
         if dataset != "auto":
             raise UserError(f"{TITLES[name]} was not found: {reason}; give data_dir with its Parquet files.") from None
         return replace(digits, notice="No MNIST (dataset='mnist' says why): training on scikit-learn's 1,797 digits.")
-    key = content_key([*files["train"], *files["test"]])
-    return Source(name, f"{name}-{key}-v{CACHE_FORMAT}", lambda: _with_facts(read_files(files), map(str, range(10))))
+    return replace(_find_own(str(folder), range(NUM_CLASSES)), name=name)
 
 
-def locate(name: str, data_dir: Path | None) -> dict[str, list[Path]]:
-    """Find the files of set `name` in the first place that has them.
+def locate(name: str, data_dir: Path | None) -> Path:
+    """Find the folder of set `name` in the first place that has it.
 
     Args:
         name: The set, one of `HUB_REPOS`.
         data_dir: The only place where it is looked for; None means $TOOLKIT_DATA_DIR, the Hub's cache and the Hub.
 
     Returns:
-        The files of each split.
+        The folder with the Parquet files of "train" and "test".
 
     Raises:
-        NotFoundHere: No place has them; every place that was searched is named, within seconds, downloads aside.
+        NotFoundHere: No place has it; every place that was searched is named, within seconds, downloads aside.
     """
     if data_dir is not None:
         return _in_folder(data_dir.expanduser(), name)
@@ -196,60 +192,24 @@ def locate(name: str, data_dir: Path | None) -> dict[str, list[Path]]:
     raise NotFoundHere("; ".join(reasons))
 
 
-def _in_folder(folder: Path, name: str) -> dict[str, list[Path]]:
-    """The files of `name` in `folder/name`, or in `folder` itself, unless it is called after another set."""
+def _in_folder(folder: Path, name: str) -> Path:
+    """Return `folder/name` or `folder`, unless `folder` has the name of another set."""
     own = [] if folder.name in HUB_REPOS and folder.name != name else [folder]
     try:
         for place in (folder / name, *own):
-            if files := parquet_splits(place):
-                return files
+            if parquet_splits(place):
+                return place
     except OSError as error:
         raise unreadable(error) from None
     raise NotFoundHere(f"{folder} does not hold train-*.parquet and test-*.parquet of {TITLES[name]}")
 
 
-def read_files(files: dict[str, list[Path]]) -> dict[str, np.ndarray]:
-    """Read the columns "image" (encoded, such as PNG) and "label" of Parquet files.
-
-    Args:
-        files: The files of each split.
-
-    Returns:
-        The columns train_input (N, 28, 28) uint8, train_label (N,) int64, test_input and test_label.
-
-    Raises:
-        UserError: A file is damaged, or holds what cannot be right.
-    """
-    columns: dict[str, np.ndarray] = {}
-    for split, paths in files.items():
-        parts = [(path, read_columns(path, ("image", "label"))) for path in paths]
-        images = [image for path, part in parts for image in _of_known_size(path, part["image"])]
-        labels = [label for path, part in parts for label in _labels(path, part["label"])]
-        columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(labels, dtype=np.int64)}
-    return columns
-
-
-def _labels(path: Path, labels: list[Any]) -> list[int]:
-    for row, label in enumerate(labels):
-        if label not in range(NUM_CLASSES):
-            raise damaged(path, f"has the label {label} in row {row}, which is not from 0 to {NUM_CLASSES - 1}")
-    return labels
-
-
-def _of_known_size(path: Path, images: list[Any]) -> Iterator[np.ndarray]:
-    for row, pixels in enumerate(decode_images(images, str(path), grey=True)):
-        if pixels.shape != (SIZE, SIZE):
-            raise damaged(path, f"has an image of shape {pixels.shape} in row {row} where ({SIZE}, {SIZE}) is needed")
-        yield pixels
-
-
-def decode_images(images: Iterable[Any], where: str, *, grey: bool = False) -> Iterator[np.ndarray]:
+def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
     """Decode images with 8 bits per channel, or with 16, of which the upper 8 are taken.
 
     Args:
         images: Structs with the encoded `bytes`, or the `path` of a file.
         where: What they are from, for a message.
-        grey: Make those with colours grey.
 
     Yields:
         Arrays uint8 (height, width), or (3, height, width) of an image with colours.
@@ -267,7 +227,7 @@ def decode_images(images: Iterable[Any], where: str, *, grey: bool = False) -> I
                     raise ValueError("its pixels are fractions, whose scale nobody knows")
                 if image.mode.startswith("I"):  # Pillow would cut off all values above 255
                     yield (np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)
-                elif grey or image.mode in ("L", "1", "LA"):
+                elif image.mode in ("L", "1", "LA"):
                     yield np.asarray(image.convert("L"))
                 else:
                     yield np.asarray(image.convert("RGB")).transpose(2, 0, 1)
@@ -280,7 +240,8 @@ def decode_images(images: Iterable[Any], where: str, *, grey: bool = False) -> I
 # --- your own ----------------------------------------------------------------------------------------------------
 
 
-def _find_own(dataset: str) -> Source:
+def _find_own(dataset: str, labels: Iterable[Any] | None = None) -> Source:
+    """Find the splits of a folder, a file or a Hub name; its classes are `labels` if given, else found in its rows."""
     import datasets
 
     splits, key = load_splits(dataset)
@@ -292,16 +253,22 @@ def _find_own(dataset: str) -> Source:
         parts["validation"] = splits["validation"]
     name = Path(dataset).name if Path(dataset).exists() else dataset
     notice = said and f"{name}: {said}"
-    return Source(name, f"images-{key}-v{CACHE_FORMAT}", partial(_read_own, dataset, parts, image, label), notice)
+    return Source(
+        name, f"images-{key}-v{CACHE_FORMAT}", partial(_read_own, dataset, parts, image, label, labels), notice
+    )
 
 
-def _read_own(dataset: str, parts: dict[str, Any], image: str, label: str) -> dict[str, np.ndarray]:
+def _read_own(
+    dataset: str, parts: dict[str, Any], image: str, label: str, labels: Iterable[Any] | None
+) -> dict[str, np.ndarray]:
     import datasets
 
     columns: dict[str, np.ndarray] = {}
     kind = parts["train"].features[label]
     classes = list(kind.names) if isinstance(kind, datasets.ClassLabel) else sorted(set(parts["train"][label]))
-    if not isinstance(kind, datasets.ClassLabel) and classes and isinstance(classes[0], int):
+    if labels is not None:
+        classes = [*labels]
+    elif not isinstance(kind, datasets.ClassLabel) and classes and isinstance(classes[0], int):
         classes = list(range(max(classes) + 1))
     for split, rows in parts.items():
         where = f"dataset={dataset!r}: the {split} split"
@@ -315,14 +282,14 @@ def _read_own(dataset: str, parts: dict[str, Any], image: str, label: str) -> di
                     f"{where} has an image of shape {pixels.shape} in row {row} where others are {wanted}: "
                     "scale all images to one size, and give all of them colours or none."
                 )
-        labels = rows[label]
+        targets = rows[label]
         if not isinstance(kind, datasets.ClassLabel):
             places = {name: place for place, name in enumerate(classes)}
-            labels = [places.get(name, -1) for name in labels]
-        for row, place in enumerate(labels):
+            targets = [places.get(name, -1) for name in targets]
+        for row, place in enumerate(targets):
             if place is None or place < 0:
                 raise UserError(f"{where} has the label {rows[label][row]!r} in row {row}, which no training row has.")
-        columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(labels, dtype=np.int64)}
+        columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(targets, dtype=np.int64)}
     return _with_facts(columns, map(str, classes))
 
 
@@ -335,7 +302,7 @@ def _with_facts(columns: dict[str, np.ndarray], classes: Iterable[str]) -> dict[
 
 
 def read_digits() -> dict[str, np.ndarray]:
-    """scikit-learn's 1,797 handwritten digits (8x8, 17 grey levels), as columns like those of `read_files`.
+    """scikit-learn's 1,797 handwritten digits (8x8, 17 grey levels), as columns.
 
     Every fifth image of each class is held out, in the order of the file, so that both splits have all writers.
     """

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from toolkit.doctor.causes import CHAIN, Finding, diagnose, out_of_step, recompu
 from toolkit.doctor.compare import TOLERANCES, Check, Comparison, Evidence
 from toolkit.doctor.record import read_records
 from toolkit.errors import UserError
-from toolkit.run.launch.children import Children
-from toolkit.run.launch.port import reserve_port, world_environment
 from toolkit.run.launch.world import without_launcher
 
 ROUNDING = 2e-7
@@ -31,6 +30,11 @@ WAITED = re.compile(r"gloo|[Tt]imed out waiting|Connection (closed|reset) by pee
 """What stands in the error of a rank whose collective failed because of another rank."""
 MOST_WAIT_S = 30.0
 """How long a collective waits for other ranks at most, besides twice the time of the whole run in one process."""
+
+
+GRACE_S = 5.0
+"""How long other ranks can go on once one has failed, in seconds."""
+POLL_S = 0.05
 
 
 class ScriptFailed(Exception):
@@ -194,20 +198,9 @@ def _run(
     environment = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     # A mode that the script gives itself counts more than the variable: its runs go with the folder.
     environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
-    reserved = reserve_port()
-    environment |= world_environment(world, reserved)
     command = [sys.executable, "-m", f"{__package__}.watch", str(folder), str(steps), str(rounding), str(wait_s)]
     command += [str(script), *words]
-    try:
-        with Children(raise_received=True) as ranks:
-            for rank in range(world):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-                with (folder / f"output{rank}.txt").open("wb") as output:
-                    ranks.start(command, env=environment | place, stdout=output, stderr=subprocess.STDOUT)
-            ranks.wait(timeout_s=timeout_s)
-            codes = [process.poll() for process in ranks.processes]
-    finally:
-        reserved.close()
+    codes = _run_ranks(command, environment, world, folder, timeout_s)
     if any(code != 0 for code in codes):
         raise _failure(folder, codes, timeout_s)
     evidence = Evidence(read_records(folder))
@@ -217,6 +210,45 @@ def _run(
             "accelerator.backward, and a torch optimizer."
         )
     return evidence
+
+
+def _run_ranks(
+    command: Sequence[str], environment: Mapping[str, str], world: int, folder: Path, timeout_s: float
+) -> list[int | None]:
+    """Run `command` as each rank of one world; returns the exit codes, None for a rank that was still running.
+
+    After the first failure the others have `GRACE_S` to end.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    with socket.socket() as reserved:  # rank 0 can listen on its port, and no other process is given it
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        size = str(world)
+        shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+        shared["MASTER_PORT"] = str(reserved.getsockname()[1])
+        try:
+            for rank in range(world):
+                place = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+                with (folder / f"output{rank}.txt").open("wb") as output:
+                    ranks.append(
+                        subprocess.Popen(
+                            command,
+                            env={**environment, **place},
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            ends = time.monotonic() + timeout_s
+            while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < ends:
+                if any(codes):
+                    ends = min(ends, time.monotonic() + GRACE_S)
+                time.sleep(POLL_S)
+            return codes
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
 
 
 def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptFailed:

@@ -31,9 +31,9 @@ from toolkit.doctor.record import (
     sample_digests,
 )
 from toolkit.experts.compat import without_compile_prefix
+from toolkit.experts.layer.routing_log import Cursor
 from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
 from toolkit.experts.parallel.sync import ExpertSync
-from toolkit.experts.routing.routing_log import Cursor
 
 
 class Finished(BaseException):

@@ -204,10 +204,10 @@ def _attach_ours(recorder: Recorder) -> None:
     """Watches what this toolkit shows beyond torch and Accelerate: how it saves, and the penalty of the router."""
     from toolkit.experts.layer.losses import RouterPenalty
     from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-    from toolkit.run.launch import world
+    from toolkit.run.launch import exits
     from toolkit.train.trainer import Trainer
 
-    world.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
+    exits.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
 
     def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
         start = cls.__init__

@@ -32,9 +32,9 @@ from toolkit.dynamic.roster import EventKind, ExpertRoster, LifecycleEvent
 from toolkit.dynamic.similarity import compare_experts
 from toolkit.dynamic.surgery import DynamicExperts
 from toolkit.experts.layer.moe_layer import MoE
+from toolkit.experts.layer.routing_log import take_loads
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.optimizer_rows import RowsInUse
-from toolkit.experts.routing.routing_log import take_loads
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.expert_balance import WholeStepBalance
 

@@ -73,9 +73,9 @@ def output_distances(layer: MoE, x_TD: Float[Tensor, "T D"], logical_ids: Sequen
     dispatcher, outputs = layer.expert_stack.dispatcher, []
     for logical_id in logical_ids:
         ids_T1 = torch.full((len(x_TD), 1), logical_id, device=x_TD.device)
-        rows, arrived = dispatcher.dispatch(x_TD, ids_T1, x_TD.new_ones(len(x_TD), 1))
-        rows = layer.experts(rows, arrived.rows_per_slot)
-        outputs.append(dispatcher.combine(rows, arrived).double().flatten())
+        rows, dispatched = dispatcher.dispatch(x_TD, ids_T1, x_TD.new_ones(len(x_TD), 1))
+        rows = layer.experts(rows, dispatched.rows_per_slot)
+        outputs.append(dispatcher.combine(rows, dispatched).double().flatten())
     outputs_LN = torch.stack(outputs)
     products_LL = sum_over_ranks(outputs_LN @ outputs_LN.T)
     size_L = products_LL.diagonal()

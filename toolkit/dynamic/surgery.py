@@ -23,8 +23,7 @@ from toolkit.dynamic.plans import Grow, Merge, Plan
 from toolkit.dynamic.roster import ExpertRoster, LifecycleEvent
 from toolkit.dynamic.similarity import alignment, reordered
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.parallel.optimizer_rows import RowsInUse, unwrapped
-from toolkit.experts.parallel.ownership import mark_rows_in_use
+from toolkit.experts.parallel.optimizer_rows import RowsInUse, mark_rows_in_use, unwrapped
 
 
 class Snapshot:

@@ -31,12 +31,12 @@ from toolkit.errors import (
     is_out_of_memory,
 )
 from toolkit.experts.options import Options
+from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.config.file import CONFIG, words_of_file
 from toolkit.run.config.flags import as_typed, flags_of
 from toolkit.run.config.run import RunConfig
-from toolkit.run.launch import supervisor, world
-from toolkit.run.launch.restarts import CAUSE, send
-from toolkit.run.launch.streams import prepare_streams
+from toolkit.run.launch import agent, exits, world
+from toolkit.run.launch.signals import begin_handling_signals
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -47,42 +47,41 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     Exit codes: 0 done, 1 a bug (with traceback), 2 bad input or too little memory (one line), 75 preempted after a
     checkpoint, or before training, 130 Ctrl-C, in training after a checkpoint.
     """
-    prepare_streams()
     config = None
     try:
-        world.begin_handling_signals()
+        exits.end_with_launcher()
+        begin_handling_signals()
         config = parse(presets, sys.argv[1:], doc)
         world.check_world(config)
-        if config.auto_batch_size:
+        if config.auto_batch_size and launched_world() is None:
             from toolkit.run.launch.largest_batch import start_with_largest_batch
 
             start_with_largest_batch(config)
-        if supervisor.must_start_processes(config):
-            sys.exit(supervisor.start_processes(config))
+        if agent.must_start_processes(config):
+            sys.exit(agent.start_processes(config))
         main(config)
     except UserError as error:
-        world.report(as_typed(error, config))
-        world.leave(EXIT_USER_ERROR)
+        exits.report(as_typed(error, config))
+        exits.leave(EXIT_USER_ERROR)
     except Preempted as stop:
-        world.report(str(stop), label="")
-        world.leave(stop.code)
+        exits.report(str(stop), label="")
+        exits.leave(stop.code)
     except KeyboardInterrupt as stop:
-        world.report(str(stop) or supervisor.STOPPED, label="")
-        world.leave(EXIT_INTERRUPTED)
+        exits.report(str(stop) or exits.STOPPED, label="")
+        exits.leave(EXIT_INTERRUPTED)
     except StepOutOfMemory as error:
-        world.start_again(error)
+        exits.start_again(error)
     except Exception as error:
         if is_out_of_memory(error):
             # Smaller micro-batches have been tried, if a step ran out of memory.
-            world.report("out of memory: use more processes, or a smaller model.")
-            world.leave(EXIT_USER_ERROR)
-        elif lost := world.lost_process(error):
-            world.report(lost)
+            exits.report("out of memory: use more processes, or a smaller model.")
+            exits.leave(EXIT_USER_ERROR)
+        if lost := exits.lost_process(error):
+            exits.report(lost)
         else:
-            sys.excepthook(*sys.exc_info())
-            send(f"{CAUSE}{type(error).__name__}: {error}")
-        world.leave(EXIT_BUG)
-    world.leave(EXIT_DONE)
+            exits.report_bug(error)
+        exits.leave(EXIT_BUG)
+    exits.leave(EXIT_DONE)
 
 
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
@@ -203,7 +202,7 @@ def _print_help(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # --help | head
-        world.leave(EXIT_DONE)
+        exits.leave(EXIT_DONE)
     sys.exit(EXIT_DONE)
 
 

@@ -24,6 +24,13 @@ def can_redraw() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
+def print_nowhere() -> None:
+    """Send what is printed from now on, and what Python still buffers, to the null device: writing to a pipe that
+    nobody reads would fail once more when Python ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 def log_line(line: str) -> None:
     """Print `line` to standard error at once."""
     sys.stderr.write(f"{line}\n")

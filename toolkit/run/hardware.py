@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from toolkit.run.launch.world import usable_cores
-
 if TYPE_CHECKING:
     import torch
 
@@ -26,6 +24,11 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_limit_bytes() -> int | None:

@@ -1,4 +1,4 @@
-"""Which ranks of a run see the same folder: all where the machines share it, else those of one machine."""
+"""Which ranks of a run see the same folder: all if the machines share it, else those of one machine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SEEN = ".ranks"
 
 
 def is_on_one_machine(world_size: int) -> bool:
-    """Whether the launcher started all ranks on this machine, as far as it says."""
+    """Return whether the launcher started all ranks on this machine, as far as it says."""
     return ranks_per_node(world_size) >= world_size
 
 
 def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: int) -> tuple[Path, list[int]]:
-    """The folder of the run on this machine, and the ranks that share it. A collective.
+    """Return the folder of the run on this machine, and the ranks that share it. A collective.
 
     That is `folder`, the main process's, or on several machines what `run_dir` is on this one. Raises UserError on all
-    ranks where not all share it and there is no storage.
+    ranks if not all share it and there is no storage.
     """
     if is_on_one_machine(world_size):
         return folder, list(range(world_size))
@@ -36,23 +36,16 @@ def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: in
 
 
 def ranks_that_share(folder: Path, rank: int) -> list[int]:
-    """The ranks whose `folder` is this rank's, in order. A collective; raises UserError on every rank where one cannot
-    write it.
+    """Return the ranks that share `folder` with this one, in order. A collective.
 
     Each leaves a file in its folder and looks which others are there: a path says nothing of the disk behind it.
     """
     mark = uuid.uuid4().hex if rank == 0 else ""
     mark = gather_objects(mark)[0]
     seen = folder / SEEN / mark
-    failure = ""
-    try:
-        seen.mkdir(parents=True, exist_ok=True)
-        (seen / str(rank)).touch()
-    except OSError as error:
-        failure = f"run_dir={folder}: cannot be used by rank {rank} ({error.strerror}): choose another."
-    failures = [line for line in gather_objects(failure) if line]
-    if failures:
-        raise UserError(failures[0])
+    seen.mkdir(parents=True, exist_ok=True)
+    (seen / str(rank)).touch()
+    gather_objects(None)  # all have left theirs
     ranks = sorted(int(path.name) for path in seen.iterdir())
     gather_objects(None)  # all have looked
     if rank == ranks[0]:

@@ -29,7 +29,7 @@ class Recipe:
 
 
 def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
-    """The recipe at `script`. Raises UserError where that is none or cannot be imported, or `arguments` are not for it.
+    """Return the recipe at `script`. Raises UserError if that is none, or if `arguments` are not for it.
 
     Its folder is put on the search path, as `python SCRIPT` does, so that it can import its neighbours.
     """
@@ -42,10 +42,7 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where the types of its config are looked up
     if (neighbours := str(script.resolve().parent)) not in sys.path:
         sys.path.insert(0, neighbours)
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise UserError(f"{script}: cannot be imported ({error}): `python {script} --help` shows where.") from None
+    spec.loader.exec_module(module)
     presets = getattr(module, "PRESETS", None)
     if not isinstance(presets, dict):
         remedy = "name them there, as in PRESETS = {'full': full}, and give PRESETS to run_recipe"

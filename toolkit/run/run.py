@@ -35,6 +35,7 @@ from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.flags import as_typed
 from toolkit.run.config.run import RunConfig, require_divisible
+from toolkit.run.console import print_nowhere
 from toolkit.run.folder import (
     DATA,
     FINISHING,
@@ -47,8 +48,7 @@ from toolkit.run.folder import (
     writing,
 )
 from toolkit.run.hardware import gpu_names, hardware
-from toolkit.run.launch.restarts import ELASTIC, FINISHED, FOLDER, command_to_continue, past_restarts, send
-from toolkit.run.launch.streams import print_nowhere
+from toolkit.run.launch.restarts import ELASTIC, command_to_continue, past_restarts, tell_folder
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import check_same_start, git_revision, versions
@@ -290,7 +290,6 @@ class Run:
             if self.storage is not None:
                 self._enter("finish")
                 self.storage.put_finished(self.folder, self.print)
-            send(f"{FINISHED}{self.folder}")
             self.print("\n" + summarise(numbers | {"dataset_notice": None}, self.folder).rstrip())
         self._enter("end")
         return numbers
@@ -375,7 +374,9 @@ def start_run(name: str, config: RunConfig) -> Run:
     try:
         check_same_start(name, config)
         if config.auto_batch_size:
-            raise UserError(field="auto_batch_size", value=True, remedy="only the command of a recipe takes it")
+            raise UserError(
+                field="auto_batch_size", value=True, remedy="only the command of a recipe, without a launcher, takes it"
+            )
         if ELASTIC not in os.environ:  # there batches are cut into parts that differ by one sample at most
             pieces = run.world_size * config.gradient_accumulation_steps
             require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
@@ -389,7 +390,7 @@ def start_run(name: str, config: RunConfig) -> Run:
     if run.device.type == "cpu":
         run._settings.enter_context(process_settings())
     if run.is_main:
-        send(f"{FOLDER}{run.folder}")
+        tell_folder(run.folder)
     run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
     return run
 

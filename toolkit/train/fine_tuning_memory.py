@@ -1,48 +1,57 @@
-"""The memory that fine-tuning a mixture of transformers takes in each process, from its configuration alone."""
+"""Expected memory of each process that fine-tunes a transformers MoE model, from its configuration only."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
-from toolkit.integrations.transformers.language_models import recompute_blocks
-from toolkit.integrations.transformers.rank_skeleton import bytes_to_read, frozen_bytes, rank_skeleton
+from toolkit.errors import UserError
+from toolkit.experts.sharding.experts_modules import experts_modules
+from toolkit.experts.sharding.libraries import libraries, library_that_multiplies
+from toolkit.experts.sharding.shard import require_experts, stacked_parameters
+from toolkit.integrations.transformers.kernel import use_toolkit_kernel
+from toolkit.integrations.transformers.language_models import causal_lm, recompute_blocks
+from toolkit.integrations.transformers.lazy_loading import experts_at_a_time
+from toolkit.integrations.transformers.quantization import SCALES, Packed, give_packed_shapes
 from toolkit.train.expected_memory import ExpectedMemory, expected_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-
 FEW_LAYERS = 4, 8
-"""Layers that are looked at of deeper models; kinds of layers that alternate do so in a period that divides 4."""
+"""Layers that deeper models are extrapolated from; kinds of layers that alternate do so in a period that divides 4."""
+TIMES_HELD = 2
+"""Copies in memory of experts that are being read: as tensors of files, and as the rows made of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a mixture is fine-tuned, as far as memory goes."""
+    """Settings of fine-tuning that memory depends on."""
 
     ep_size: int
-    """The processes that share the experts; each has the rest of the model."""
+    """Expert-parallel group size. Non-expert parameters are replicated."""
     spare_slots: int = 0
-    """Of each process, for replicas."""
+    """Empty slots of each process, for replicas."""
     sequences: int
-    """In a micro-batch of a process."""
+    """Sequences in a micro-batch of a process."""
     context: int
     """Tokens of a sequence."""
     dtype: torch.dtype = torch.bfloat16
-    """Of the model's weights."""
+    """Type of the model's weights."""
     quantize: Literal["4bit"] | None = None
-    """See `experts_in_files`."""
+    """As in `experts_in_files`."""
     offload: Literal["file", "host"] | None = None
-    """Where frozen experts stay: in a file, which takes no memory that others need; or outside of a GPU, which has room
-    for those of two layers."""
+    """Where frozen experts are kept: in a file, which needs no memory; or in main memory, with those of two layers on
+    the GPU."""
     gradient_checkpointing: bool = False
-    """Whether blocks are computed again in the backward."""
+    """Activation checkpointing."""
 
 
 def fine_tuning_memory(
@@ -51,27 +60,28 @@ def fine_tuning_memory(
     adapt: Callable[[Any], nn.Module],
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> ExpectedMemory:
-    """Returns what each process takes under an even load, with experts loaded by `experts_in_files`.
+    """Return the memory of each process under an even load, with experts loaded by `experts_in_files`.
 
     Args:
-        config: What `AutoConfig.from_pretrained` returns.
-        layout: How it is trained.
+        config: Of the model, as `AutoConfig.from_pretrained` returns it.
+        layout: How the model is trained.
         adapt: Adds adapters, and returns the model that has them.
-        build_optimizer: Called with the model; None for AdamW.
+        build_optimizer: Called with the model. Default: AdamW.
 
     Raises:
-        UserError: As `rank_skeleton`.
+        UserError: The model has no experts that can be sharded, or `use_toolkit_kernel()` does not compute them.
+
+    Example:
+        >>> layout = Layout(ep_size=8, sequences=1, context=4096)
+        >>> adapt = partial(add_adapters, options=AdapterOptions())
+        >>> fine_tuning_memory(AutoConfig.from_pretrained("Qwen/Qwen3-30B-A3B"), layout, adapt).total / 2**30
     """
-
-    def of_layers(layers: int) -> ExpectedMemory:
-        return _expect(config, layout, adapt, build_optimizer or _adamw, layers)
-
+    of_layers = partial(_expect, config, layout, adapt, build_optimizer or _adamw)
     few, more = FEW_LAYERS
     layers = config.num_hidden_layers
     if layers <= more:
         return of_layers(layers)
     one, other = of_layers(few), of_layers(more)
-    # Layers repeat in a period that divides both, so the rest takes what those between them take.
     times = (layers - few) / (more - few)
     parts = [x + round((y - x) * times) for x, y in zip(astuple(one), astuple(other), strict=True)]
     return replace(ExpectedMemory(*parts), loading=max(one.loading, other.loading))
@@ -84,29 +94,84 @@ def _expect(
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     layers: int,
 ) -> ExpectedMemory:
-    """Returns what a model of the first `layers` layers takes."""
-
-    def adapted(model: Any) -> nn.Module:
-        if layout.gradient_checkpointing:
-            recompute_blocks(model)
-        return adapt(model)
-
-    model = rank_skeleton(
-        config,
-        ep_size=layout.ep_size,
-        spare_slots=layout.spare_slots,
-        dtype=layout.dtype,
-        quantize=layout.quantize,
-        adapt=adapted,
-        layers=layers,
-    )
-    loading, frozen = bytes_to_read(model), frozen_bytes(model) if layout.offload else [0]
-    outside, two_layers = sum(frozen), 2 * max(frozen) if layout.offload == "host" else 0
+    """Return the memory of the first `layers` layers."""
+    model = _rank_of_model(config, layout, adapt, layers)
     batch = {"tokens": torch.empty(layout.sequences, layout.context + 1, dtype=torch.int64, device="meta")}
-    found = expected_memory(model, LanguageModeling(), batch, build_optimizer)
-    host = outside if layout.offload == "host" else 0
-    return replace(found, weights=found.weights - outside + two_layers, loading=loading, host=host)
+    loading = max(map(_loading_bytes, experts_modules(model).values()))
+    frozen = [_frozen_bytes(module) for module in experts_modules(model).values()]
+    found = replace(expected_memory(model, LanguageModeling(), batch, build_optimizer), loading=loading)
+    if layout.offload is None:
+        return found
+    weights = found.weights - sum(frozen)
+    if layout.offload == "file":
+        return replace(found, weights=weights)
+    return replace(found, weights=weights + 2 * max(frozen), host=sum(frozen))
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+
+def _rank_of_model(
+    config: PreTrainedConfig, layout: Layout, adapt: Callable[[Any], nn.Module], layers: int
+) -> nn.Module:
+    """Return the first `layers` layers on the meta device, with the number of experts that a rank has.
+
+    The forward pass sends each token to as many of them as in the whole model, so under an even load it computes the
+    rows of a rank.
+    """
+    with torch.device("meta"):
+        model: Any = causal_lm(
+            copy.deepcopy(config), dtype=layout.dtype, experts_implementation=use_toolkit_kernel()
+        ).train()
+        for module in model.modules():
+            for name, child in module.named_children():
+                if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
+                    setattr(module, name, child[:layers])
+        model.config.num_hidden_layers = layers
+        experts = require_experts(model)
+        for name, module in experts.items():
+            if library_that_multiplies(module) is None:
+                raise UserError(
+                    f"model: use_toolkit_kernel() does not compute the experts at {name!r} ({type(module).__name__}), "
+                    "so their memory cannot be estimated. Measure it."
+                )
+        if layout.gradient_checkpointing:
+            recompute_blocks(model)
+        model = adapt(model).train()
+        for library in libraries():
+            library.stack_adapters(model, experts.values())
+        for module in experts.values():
+            slots = -(-cast("int", module.num_experts) // layout.ep_size) + layout.spare_slots
+            for parameter in stacked_parameters(module)[0].values():
+                parameter.data = parameter.data.new_empty(slots, *parameter.shape[1:])
+            module.num_experts = slots  # type: ignore[assignment]
+            if layout.quantize is not None:
+                give_packed_shapes(module)
+    return model
+
+
+def _loading_bytes(module: nn.Module) -> int:
+    """Return the bytes that reading the experts of a layer takes in addition to all rows."""
+    slots, total = cast("int", module.num_experts), 0
+    packed: dict[str, Packed] = getattr(module, "packed", {})
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in packed:
+            total += len(parameter) * packed[name].shape.numel() * packed[name].dtype.itemsize
+        elif not name.endswith(SCALES):
+            total += parameter.nbytes
+    step = experts_at_a_time(total // slots)
+    # Rows that are not read yet take no memory of a CPU. On a GPU they do, which is less than twice a part.
+    beside = (TIMES_HELD * min(step, slots - begin) - (slots - begin) for begin in range(0, slots, step))
+    return max(0, *beside) * total // slots
+
+
+def _frozen_bytes(module: nn.Module) -> int:
+    """Return the bytes of the frozen expert matrices of a layer, as they are kept."""
+    library = library_that_multiplies(module)
+    matrices = () if library is None else library.projections(module)
+    return sum(
+        parameter.nbytes
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.removesuffix(SCALES) in matrices and not parameter.requires_grad
+    )

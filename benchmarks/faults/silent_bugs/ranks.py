@@ -6,10 +6,9 @@ A script that calls `fork` goes on once for each rank of each run; the process t
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
-
-from toolkit.run.launch.port import reserve_port, world_environment
 
 RANKS = 2
 
@@ -19,11 +18,14 @@ def fork(runs: Mapping[str, Sequence[str]]) -> None:
     TrainCheck writes the trace to."""
     for folder, arguments in runs.items():
         children = []
-        with reserve_port() as reserved:
+        with socket.socket() as reserved:  # nobody else is given its port
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
             for rank in range(RANKS):
                 child = os.fork()
                 if child == 0:
-                    os.environ.update(world_environment(RANKS, reserved))
+                    os.environ.update(WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
+                    os.environ.update(MASTER_PORT=str(reserved.getsockname()[1]))
                     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), TRAINCHECK_OUTPUT_DIR=folder)
                     sys.argv[1:] = arguments
                     return

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands.sweep.toy import RECIPE
 from tests.support.forked_python import ForkedPython
-from toolkit.run.launch import children
+from toolkit.commands.sweep import cells
 
 
 def fork_cell(command: list[str], *, env: dict[str, str], stdout: IO[bytes], **_: Any) -> ForkedPython:
@@ -18,7 +18,9 @@ def fork_cell(command: list[str], *, env: dict[str, str], stdout: IO[bytes], **_
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(children, "subprocess", SimpleNamespace(Popen=fork_cell, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(
+        cells, "subprocess", SimpleNamespace(Popen=fork_cell, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    )
     script = tmp_path / "toy.py"
     script.write_text(RECIPE)
     return script

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
@@ -146,3 +149,18 @@ def test_second_derivatives_are_refused_and_not_wrong(activation: Activation, wo
 
 
 # torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.
+
+
+class GeneratorsStayOnTheirDevice(TorchDispatchMode):
+    """Raises, as CUDA does, when a tensor of another device is drawn with a generator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        assert generator is None or generator.device == args[0].device, f"{func} on {args[0].device}"
+        return func(*args, **(kwargs or {}))
+
+
+def test_make_moe_with_default_device_draws_weights_on_the_cpu() -> None:
+    with GeneratorsStayOnTheirDevice(), torch.device("meta"):
+        layer = make_moe(8, 4, 4, 2)
+    assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}

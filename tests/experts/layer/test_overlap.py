@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
+from toolkit.experts.layer.dispatcher import TokenDispatcher
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.train.models.mlp import MLP
@@ -83,19 +83,18 @@ def step(layer: MoE) -> dict[str, Any]:
     return {"y": y_TD.detach(), "x": x_TD.grad, **grads, "events": (forward, backward)}
 
 
-class Deaf:
-    """Begins to compute nothing before rows have arrived."""
+class Sequential:
+    """A dispatcher that computes nothing while rows are in flight."""
 
-    def __init__(self, dispatcher: AllToAllDispatcher):
-        self.dispatcher, self.placement = dispatcher, dispatcher.placement
+    def __init__(self, dispatcher: TokenDispatcher):
+        self.dispatcher, self.combine, self.placement = dispatcher, dispatcher.combine, dispatcher.placement
 
-    def mix(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Any, *, kept_TK: Any, meanwhile: Any
+    def dispatch(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, kept_TK: Any, meanwhile: Any
     ) -> tuple[Tensor, Any]:
-        rows, arrived = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK, kept_TK)
-        y_TD = self.dispatcher.combine(experts()(rows, arrived.rows_per_slot), arrived)
+        found = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK, kept_TK)
         meanwhile()
-        return y_TD, arrived.plan
+        return found
 
 
 def with_and_without_overlap(activation: Any, recompute: Any, capacity: float | None) -> tuple[dict[str, Any], ...]:
@@ -112,13 +111,13 @@ def with_and_without_overlap(activation: Any, recompute: Any, capacity: float | 
     together = step(layer)
     with torch.autograd.detect_anomaly():
         watched = step(layer)
-    dispatcher: Any = Deaf(layer.expert_stack.dispatcher)
+    dispatcher: Any = Sequential(layer.expert_stack.dispatcher)
     layer.expert_stack.dispatcher = dispatcher
     return together, watched, step(layer)
 
 
-FORWARD = "departed, shared expert, arrived, experts, departed"
-BACKWARD = "departed, departed, gradient of experts, shared expert, arrived"
+FORWARD = "departed, shared expert, arrived, experts, departed, arrived"
+BACKWARD = "departed, arrived, departed, gradient of experts, shared expert, arrived"
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")

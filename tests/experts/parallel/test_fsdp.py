@@ -159,7 +159,7 @@ def test_two_sets_of_two_ranks_hold_the_shards_and_meet_once_a_step():
         assert found["time-outs"] == [77, 77], "not those of the world's group"
         assert found["reductions"] == [1, 1], "one for each step, not for each micro-batch"
         assert found["average"]
-        assert "gradients of 1 parameter(s) that several ranks have, first '1.weight', differ" in found["drift"]
+        assert "gradients of 1 parameter(s), first '1.weight', differ" in found["drift"]
         assert found[3] == (
             "fsdp_size=3: it does not divide the 4 process(es) of this launch: use one of 2, 4, or DDP, "
             "which replicates all parameters."

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.optimizer_rows import fit_states, has_stepped, refuse_coupled_rows
+from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows
 from toolkit.experts.parallel.ownership import mark_owned
+from toolkit.experts.sharding.prepared_optimizer import fit_states, has_stepped
 
 
 class ClippedByModel(torch.optim.SGD):
@@ -152,8 +153,7 @@ def test_states_that_an_optimizer_was_made_with_follow_the_rows() -> None:
     optimizer = torch.optim.Adagrad([whole], initial_accumulator_value=0.5)
     assert not has_stepped(optimizer)
     whole.data = whole.data[:3].clone()
-    mark_owned(whole, row_ids=range(3), groups=ExpertGroups())
-    fit_states(optimizer, whole, experts=8)
+    fit_states(optimizer, whole, torch.Size([8, 6]))
     assert torch.equal(optimizer.state[whole]["sum"], torch.full((3, 6), 0.5))
     whole.grad = torch.arange(18.0).view(3, 6)
     optimizer.step()

@@ -74,11 +74,10 @@ def test_rows_with_replicas_are_indices_by_rank_which_are_made_once():
     mark_owned(rows, row_ids=of_ranks[1], groups=ExpertGroups(ep_size=3, ep_rank=1), rows_of_ranks=of_ranks)
     mark = ownership_of(rows)
     assert mark is not None
-    borrowed, lent = mark.replicated_on(rows.device)
-    assert (borrowed.index_N.tolist(), borrowed.sizes) == ([2, 1], [2, 0, 0])  # in order of row id
-    assert (lent.index_N.tolist(), lent.sizes) == ([0], [0, 0, 1])
-    assert mark.replicated_on(rows.device) == (borrowed, lent)
-    assert mark.replicated_on(rows.device)[0].index_N is borrowed.index_N
+    borrowed, lent = mark.replicas_on(rows.device)
+    assert (borrowed.rows.tolist(), borrowed.sizes) == ([2, 1], [2, 0, 0])  # in order of row id
+    assert (lent.rows.tolist(), lent.sizes) == ([0], [0, 0, 1])
+    assert mark.replicas_on(rows.device)[0].rows is borrowed.rows
 
 
 # --- averaging --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.integrations.transformers.mixtures import build
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.sharding.shard import require_experts, shard_experts
-from toolkit.integrations.transformers.lazy_rows import load_lazily
+from toolkit.integrations.transformers.lazy_loading import load_lazily
 
 DIM, EXPERTS = 8, 4
 

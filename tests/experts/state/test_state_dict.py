@@ -1,4 +1,4 @@
-"""Every way to get the weights of a model whose experts are on several ranks gives all of them, or is refused."""
+"""Weights of a model with sharded experts are gathered whole; a state dict of one rank's part raises."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved(folder: Path, kind: str, dense: Literal["ddp", "fsdp2"]) -> tuple[dict
         model.load_state_dict(Model().state_dict())
     accelerator.save_model(prepared, folder)
     other = nn.Linear(2, 2)
-    assert accelerator.get_state_dict(other).keys() == other.state_dict().keys(), "of a model that is not spread"
+    assert accelerator.get_state_dict(other).keys() == other.state_dict().keys(), "of a model that is not sharded"
     return accelerator.get_state_dict(prepared), refusal(model)
 
 
@@ -69,7 +69,7 @@ def spread_layer_of_ours(stride: int) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 @pytest.mark.parametrize(("world", "stride"), [(2, 1), (4, 2)])
-def test_our_layer_is_gathered_or_refused(world: int, stride: int) -> None:
+def test_layer_is_gathered_whole_and_its_part_raises(world: int, stride: int) -> None:
     expected = layer_of_ours().state_dict()
     (whole, part, said), *others = run_distributed(spread_layer_of_ours, world, stride)
     assert whole.keys() == expected.keys()

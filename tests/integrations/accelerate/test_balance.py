@@ -1,4 +1,4 @@
-"""What counts as load and as balance penalty: tokens and no padding; and which penalty is active."""
+"""Expert load and aux losses count tokens and no padding, and two aux losses raise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import BalanceScope, RouterPenalty, global_load, load_balancing_share
-from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import sum_over_ranks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import watch_routers
@@ -89,7 +89,7 @@ def compare_families() -> list[tuple[str, float, float]]:
     return found
 
 
-def test_padding_is_in_neither_load_nor_penalty_of_any_family_on_two_processes():
+def test_padding_counts_in_neither_load_nor_aux_loss():
     for rank in run_distributed(compare_families, 2):
         assert max(max(each[1:]) for each in rank) < 1e-6, rank  # some routers compute in float32
 
@@ -130,7 +130,7 @@ def our_layers() -> list[tuple[list[int], float]]:
     return [our_layer("global"), our_layer("sequence")]
 
 
-def test_layers_of_ours_leave_out_what_the_model_s_attention_mask_leaves_out():
+def test_moe_layer_with_attention_mask_leaves_out_padding():
     expected = our_layers()
     assert sum(expected[0][0]) == 2 * 8
     for rank in run_distributed(our_layers, 2):
@@ -148,7 +148,7 @@ def test_packed_sequences_and_tokens_without_labels_count():
     assert [int(watch.last_load_E.sum()) for watch in watches] == [2 * ids.numel()] * 2
 
 
-def test_in_generation_the_mask_of_earlier_tokens_is_not_taken_for_that_of_new_ones():
+def test_generation_uses_the_mask_of_new_tokens():
     model = base("mixtral").eval()
     (watch, *_) = watch_routers(model)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -160,61 +160,31 @@ def test_in_generation_the_mask_of_earlier_tokens_is_not_taken_for_that_of_new_o
     assert int(watch.last_load_E.sum()) == 2 * 1
 
 
-# --- which penalty is active -----------------------------------------------------------------------------------------
+# --- which aux loss is active ----------------------------------------------------------------------------------------
 
 
-def penalties() -> list[str]:
-    """What is said for none, the model's own, one without effect, and ours; and the refusals of two."""
-    said = [prepared(base("mixtral"), 1)[1]]
-    for coefficient in (0.02, 0.0):
-        model = base("qwen3_moe")
-        model.config.output_router_logits, model.config.router_aux_loss_coef = True, coefficient
-        said.append(prepared(model, 1)[1])
+def test_prepare_prints_the_active_balance_loss() -> None:
+    model = base("qwen3_moe")
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.02
+    own = prepared(model, 1)[1]
+    assert "router_aux_loss_coef=0.02" in own
     model = base("mixtral")
-    ours = RouterPenalty(watch_routers(model), balance_weight=0.05)
-    said.append(prepared(model, 1)[1])
-    ids = tokens(0, 2)
+    penalty = RouterPenalty(watch_routers(model), balance_weight=0.05)
+    assert "RouterPenalty, balance_weight=0.05" in prepared(model, 1)[1]
+    assert penalty.layers
+
+
+def test_two_balance_losses_raise() -> None:
+    model, ids = base("mixtral"), tokens(0, 2)
+    penalty = RouterPenalty(watch_routers(model), balance_weight=0.05)
     model(input_ids=ids, labels=ids)
-    assert ours() is not None
-    model(input_ids=ids, labels=ids, output_router_logits=True)
-    with pytest.raises(UserError) as late:  # asked for in the call
-        ours()
+    assert penalty() is not None
+    model(input_ids=ids, labels=ids, output_router_logits=True)  # by an argument of the call
+    with pytest.raises(UserError, match="output_router_logits = False"):
+        penalty()
     model = base("mixtral")
     model.config.output_router_logits = True
     kept = RouterPenalty(watch_routers(model), balance_weight=0.05)
-    with pytest.raises(UserError) as early:
+    with pytest.raises(UserError, match="output_router_logits = False"):
         prepared(model, 1)
     assert kept.layers
-    RouterPenalty(watch_routers(model), balance_weight=0.0)
-    own = RouterPenalty(model, balance_weight=1.0)
-    assert own.layers == [], "no layers of ours"
-    return [*said, str(late.value), str(early.value)]
-
-
-def test_prepare_says_which_balance_penalty_is_active_and_refuses_two():
-    (said,) = run_distributed(penalties, 1)
-    expected = [
-        "balance penalty: none.",
-        "balance penalty: the model's own aux_loss, of each rank's tokens (output_router_logits=True, "
-        "router_aux_loss_coef=0.02).",
-        "balance penalty: none.",
-        "balance penalty: RouterPenalty, balance_weight=0.05.",
-    ]
-    assert [line.strip() for line in said[:4]] == expected
-    for refusal in said[4:]:
-        assert "set model.config.output_router_logits = False (in TRL" in refusal
-        assert "\n" not in refusal
-
-
-def lines_of_two_ranks() -> str:
-    model = Ours()
-    assert isinstance(model.mixture, MoE)
-    kept = RouterPenalty(model, balance_weight=0.1)
-    return prepared(model, 2)[1] if kept.layers else ""
-
-
-def test_one_rank_says_it():
-    assert [line.strip() for line in run_distributed(lines_of_two_ranks, 2)] == [
-        "balance penalty: RouterPenalty, balance_weight=0.1.",
-        "",
-    ]

@@ -87,7 +87,7 @@ def prepare_and_close(folder: Any) -> bool:
             with pytest.raises(UserError, match=r"model.state_dict\(\) would have the experts of this rank"):
                 call()
         model(x).sum().backward()
-        with pytest.raises(UserError, match="or until it was closed"):
+        with pytest.raises(UserError, match="or are closed"):
             optimizer.step()
     calls = (experts.metrics, lambda: experts.save(folder), lambda: experts.load(folder), experts.join().__enter__)
     for call in calls:
@@ -103,7 +103,7 @@ def prepare_and_close(folder: Any) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_after_close_methods_hooks_and_signals_are_as_they_were(world: int, tmp_path: Any):
+def test_close_restores_methods_hooks_and_signals(world: int, tmp_path: Any):
     assert run_distributed(prepare_and_close, world, tmp_path) == [world > 1] * world
 
 
@@ -126,11 +126,11 @@ def forgotten_models() -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_model_is_forgotten_after_close_though_its_accelerator_stays(world: int):
+def test_close_frees_the_model(world: int):
     assert run_distributed(forgotten_models, world) == [False] * world
 
 
-def test_an_error_in_the_loop_closes_as_well():
+def test_error_in_the_loop_closes():
     accelerator = Accelerator(cpu=True)
     model = Savable()
     before = changed(accelerator, model)

@@ -1,8 +1,7 @@
-"""The engine under a plain Accelerate loop, with experts that are not ours: every layout equals one process."""
+"""ExpertParallel in a plain Accelerate loop: every layout equals one process."""
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.equality import assert_equal_rows, relative_difference
-from tests.support.helpers import ROOT, run_distributed
+from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -156,7 +155,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
                 accelerator.backward(loss * accelerator.num_processes * accumulation / BATCH)
                 total += loss.item() / BATCH
                 if accelerator.sync_gradients:
-                    experts.sync.before_clip()
+                    experts.training.sync.before_clip()
                     gradients.append(by_id(raw, lambda p: p.grad))
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3))
                 optimizer.step()
@@ -240,7 +239,7 @@ def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_a_plain_accelerate_loop_learns_what_one_process_learns(world: int, reference: list[dict[str, Any]]) -> None:
+def test_loop_with_any_layout_equals_one_process(world: int, reference: list[dict[str, Any]]) -> None:
     for case, *ranks in zip(CASES[world], *run_distributed(train_all, world, CASES[world], timeout_s=300), strict=True):
         single = case.get("dtype") is torch.float32
         tolerance = BF16 if case.get("bf16") else 1e-5 if single else 1e-10
@@ -288,7 +287,7 @@ def metrics_beside_the_callback() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_plain_loop_reads_what_the_callback_records(world: int) -> None:
+def test_metrics_equal_what_the_callback_records(world: int) -> None:
     ranks = run_distributed(metrics_beside_the_callback, world)
     assert ranks == [ranks[0]] * world
     before, lines, after = ranks[0]
@@ -337,7 +336,7 @@ def metrics_of_unequal_layers() -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_metrics_of_layers_with_different_numbers_of_experts_and_calls(world: int) -> None:
+def test_metrics_of_unequal_layers_are_finite(world: int) -> None:
     ranks = run_distributed(metrics_of_unequal_layers, world)
     assert ranks == [ranks[0]] * world
     none, *read = ranks[0]
@@ -383,7 +382,7 @@ def stopped_and_continued(folder: Path) -> tuple[Any, ...]:
     return start, whole, end(again, model)
 
 
-def test_a_continued_loop_has_its_experts_where_they_were_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_loop_has_the_same_placement_and_weights_bitwise(tmp_path: Path) -> None:
     for start, (places, weights), (its_places, its_weights) in run_distributed(stopped_and_continued, 2, tmp_path):
         assert its_places == places != start
         assert its_weights.keys() == weights.keys()
@@ -397,14 +396,75 @@ def frozen_after_a_backward() -> dict[str, Tensor]:
     experts = ExpertParallel(accelerator, placement=place("copies"))
     wrapped, optimizer = experts.prepare(model, optimizer)
     wrapped(torch.randn(8, 5)).square().sum().backward()
-    for parameter in experts.expert_parameters():
+    for parameter in experts.training.parameters:
         parameter.requires_grad_(False)
     optimizer.step()
     return by_id(model, lambda p: p.detach())
 
 
-def test_experts_frozen_with_a_gradient_stay_equal_to_their_replicas() -> None:
+def test_experts_frozen_with_a_gradient_equal_their_replicas() -> None:
     together(run_distributed(frozen_after_a_backward, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("distributed_type", value) for value in DIVIDES), ("parallelism_config", SimpleNamespace())],
+)
+def test_accelerator_that_shards_the_model_raises(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(Accelerator, name, value)
+    with pytest.raises(UserError, match="accelerator: FSDP"):
+        ExpertParallel(accelerator)
+
+
+def test_prepare_returns_objects_in_their_order_and_one_object_bare() -> None:
+    accelerator, model = Accelerator(cpu=True), Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, its_optimizer, its_model = ExpertParallel(accelerator).prepare(
+        DataLoader(TensorDataset(torch.randn(4, 5)), 2), optimizer, model
+    )
+    assert its_model is model
+    assert its_optimizer.optimizer is optimizer
+    assert [batch.shape for (batch,) in loader] == [(2, 5)] * 2
+    other = Model()
+    assert ExpertParallel(accelerator).prepare(other) is other
+
+
+def prepared_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    Accelerator(cpu=True).prepare_model(model, evaluation_mode=True)
+    return model, optimizer
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+UNFIT: dict[str, tuple[Any, str]] = {
+    "model was prepared before": (prepared_before, "was prepared by accelerator.prepare"),
+    "optimizer was prepared before": (
+        lambda m, o: (m, Accelerator(cpu=True).prepare(o)),
+        "was prepared by accelerator",
+    ),
+    "optimizer has stepped": (stepped, "it has stepped"),
+    "parameter outside the model": (
+        lambda m, _: (m, torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(()))])),
+        "none of the model's",
+    ),
+    "meta device": (lambda m, o: (m.to("meta"), o), "is on the meta device"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_prepare_of_unfit_objects_raises_before_anything_is_changed(case: str) -> None:
+    change, words = UNFIT[case]
+    model = Model()
+    model, optimizer = change(model, torch.optim.AdamW(model.parameters()))
+    before = dict(vars(model.blocks[0].experts))
+    with pytest.raises(UserError, match=words):
+        ExpertParallel(Accelerator(cpu=True)).prepare(model, optimizer)
+    assert vars(model.blocks[0].experts).keys() == before.keys()
 
 
 def refusals() -> list[str]:
@@ -418,96 +478,24 @@ def refusals() -> list[str]:
     accelerator, model = Accelerator(cpu=True), Model()
     optimizer = torch.optim.AdamW(model.parameters())
     refuse(lambda: ExpertParallel(accelerator, ep_size=1, groups=make_expert_groups(1)))
-    refuse(lambda: ExpertParallel(accelerator, fsdp_size=2))
-    refuse(lambda: ExpertParallel(accelerator).prepare(nn.Linear(2, 2), optimizer))
     refuse(lambda: ExpertParallel(accelerator, ep_size=3).prepare(model, optimizer))
-    refuse(lambda: ExpertParallel(accelerator, ep_size=1).prepare(Model(), optimizer))
-    experts = ExpertParallel(accelerator, replan=ReplanOptions(planner="swap", every=2))
+    refuse(lambda: ExpertParallel(accelerator, ep_size=1).prepare(Model(), torch.optim.SGD(Model().head.parameters())))
+    experts = ExpertParallel(accelerator)
+    refuse(lambda: experts.save("nowhere"))
     experts.prepare(model, optimizer)
-    refuse(lambda: experts.prepare(model, optimizer))
+    refuse(lambda: experts.prepare(Model()))
     refuse(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1))
     return said
 
 
-def test_what_cannot_be_right_is_refused_with_one_sentence_and_a_remedy() -> None:
+def test_unfit_settings_and_calls_raise() -> None:
+    words = ["ep_size: 1 and groups", "ep_size=3", "none of the model's", "save: it", "prepare: it", "norm_type: 1"]
     (said,) = run_distributed(refusals, 1)
-    words = [
-        "groups=... says",
-        'add dense="fsdp2"',
-        "num_experts",
-        "ep_size=3",
-        "model.parameters()",
-        "one ExpertParallel",
-        "by 2-norm",
-    ]
     for sentence, word in zip(said, words, strict=True):
         assert word in sentence
-        assert "\n" not in sentence
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        *(("distributed_type", value, 'divide the model themselves: .* dense="fsdp2"') for value in DIVIDES),
-        ("parallelism_config", SimpleNamespace(), "divide the model themselves"),
-        ("device", torch.device("mps"), r"mps has no float64.*: use Accelerator\(cpu=True\)"),
-    ],
-)
-def test_an_accelerator_that_divides_the_model_or_lacks_float64_is_refused(name, value, says, monkeypatch) -> None:
-    accelerator = Accelerator(cpu=True)
-    monkeypatch.setattr(Accelerator, name, value)
-    with pytest.raises(UserError, match=says):
-        ExpertParallel(accelerator)
-
-
-def test_what_is_no_accelerator_is_refused_with_the_page_for_it() -> None:
-    page = "docs/experts/torch_alone.md"
-    with pytest.raises(
-        UserError, match=f"^accelerator=SimpleNamespace: give an Accelerator; {page} has loops on Light"
-    ):
-        ExpertParallel(SimpleNamespace())
-    assert "Fabric" in (ROOT / page).read_text()
-
-
-def test_prepare_takes_its_objects_in_any_order() -> None:
-    model, loader = Model(), DataLoader(TensorDataset(torch.randn(4, 5)), 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    its_loader, its_optimizer, its_model = ExpertParallel(Accelerator(cpu=True)).prepare(loader, optimizer, model)
-    assert its_model is model
-    assert its_optimizer.optimizer is optimizer
-    assert [batch.shape for (batch,) in its_loader] == [(2, 5)] * 2
-
-
-def test_what_prepare_lacks_is_said_in_one_sentence() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerator = Accelerator(cpu=True)
-    for objects, kinds in (((optimizer,), "SGD"), ((), "nothing")):
-        with pytest.raises(UserError, match=f"prepare got {kinds}: "):
-            ExpertParallel(accelerator).prepare(*objects)
-    evaluated = accelerator.prepare_model(copy.deepcopy(model), evaluation_mode=True)
-    for given in ((evaluated, torch.optim.SGD(evaluated.parameters())), accelerator.prepare(model, optimizer)):
-        with pytest.raises(UserError, match="was called with this model or optimizer before: call ExpertParallel's"):
-            ExpertParallel(accelerator).prepare(*given)
-
-
-def test_a_model_without_values_is_refused() -> None:
-    model = Model().to("meta")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UserError, match=r"parameter 'stem\.weight' is on the meta device, without values: load"):
-        ExpertParallel(Accelerator(cpu=True)).prepare(model, optimizer)
-
-
-def test_what_is_no_json_is_refused_by_name(tmp_path: Path) -> None:
-    model = Model()
-    experts = ExpertParallel(Accelerator(cpu=True))
-    experts.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UserError, match=r"^best=tensor\(1.\) cannot be saved"):
-        experts.save(tmp_path / "saved", epoch=1, best=torch.tensor(1.0))
-    assert not list(tmp_path.iterdir())
-
-
-def expert_ids_refused(kind: str, chosen: int) -> str:
+def ids_raise(kind: str, chosen: int) -> str:
     model = Model()
     experts = ExpertParallel(Accelerator(cpu=True), placement=place(kind))
     experts.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -516,9 +504,7 @@ def expert_ids_refused(kind: str, chosen: int) -> str:
     return str(said.value)
 
 
-@pytest.mark.parametrize(
-    ("world", "kind", "chosen"), [(1, "blocks", -1), (2, "shuffled", -1), (2, "shuffled", EXPERTS)]
-)
-def test_ids_of_no_expert_are_refused_and_not_computed(world: int, kind: str, chosen: int) -> None:
-    for said in run_distributed(expert_ids_refused, world, kind, chosen):
-        assert f"expert id {chosen} in a layer of {EXPERTS} experts" in said
+@pytest.mark.parametrize(("world", "kind", "chosen"), [(1, "blocks", -1), (2, "shuffled", EXPERTS)])
+def test_invalid_expert_ids_raise(world: int, kind: str, chosen: int) -> None:
+    for said in run_distributed(ids_raise, world, kind, chosen):
+        assert said.startswith(f"expert ids: {chosen} in a layer of {EXPERTS} experts")

@@ -1,4 +1,4 @@
-"""What users do in loops of their own: refused in one line where it goes wrong, or made right."""
+"""What users do in loops of their own equals one process, or raises."""
 
 from __future__ import annotations
 
@@ -90,13 +90,12 @@ def clips() -> list[str]:
     return [clipped_with(0.01, by_torch=True), clipped_with(0.01, by_torch=False), clipped_with(1e6, by_torch=True)]
 
 
-def test_clipping_by_torch_is_noticed_where_ranks_scale_unequally():
+def test_clipping_by_torch_raises_if_ranks_scale_differently():
     first, second = run_distributed(clips, 2)
     assert first == second
     noticed, ours, harmless = first
-    assert "step 1: the gradients of" in noticed
-    assert "clip with accelerator.clip_grad_norm_" in noticed
-    assert "\n" not in noticed
+    assert "in step 1," in noticed
+    assert "accelerator.clip_grad_norm_" in noticed
     assert ours == harmless == ""
 
 
@@ -135,24 +134,24 @@ def changes_after_step_9() -> list[str]:
     return [changed_after_step_9(change_on_one_rank, frozen=False), changed_after_step_9(unfreeze, frozen=True)]
 
 
-def test_weights_that_drifted_apart_are_noticed_at_the_next_check():
+def test_weights_that_drifted_apart_raise_at_the_next_check():
     first, second = run_distributed(changes_after_step_9, 2)
     assert first == second
     drifted, unfrozen = first
-    several = "of 1 parameter(s) that several ranks have, first 'head.weight', differ between them"
-    assert drifted.startswith(f"step 12: the weights {several}")
-    assert "call the model that prepare returned" in drifted
-    assert unfrozen.startswith(f"step 10: the gradients {several}")
+    several = "of 1 parameter(s), first 'head.weight', differ between ranks in step"
+    assert f"the weights {several} 12" in drifted
+    assert f"the gradients {several} 10" in unfrozen
 
 
 def expert_changed_after_step_9() -> str:
     return changed_after_step_9(change_an_expert_on_one_rank, frozen=False, ep_size=2)
 
 
-def test_experts_that_drifted_apart_between_ep_groups_are_noticed_at_the_next_check():
+def test_experts_that_drifted_apart_between_ep_groups_raise_at_the_next_check():
     for said in run_distributed(expert_changed_after_step_9, 4):
-        assert said.startswith("step 12: the weights of 1 parameter(s) that several ranks have")
-        assert "first 'blocks.1.experts.down' of the experts of EP rank 1, differ between them" in said
+        assert (
+            "the weights of 1 parameter(s), first 'blocks.1.experts.down' of the experts of EP rank 1, differ" in said
+        )
 
 
 def placed_amid_a_step() -> list[str]:
@@ -160,7 +159,9 @@ def placed_amid_a_step() -> list[str]:
     dropped, and after a step whose gradients are still there; then without the optimizer, which has states by now, and
     with the one of the head."""
     accelerator, model = Accelerator(cpu=True), Model()
-    optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p is not model.head.weight], lr=0.1)
+    optimizer: Any = torch.optim.SGD(
+        [p for p in model.parameters() if p is not model.head.weight], lr=0.1, momentum=0.9
+    )
     other: Any = torch.optim.SGD([model.head.weight], lr=0.1)
     prepared, optimizer, other = ExpertParallel(accelerator).prepare(model, optimizer, other)
     experts = sum(len(row) for row in model.blocks[0].experts.expert_stack.placement.slots)
@@ -181,14 +182,14 @@ def placed_amid_a_step() -> list[str]:
     return said
 
 
-def test_experts_are_not_placed_between_a_backward_and_its_step():
+def test_place_experts_between_a_backward_and_its_step_raises():
     first, second = run_distributed(placed_amid_a_step, 2)
     assert first == second
     amid, dropped, after, alone, with_another = first
-    assert amid.startswith("experts cannot be placed between a backward and optimizer.step(), which would lose their")
+    assert amid.startswith("placement: experts have gradients that would be lost.")
     assert dropped == after == ""
-    assert alone == "optimizer=None: pass the optimizer, whose moments move with the experts."
-    assert with_another.startswith("optimizer=SGD: the experts were prepared with another optimizer: pass that one")
+    assert alone.startswith("optimizer=None: the experts were prepared with another optimizer.")
+    assert with_another.startswith("optimizer=SGD: the experts were prepared with another optimizer.")
 
 
 def steps_with_an_unused_parameter() -> list[str]:
@@ -209,11 +210,10 @@ def steps_with_an_unused_parameter() -> list[str]:
     return said
 
 
-def test_a_parameter_without_a_gradient_is_named_with_the_setting_that_it_needs():
+def test_parameter_without_a_gradient_raises_with_the_setting():
     first, second = run_distributed(steps_with_an_unused_parameter, 2)
     assert first == second
     assert "2 parameter(s), first 'unused.weight', got no gradient" in first[0]
-    assert "find_unused_parameters=True" in first[0]
     assert first[1] == ""
 
 
@@ -249,7 +249,7 @@ def trained_with_and_without_clipping(options: dict[str, Any]) -> list[dict[str,
 
 
 @pytest.mark.parametrize(("world", "options"), [(2, {"placement": "copies"}), (4, {"ep_size": 2})])
-def test_a_layer_that_the_last_micro_batch_skips_learns_the_same(world: int, options: dict[str, Any]):
+def test_layer_skipped_by_the_last_micro_batch_equals_one_process(world: int, options: dict[str, Any]):
     (expected,) = run_distributed(trained_with_and_without_clipping, 1, {})
     found = zip(*run_distributed(trained_with_and_without_clipping, world, options), strict=True)
     for ranks, alone in zip(found, expected, strict=True):
@@ -271,7 +271,7 @@ def loads_when_checkpointed() -> list[list[list[int]]]:
     return found
 
 
-def test_loads_are_counted_once_however_activations_are_checkpointed():
+def test_loads_with_activation_checkpointing_are_counted_once():
     for plain, not_reentrant, reentrant in run_distributed(loads_when_checkpointed, 2):
         assert sum(plain[0]) == 12
         assert plain == not_reentrant == reentrant
@@ -317,16 +317,14 @@ def copies_evaluated(forwards: list[int]) -> tuple[bool, str]:
     return same, str(said.value)
 
 
-def test_a_join_serves_the_copies_that_it_is_told_of_and_refuses_others():
+def test_join_serves_named_copies_and_raises_for_others():
     for same, said in run_distributed(copies_evaluated, 2, [3, 1], timeout_s=60):
         assert same
         assert "experts.join(model, copy)" in said
 
 
-@pytest.mark.parametrize(
-    ("forwards", "exchange"), [([3, 1], "flat"), ([0, 2], "flat"), ([0, 2], "hierarchical"), ([0, 0], "flat")]
-)
-def test_ranks_that_are_done_serve_their_experts_to_the_others(forwards: list[int], exchange: str):
+@pytest.mark.parametrize(("forwards", "exchange"), [([3, 1], "flat"), ([0, 2], "hierarchical"), ([0, 0], "flat")])
+def test_join_with_unequal_batches_equals_one_process(forwards: list[int], exchange: str):
     ranks = run_distributed(evaluated, 2, forwards, exchange, timeout_s=60)
     assert [len(differences) for differences in ranks] == forwards
     assert all(difference < 1e-5 for differences in ranks for difference in differences)

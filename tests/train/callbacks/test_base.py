@@ -12,7 +12,7 @@ from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.train.callbacks import base
-from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks, load_states
+from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.preemption import Preemption
@@ -161,15 +161,3 @@ def resumed_counts() -> list[int]:
 
 def test_two_callbacks_of_one_class_resume_with_their_own_state():
     assert run_distributed(resumed_counts, 1) == [[2, 12, 22]]
-
-
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ({"EarlyStopping": {"best": 0.5, "waited": "3"}}, "EarlyStopping.waited='3', which is a int"),
-        ({"Throughput": {"samples": [1], "seconds": 1}}, r"Throughput.samples=\[1\], which is a float"),
-    ],
-)
-def test_a_state_of_another_type_is_refused_before_any_is_loaded(state: dict[str, Any], said: str):
-    with pytest.raises(UserError, match=said):
-        load_states([Throughput(), EarlyStopping(EarlyStoppingOptions(patience=1))], state)

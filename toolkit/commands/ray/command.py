@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -21,19 +20,17 @@ EXAMPLE = """
 def main(argv: Sequence[str]) -> int:
     """0 where the run is finished, 1 where it failed too often, 2 for bad input, 130 after Ctrl-C."""
     parser = Parser("toolkit ray", __doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", default="1", metavar="N or MIN:MAX", help="processes, one per CPU or GPU (1)")
     parser.add_argument(
-        "--gpus-per-worker", type=int, choices=(0, 1), metavar="N", help="0 or 1 (1 where the cluster has GPUs)"
+        "--workers", type=parse_workers, default="1", metavar="N or MIN:MAX", help="processes, one per CPU or GPU (1)"
     )
     parser.add_argument("--max-restarts", type=int, default=10, metavar="N", help="after lost or failed processes (10)")
     parser.add_argument(
-        "--resize-every", type=positive, default=60.0, metavar="S", help="seconds between looks at the cluster (60)"
+        "--resize-every", type=positive, default=60.0, metavar="S", help="seconds between checks of the cluster (60)"
     )
     parser.add_argument("recipe", type=Path, help="a script with presets, such as recipes/mnist_moe.py")
     parser.add_argument("arguments", nargs="*", metavar="...", help="a preset, and flags of the recipe")
     args, flags = parser.parse_known_args(argv)
     words = [*args.arguments, *flags]
-    workers = parse_workers(args.workers)
 
     from toolkit.commands.ray.ray_train import RayJob, check_installed, run_on_ray
     from toolkit.run.folder import RUNS
@@ -46,13 +43,11 @@ def main(argv: Sequence[str]) -> int:
     config = recipe.config(())
     if config.num_processes is not None:
         raise UserError(f"--num-processes {config.num_processes}: use --workers here.")
-    if config.cpu and args.gpus_per_worker:
-        raise UserError(f"--gpus-per-worker {args.gpus_per_worker}: leave --cpu out.")
     folder = (config.run_dir or RUNS / args.recipe.stem / time.strftime("%Y%m%d-%H%M%S")).absolute()
     storage = str(folder) if config.storage is None else absolute(config.storage)
     job = RayJob(
-        workers=workers,
-        gpus_per_worker=0 if config.cpu else args.gpus_per_worker,
+        workers=args.workers,
+        cpu=config.cpu,
         storage_path=storage.rpartition("/")[0],
         name=storage.rpartition("/")[2],
         max_restarts=args.max_restarts,
@@ -64,16 +59,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_workers(text: str) -> tuple[int, int]:
-    """`2:8` as (2, 8), and `4` as (4, 4). Raises UserError for anything else."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= fewest <= most:
-        raise UserError(f"--workers {text}: take a number, or the fewest and the most, such as 2:8.")
-    return fewest, most
+    """Return `2:8` as (2, 8), and `4` as (4, 4), as the `type` of an argument."""
+    fewest, _, most = text.partition(":")
+    workers = int(fewest), int(most or fewest)
+    if not 1 <= workers[0] <= workers[1]:
+        raise argparse.ArgumentTypeError(f"{text}: take a number, or the fewest and the most, such as 2:8")
+    return workers
 
 
 def absolute(storage: str) -> str:
-    """A URI, or a path as an absolute one, without a slash at its end."""
+    """Return a URI as it is, and a path as an absolute one, without a slash at its end."""
     return (storage if "://" in storage else str(Path(storage).absolute())).rstrip("/")
 
 

@@ -31,8 +31,8 @@ class RayJob:
 
     workers: tuple[int, int]
     """Fewest and most; a world of fewer waits for machines."""
-    gpus_per_worker: int | None = None
-    """0 or 1; None: 1 where the cluster has GPUs."""
+    cpu: bool = False
+    """Train on CPUs even if the cluster has GPUs."""
     storage_path: str
     """A folder that all machines share, or a URI: Ray writes to `storage_path/name`."""
     name: str
@@ -101,12 +101,10 @@ def run_on_ray(train: Train, arguments: Mapping[str, Any], job: RayJob) -> int:
 
     fewest, most = job.workers
     _connect(most)
-    gpus = job.gpus_per_worker
-    if gpus is None:
-        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    use_gpu = not job.cpu and bool(ray.cluster_resources().get("GPU"))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     journal = ray.remote(num_cpus=0, scheduling_strategy=here)(Journal).remote()  # where it outlives other machines
-    about = {"train": train, "arguments": arguments, "cpu": gpus == 0, "journal": journal, "folder": os.getcwd()}
+    about = {"train": train, "arguments": arguments, "cpu": not use_gpu, "journal": journal, "folder": os.getcwd()}
     try:
         trainer = TorchTrainer(
             _work,
@@ -114,7 +112,7 @@ def run_on_ray(train: Train, arguments: Mapping[str, Any], job: RayJob) -> int:
             torch_config=TorchConfig(timeout_s=int(job.process_timeout.total_seconds())),
             scaling_config=ScalingConfig(
                 num_workers=most if fewest == most else (fewest, most),
-                use_gpu=gpus > 0,
+                use_gpu=use_gpu,
                 elastic_resize_monitor_interval_s=job.resize_every_s,
             ),
             run_config=RunConfig(
@@ -151,9 +149,7 @@ def _connect(most: int) -> None:
         ray.init(address="auto", **settings)
     except ConnectionError:
         if "RAY_ADDRESS" in os.environ:
-            raise UserError(
-                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no cluster answers there: unset it to use this machine."
-            ) from None
+            raise
         ray.init(num_cpus=max(most, os.cpu_count() or 1), include_dashboard=False, **settings)
 
 
@@ -188,7 +184,7 @@ def cause_of(failures: Mapping[int, Exception]) -> str:
 
 
 def _work(about: Mapping[str, Any]) -> None:
-    """Returns what Ray calls in a thread of each worker."""
+    """Train as one worker, in the thread in which Ray calls this."""
     import ray
     import torch.distributed as dist
 

@@ -18,9 +18,11 @@ from toolkit.commands.sweep.grid import Cell
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.run.config.settings import decides_what_is_learned
 from toolkit.run.folder import read_json, results_of
-from toolkit.run.launch.children import POLL_S, Children
+from toolkit.run.launch.signals import handle_signals
 from toolkit.run.recipe_script import Recipe
 from toolkit.run.summary import duration
+
+POLL_S = 0.05
 
 
 @dataclass
@@ -42,6 +44,8 @@ class _Job:
     log: IO[bytes]
     lock: FileLock
     began: float
+    signals: int = 0
+    """How many were passed on to it."""
 
 
 class CellRunner:
@@ -65,17 +69,22 @@ class CellRunner:
             self.log(f"{len(outcome.done)} of {len(cells)} runs are done already")
         running: list[_Job] = []
         seconds: list[float] = []
-        # Ctrl-C asks the runs to save and leave, as SIGTERM does.
-        with Children(interrupt=signal.SIGTERM) as children:
-            while running or (waiting and not children.received):
-                while waiting and len(running) < self.jobs and not children.received:
+        received: list[int] = []
+        handlers = handle_signals(lambda number, _: received.append(number))
+        try:
+            while running or (waiting and not received):
+                while waiting and len(running) < self.jobs and not received:
                     cell = waiting.pop(0)
-                    job = self._start(cell, children)
+                    job = self._start(cell)
                     if job is None:
                         outcome.elsewhere.append(cell)
                     else:
                         running.append(job)
                 time.sleep(POLL_S)
+                for job in running:  # Ctrl-C asks them to save and exit, as SIGTERM does; a second one kills them
+                    for _ in received[job.signals :]:
+                        job.process.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else signal.SIGTERM)
+                    job.signals = len(received)
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     self._end(job, outcome)
@@ -84,7 +93,12 @@ class CellRunner:
                         left = len(waiting) + len(running)
                         self.log(self._progress(job.cell, len(outcome.done), len(cells), left, seconds))
                         finished(job.cell)
-            outcome.stopped = bool(children.received)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for job in running:
+                job.process.kill()
+        outcome.stopped = bool(received)
         return outcome
 
     def _check_defaults(self, cell: Cell) -> None:
@@ -99,7 +113,7 @@ class CellRunner:
                     f"choose another folder, or delete {path.parent}."
                 )
 
-    def _start(self, cell: Cell, children: Children) -> _Job | None:
+    def _start(self, cell: Cell) -> _Job | None:
         lock = FileLock(self.folder / f"{cell.digest}.lock")
         try:
             lock.acquire(timeout=0)
@@ -110,8 +124,13 @@ class CellRunner:
         sweep = self.folder.parent.name
         tags = ",".join(filter(None, [os.environ.get("WANDB_TAGS"), f"sweep {sweep}"]))
         labels = {"WANDB_RUN_GROUP": sweep, "WANDB_NAME": str(cell)} | os.environ | {"WANDB_TAGS": tags}
-        process = children.start(
-            [sys.executable, str(self.recipe.script), *words], stdout=log, stderr=subprocess.STDOUT, env=labels
+        process = subprocess.Popen(
+            [sys.executable, str(self.recipe.script), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=labels,
+            start_new_session=True,  # Ctrl-C in a terminal reaches this process alone
         )
         return _Job(cell, process, log, lock, time.monotonic())
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.order import place_within_slot
+from toolkit.experts.layer.rows import place_within_slot
 
 DropPolicy = Literal["probs", "position"]
 

@@ -63,8 +63,10 @@ class GroupedExperts(nn.Module):
                 self.down.data[slot].zero_()
                 continue
             draws = generator(seed, "expert", expert_id)
-            nn.init.normal_(self.up.data[slot], std=(2 / dim) ** 0.5, generator=draws)
-            nn.init.normal_(self.down.data[slot], std=(2 * hidden_dim) ** -0.5, generator=draws)
+            for weight, std in ((self.up, (2 / dim) ** 0.5), (self.down, (2 * hidden_dim) ** -0.5)):
+                # Drawn on the CPU, whatever the default device is: the same weights everywhere.
+                row = torch.empty(weight.shape[1:], dtype=weight.dtype, device="cpu")
+                weight.data[slot].copy_(row.normal_(std=std, generator=draws))
 
     def weights(self) -> Weights:
         """Returns weights for `forward` whose gradients are computed late: autograd runs the backward of everything

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from toolkit.errors import require_choice, require_count
 from toolkit.experts.layer.capacity import Capacity, DropPolicy
-from toolkit.experts.layer.dispatch.dispatch import ComputeRows, DispatchPlan
-from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
+from toolkit.experts.layer.dispatcher import Plan
+from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts, Weights
+from toolkit.experts.layer.model_inputs import counted_tokens
 from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, replaying
 from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
+from toolkit.experts.layer.routing_log import Choices
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.routing.model_inputs import counted_tokens
-from toolkit.experts.routing.routing_log import Choices
 
 
 class MoE(nn.Module):
@@ -94,32 +94,33 @@ class MoE(nn.Module):
             capacity, router = self.capacity, self.router
             kept_TK = decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, router.num_experts))
         shared_TD: Tensor | None = None
-        travels = self.expert_stack.groups.ep_size > 1
-        # So that the gradients of weights are computed while those of rows travel back. Only `GroupedExperts` can.
-        later = travels and torch.is_grad_enabled() and type(self.experts) is GroupedExperts
-
-        def experts() -> ComputeRows:
-            return partial(self.experts, weights=self.experts.weights()) if later else self.experts
+        weights: tuple[Weights, ...] = ()
+        # So that weight gradients are computed while the gradients of rows are in flight.
+        later = torch.is_grad_enabled() and type(self.experts) is GroupedExperts and self.placement.ranks > 1
 
         def meanwhile() -> None:
-            nonlocal shared_TD
+            nonlocal shared_TD, weights
             if self.shared_expert is not None:
                 shared_TD = self.shared_expert(x_TD)
+            if later:
+                weights = (self.experts.weights(),)
 
-        y_TD, plan = self.expert_stack.dispatcher.mix(
-            x_TD, routing.expert_ids_TK, routing.weights_TK, experts, kept_TK=kept_TK, meanwhile=meanwhile
+        dispatcher = self.expert_stack.dispatcher
+        rows_ND, dispatched = dispatcher.dispatch(
+            x_TD, routing.expert_ids_TK, routing.weights_TK, kept_TK=kept_TK, meanwhile=meanwhile
         )
+        y_TD = dispatcher.combine(self.experts(rows_ND, dispatched.rows_per_slot, *weights), dispatched)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if not replaying():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
-            self.record(routing, plan, kept_TK, x_TD, y_TD)
+            self.record(routing, dispatched.plan, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
 
     def record(
         self,
         routing: Routing,
-        plan: DispatchPlan,
+        plan: Plan,
         kept_TK: Bool[Tensor, "T K"] | None,
         x_TD: Float[Tensor, "T D"],
         y_TD: Float[Tensor, "T D"],

@@ -6,39 +6,29 @@ A module with such a stack gives no part of its state dict for the whole, and ta
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakSet, ref
+from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import (
-    SLOT_TYPE,
-    AllToAllDispatcher,
-    DispatchPlan,
-    LocalDispatcher,
-    TokenDispatcher,
-)
+from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
+from toolkit.experts.layer.model_inputs import counted_tokens
+from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import unwrapped
-from toolkit.experts.parallel.ownership import RowsInFiles, device_of, mark_owned
-from toolkit.experts.parallel.sync import divide_in_backward, stop_dividing
+from toolkit.experts.parallel.ownership import mark_owned
+from toolkit.experts.parallel.sync import ExpertSync, divide_in_backward, stop_dividing
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
-from toolkit.experts.routing.model_inputs import counted_tokens
-from toolkit.experts.routing.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 
-
-def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
-    """The dispatcher for experts on the EP group of `groups`."""
-    if groups.ep_size == 1:
-        return LocalDispatcher(placement)
-    return AllToAllDispatcher(placement, groups)
+RowsInFiles = Literal["stacked", "joined", "columns"]
+"""E experts with A x B numbers each: (E, A, B); (E * A, B), one after another; or (A, B * E), the columns of experts
+within those of B."""
 
 
 class ExpertStack:
@@ -59,8 +49,8 @@ class ExpertStack:
         self._parameters = dict(parameters)
         self._in_files = dict(in_files or {})
         """Of parameters that are not stacked in files."""
-        self._computed_on: dict[str, torch.device] = {}
-        """Of parameters that stay in the host's memory."""
+        self.computed_on: dict[str, torch.device] = {}
+        """Name -> device of the computation, of parameters that stay in the host's memory."""
         self.only_names_are_read = False
         """Whether the module's state dict is read for its names alone, so that rows of one rank may be in it."""
         self.groups = groups
@@ -72,10 +62,8 @@ class ExpertStack:
         """Those of copied models, whose experts stay when these move."""
         self.is_known_to_stay = False
         """Of a copy: whether a warning said so."""
-        self.awaits_step = False
-        """Whether gradients came since the optimizer's last step, after `note_gradients`."""
-        self.has_stepped = False
-        """Whether the optimizer of `note_gradients` has made a step since then, so that it has states."""
+        self.sync: ExpertSync | None = None
+        """What follows the optimizer under `ExpertParallel`."""
         self._divides = False
         self.mark()
 
@@ -83,7 +71,7 @@ class ExpertStack:
         """The experts of a copied model, on the same ranks, with an empty log."""
         other = memo[id(self)] = object.__new__(type(self))
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        other.is_known_to_stay = other.has_stepped = False
+        other.is_known_to_stay = False
         self.copies.add(other)
         return other
 
@@ -94,7 +82,7 @@ class ExpertStack:
             yield from each.all_copies()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "copies"}
+        return {**self.__dict__, "copies": None, "sync": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -115,23 +103,6 @@ class ExpertStack:
         for parameter in self.parameters.values():
             stop_dividing(parameter)
 
-    def note_gradients(self, optimizer: Optimizer) -> list[RemovableHandle]:
-        """Have `awaits_step` say whether gradients came since the last step of `optimizer`; returns the hooks."""
-
-        stack = ref(self)  # a hook of a parameter that held `self` would keep the parameter for ever
-
-        def note(awaits_step: bool) -> Callable[..., None]:
-            def call(*_: Any) -> None:
-                if (found := stack()) is not None:
-                    found.awaits_step = awaits_step
-                    found.has_stepped = found.has_stepped or not awaits_step
-
-            return call
-
-        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(note(True)) for parameter in trained]
-        return [*hooks, optimizer.register_step_post_hook(note(False))]
-
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Returns them by name; dimension 0 counts this rank's slots."""
@@ -140,7 +111,7 @@ class ExpertStack:
     @property
     def device(self) -> torch.device:
         """Returns where the experts are computed, and their rows exchanged."""
-        return device_of(next(iter(self.parameters.values())))
+        return next(iter(self.computed_on.values()), next(iter(self.parameters.values())).device)
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -149,11 +120,6 @@ class ExpertStack:
     def in_files(self, name: str) -> RowsInFiles:
         """Returns how files have the rows of the parameter `name`."""
         return self._in_files.get(name, "stacked")
-
-    def compute_on(self, name: str, device: torch.device) -> None:
-        """Note that the parameter `name` stays in the host's memory, and is computed with on `device`."""
-        self._computed_on[name] = device
-        self.mark()
 
     @property
     def is_part(self) -> bool:
@@ -195,7 +161,7 @@ class ExpertStack:
 
     def record(
         self,
-        plan: DispatchPlan,
+        plan: Plan,
         choices: Choices,
         inputs: Float[Tensor, "*batch D"],
         weights_TK: Float[Tensor, "T K"],
@@ -238,15 +204,12 @@ class ExpertStack:
     def mark(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
         groups, placement = self.groups, self.placement
-        for name, parameter in self.parameters.items():
+        for parameter in self.parameters.values():
             mark_owned(
                 parameter,
                 row_ids=placement.slots[groups.ep_rank],
                 groups=groups,
                 rows_of_ranks=placement.slots if placement.has_replicas else None,
-                holder=self,
-                in_files=self.in_files(name),
-                computed_on=self._computed_on.get(name),
             )
 
 
@@ -328,6 +291,20 @@ def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
         whole = state.get(prefix + name)
         if id(parameter) in stacked and whole is not None and len(whole) == stack.num_experts:
             state[prefix + name] = rows_of(whole, stack.placement.slots[stack.groups.ep_rank])
+
+
+def as_in_files(rows: Tensor, form: RowsInFiles) -> Tensor:
+    """Return the rows (E, A, B) of all experts as files of this form have them."""
+    if form == "joined":
+        return rows.flatten(0, 1)
+    return rows.permute(1, 2, 0).flatten(1) if form == "columns" else rows
+
+
+def stacked(saved: Tensor, form: RowsInFiles, experts: int) -> Tensor:
+    """Return the rows (E, A, B) of a tensor in files of this form."""
+    if form == "joined":
+        return saved.view(experts, -1, saved.shape[1])
+    return saved.view(len(saved), -1, experts).permute(2, 0, 1).contiguous() if form == "columns" else saved
 
 
 def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:

@@ -21,7 +21,7 @@ from toolkit.errors import UserError
 from toolkit.experts.compat import awaits_all_reduce
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import new_group_of_each
-from toolkit.experts.parallel.ownership import local_rows, stays_on_host
+from toolkit.experts.parallel.ownership import local_rows
 from toolkit.experts.parallel.parallel_options import divisors_text
 
 
@@ -58,10 +58,6 @@ def fully_shard_dense(
     before = {name: parameter for name, parameter in model.named_parameters() if parameter not in ignored}
     _refuse_unfit(optimizers, before)
     mesh = _make_mesh(device.type, fsdp_size)
-    # FSDP2 moves what it shards.
-    for parameter in ignored:
-        if device.type != "cpu" and not stays_on_host(parameter):
-            parameter.data = parameter.data.to(device)
     # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
     # resharded, too, so that between two steps the model has the parameters that the optimizer has.
     options: dict[str, Any] = {

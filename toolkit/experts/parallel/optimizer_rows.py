@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import set_data_of_other_shape
-from toolkit.experts.parallel.ownership import as_in_files, in_use, is_owned, mark_rows_in_use, ownership_of
+from toolkit.experts.parallel.ownership import is_owned, ownership_of
 
 ROWS, LARGEST, STEPS, LR, GROWTH = 5, 4, 3, 0.1, 100.0
 """Of a trial: rows of each owned parameter, its other dimensions at most, steps, the learning rate, and how many times
@@ -77,6 +78,29 @@ def refuse_strangers(model: nn.Module, optimizer: Optimizer) -> None:
                     f"{tuple(parameter.shape)} in group {number} that is none of the model's, so checkpoints would "
                     "lack its state: make it from model.parameters(), and give others an optimizer of their own."
                 )
+
+
+_ROWS_IN_USE = WeakTensorKeyDictionary()
+"""Parameter -> number of rows in use, if not all are."""
+
+
+def mark_rows_in_use(parameter: Tensor, rows: int | None) -> None:
+    """Declare that rows of `parameter` after the first `rows` are zero and get no gradient. None: all are in use.
+
+    Norms, clipping and averages of gradients read the rows in use only, and so do steps under `RowsInUse`. Whoever
+    fills another row calls this before the next step.
+    """
+    if rows is None:
+        _ROWS_IN_USE.pop(parameter, None)
+    else:
+        _ROWS_IN_USE[parameter] = rows
+
+
+def in_use(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return the rows in use of `tensor`, which is `parameter`, its gradient or its optimizer state."""
+    if not _ROWS_IN_USE:  # a look-up takes a microsecond per parameter
+        return tensor
+    return tensor[: _ROWS_IN_USE.get(parameter)]
 
 
 SetData = Callable[[Tensor, Tensor], None]
@@ -142,29 +166,6 @@ class RowsInUse:
         for state, key, value in self._states:
             state[key] = value
         self._weights, self._states = [], []
-
-
-def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether there is more state than an optimizer may have when it is made: tensors of one number, as Adagrad's."""
-    values = (value for state in unwrapped(optimizer).state.values() for value in state.values())
-    return any(isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any()) for v in values)
-
-
-def fit_states(optimizer: Optimizer, parameter: nn.Parameter, experts: int) -> None:
-    """Gives states that `optimizer` was made with the rows that `parameter`, of so many `experts`, has since. It must
-    not have stepped."""
-    state = unwrapped(optimizer).state.get(parameter, {})
-    ownership = ownership_of(parameter)
-    assert ownership is not None
-    rows = torch.empty(experts, *parameter.shape[1:], device="meta")
-    shape = as_in_files(rows, ownership.in_files).shape
-    for key, value in state.items():
-        if (
-            isinstance(value, Tensor)
-            and value.ndim
-            and (value.shape[1:] == parameter.shape[1:] or value.shape == shape)
-        ):
-            state[key] = value.flatten()[:1].expand(parameter.shape).clone()
 
 
 def rows_of_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tensor:

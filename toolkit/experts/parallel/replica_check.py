@@ -1,4 +1,4 @@
-"""Whether parameters and their gradients are the same on all ranks that have them when an optimizer steps."""
+"""Check that parameters and their gradients are equal on all ranks that have them when an optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from toolkit.experts.compat import norm_of_each
 from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
 
 FIRST_STEPS, EVERY = 8, 64
-"""Checked are the first steps, the first after more or fewer parameters are trained, and every so many: it costs a pass
-over weights and gradients, and a host sync."""
+"""The first steps, also after parameters were frozen or unfrozen, and every so many steps are checked: a check takes a
+pass over weights and gradients, and a host sync."""
 
 
 class ReplicaCheck:
-    """An optimizer's step hook, which compares the norms of weights and gradients over all ranks that have them. A
-    collective. Of experts, these are the expert data-parallel group, and of parameters that FSDP2 shards the ranks with
-    the same shard, if there are several. An expert's replicas within an EP group get its weights after each step.
+    """An optimizer step hook that compares the norms of weights and gradients over all ranks that have them.
 
-    Where gradients differ, weights would drift apart without an error, and where weights differ they have, between two
-    checks. One reason is `torch.nn.utils.clip_grad_norm_`, whose norm has the experts of one rank. Raises UserError,
-    the same on every rank.
+    A collective. Experts are compared over the expert data-parallel group, FSDP2 shards over the ranks with the same
+    shard. Different gradients would let weights drift apart without an error: `torch.nn.utils.clip_grad_norm_` causes
+    them, because its norm has the experts of one rank. Raises UserError, the same on every rank.
     """
 
     def __init__(self, model: nn.Module):
@@ -38,8 +36,8 @@ class ReplicaCheck:
         self.steps += 1
         if isinstance(self.model, DistributedDataParallel) and not self.model.require_backward_grad_sync:
             raise UserError(
-                f"step {self.steps:,} is made within model.no_sync(), as by LocalSGD, so replicated parameters would "
-                "drift apart and experts be averaged with others: step outside of it, without LocalSGD."
+                f"model: step {self.steps:,} is made within no_sync(), as by LocalSGD, so that replicas would drift "
+                "apart. Step outside of it, without LocalSGD."
             )
         trained = sum(parameter.requires_grad for parameter in self._parameters)
         if trained != self._trained:
@@ -76,9 +74,9 @@ class ReplicaCheck:
         unused = [name.removeprefix("module.") for name in of_all if not is_owned(compared[name])]
         if grads and unused and step == 1 and _waits_for_all(self.model):
             raise UserError(
-                f"{len(unused)} parameter(s), first {unused[0]!r}, got no gradient in the first step, and DDP waits "
-                "for all: make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
-                "find_unused_parameters=True)] of accelerate, or freeze them."
+                f"model: {len(unused)} parameter(s), first {unused[0]!r}, got no gradient in the first step, and DDP "
+                "waits for all. Make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
+                "find_unused_parameters=True)], or freeze them."
             )
         for values, happens, apart in (
             ("gradients", "their weights would drift apart", most[0] != least[0]),
@@ -87,24 +85,24 @@ class ReplicaCheck:
             different = [label for label, differ in zip(labels, apart.tolist(), strict=True) if differ]
             if different:
                 raise UserError(
-                    f"step {step:,}: the {values} of {len(different)} parameter(s) that several ranks have, first "
-                    f"{different[0]}, differ between them, so {happens}: call the model that prepare returned, clip "
-                    "with accelerator.clip_grad_norm_, because torch.nn.utils.clip_grad_norm_ knows the experts of one "
-                    "rank only, and change weights and gradients alike on all ranks."
+                    f"model: the {values} of {len(different)} parameter(s), first {different[0]}, differ between ranks "
+                    f"in step {step:,}, so {happens}. Call the model that prepare returned, clip with "
+                    "accelerator.clip_grad_norm_ instead of torch.nn.utils, and change weights and gradients alike on "
+                    "all ranks."
                 )
 
 
 class _Variants(NamedTuple):
-    """The different values that ranks have of one parameter."""
+    """The parts of one parameter that ranks have."""
 
     here: int
-    """Which of them this rank has."""
+    """Index of this rank's part."""
     labels: list[str]
-    """What each is of, after the parameter's name."""
+    """The name of each part, after the parameter's name."""
 
 
 def _variants(parameter: nn.Parameter) -> _Variants | None:
-    """Return those of `parameter`; None where no two ranks have the same."""
+    """Return the parts of `parameter`; None if no two ranks have the same."""
     ownership = ownership_of(parameter)
     if ownership is not None and is_owned(parameter):
         groups = ownership.groups

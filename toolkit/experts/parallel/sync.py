@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -15,18 +16,19 @@ from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.compat import divide_each_, multiply_each_, norm_of_each
 from toolkit.experts.parallel.collectives import world_size
-from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, in_use, is_owned, owned, ownership_of
+from toolkit.experts.parallel.optimizer_rows import in_use
+from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
 
 
 @dataclass
 class _Arrivals:
     """What hooks of parameters hold instead of the `ExpertSync`, whose parameters would never be freed."""
 
-    are_new: bool = True
-    """Whether gradients arrived since the last average."""
+    await_average: bool = True
+    await_step: bool = False
 
     def note(self, _: Tensor) -> None:
-        self.are_new = True
+        self.await_average = self.await_step = True
 
 
 class ExpertSync:
@@ -61,15 +63,21 @@ class ExpertSync:
         self.rebalance = rebalance
         self._batches = world_size() if batches is None else batches
         self._arrivals = _Arrivals()
-        self._follows = False
+        self.optimizer: Callable[[], Optimizer | None] | None = None
+        """Gives the optimizer of `follow`."""
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether gradients arrived since the last step of the optimizer of `follow`."""
+        return self._arrivals.await_step
 
     def follow(self, optimizer: Optimizer) -> list[RemovableHandle]:
-        """Have each step of `optimizer` call `before_clip`, which from now on does nothing unless gradients are new.
+        """Have each step of `optimizer` call `before_clip`, which from now on does nothing without new gradients.
 
         Returns:
             The hooks.
         """
-        self._follows = True
+        self.optimizer = ref(optimizer)
         hooks = [optimizer.register_step_pre_hook(lambda *_: self.before_clip())]
         for parameter in self.parameters:
             if parameter.is_floating_point():
@@ -86,9 +94,9 @@ class ExpertSync:
         The backward pass of the all-to-all has summed the contributions of the EP group's batches, where DDP takes the
         mean over the world. The owner of a row with replicas gets the gradients of all, the others get zero.
         """
-        if not self._arrivals.are_new:
+        if not self._arrivals.await_average:
             return
-        self._arrivals.are_new = not self._follows
+        self._arrivals.await_average = self.optimizer is None
         _sum_replica_gradients(self.parameters)
         averaged = [p for p in self.parameters if p.grad is not None]
         grads = [in_use(p, p.grad) for p in averaged if p.grad is not None]
@@ -171,11 +179,12 @@ class ExpertSync:
             step: Optimizer steps so far.
             optimizer: The optimizer that made the step.
         """
+        self._arrivals.await_step = False
         # The optimizer also steps a parameter that was frozen after its gradient arrived.
         for parameter, ownership in _with_replicas(p for p in self.parameters if p.requires_grad or p.grad is not None):
-            borrowed, lent = ownership.replicated_on(parameter.device)
+            borrowed, lent = ownership.replicas_on(parameter.device)
             received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
-            parameter.index_copy_(0, borrowed.index_N, received)
+            parameter.index_copy_(0, borrowed.rows, received)
         if self.rebalance is not None:
             self.rebalance(step, optimizer)
 
@@ -209,10 +218,10 @@ def _sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
     """
     for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        borrowed, lent = ownership.replicated_on(grad.device)
+        borrowed, lent = ownership.replicas_on(grad.device)
         received = _exchange_rows(grad, borrowed, lent, ownership)
-        grad.index_fill_(0, borrowed.index_N, 0)
-        parameter.grad = grad.index_add_(0, lent.index_N, received)
+        grad.index_fill_(0, borrowed.rows, 0)
+        parameter.grad = grad.index_add_(0, lent.rows, received)
 
 
 def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ownership]]:
@@ -230,8 +239,8 @@ def _ownership(parameter: Tensor) -> Ownership:
 
 def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, ownership: Ownership) -> Tensor:
     """Send rows to each rank of the EP group; returns what was received, in order of rank."""
-    result = rows.new_empty(len(received.index_N), *rows.shape[1:])
-    out = rows.index_select(0, sent.index_N)
+    result = rows.new_empty(len(received.rows), *rows.shape[1:])
+    out = rows.index_select(0, sent.rows)
     dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)
     return result
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.routing_log import RoutedForward, RowBytes
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.routing.routing_log import RoutedForward, RowBytes
 
 
 class Forwards(NamedTuple):

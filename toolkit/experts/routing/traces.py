@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.routing_log import RowBytes
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.routing.routing_log import RowBytes
 
 FORMAT = 1
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError, one_line
-from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
+from toolkit.experts.layer.dispatcher import LocalDispatcher
 from toolkit.experts.placement.placement import contiguous
 from toolkit.experts.sharding.experts_modules import compute_rows
 
@@ -131,9 +131,9 @@ class _Check:
             whole_TD = self.forward(x_TD, chosen_S[slots_TK], weights)
             dispatcher = LocalDispatcher(contiguous(slots, 1))
             with self._having(slots, lambda data: data[chosen_S]):
-                rows_ND, arrived = dispatcher.dispatch(x_TD, slots_TK, weights)
-                y_ND = compute_rows(self.forward, rows_ND, arrived.rows_per_slot)
-            self._require_equal(whole_TD, dispatcher.combine(y_ND, arrived), remedy)
+                rows_ND, dispatched = dispatcher.dispatch(x_TD, slots_TK, weights)
+                y_ND = compute_rows(self.forward, rows_ND, dispatched.rows_per_slot)
+            self._require_equal(whole_TD, dispatcher.combine(y_ND, dispatched), remedy)
 
     def _compare_all(self, width: int) -> None:
         """Compare all experts, which have the same row, with the first one on one token."""

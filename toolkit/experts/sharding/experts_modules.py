@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import LocalDispatcher
+from toolkit.experts.layer.dispatcher import LocalDispatcher
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
+from toolkit.experts.layer.routing_log import Choices
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.routing.routing_log import Choices
 
 
 class LowRank(NamedTuple):
@@ -124,8 +123,8 @@ def in_order_of_slots(
     if rows_per_slot is not None:
         return compute(experts, hidden_TD, rows_per_slot)
     dispatcher = LocalDispatcher(contiguous(experts.num_experts, 1))  # type: ignore[arg-type]
-    rows, arrived = dispatcher.dispatch(hidden_TD, ids_TK, weights_TK)
-    return dispatcher.combine(compute(experts, rows, arrived.rows_per_slot), arrived)
+    rows, dispatched = dispatcher.dispatch(hidden_TD, ids_TK, weights_TK)
+    return dispatcher.combine(compute(experts, rows, dispatched.rows_per_slot), dispatched)
 
 
 def run_experts(
@@ -141,10 +140,11 @@ def run_experts(
     `forward` is that of the experts module `module`, for this rank's slots. Raises UserError for invalid expert ids.
     """
     _require_expert_ids(ids_TK, stack.num_experts)
-    y_TD, plan = stack.dispatcher.mix(x_TD, ids_TK, weights_TK, lambda: partial(compute_rows, forward))
+    rows_ND, dispatched = stack.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    y_TD = stack.dispatcher.combine(compute_rows(forward, rows_ND, dispatched.rows_per_slot), dispatched)
     if not recomputing():
         training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
-        stack.record(plan, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
+        stack.record(dispatched.plan, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
     return y_TD
 
 

@@ -1,4 +1,7 @@
-"""Evaluation with unequal numbers of forwards: ranks that are done serve their experts until all are."""
+"""Evaluation with unequal numbers of forward passes: ranks that are done keep serving their experts until all are.
+
+T tokens, D model width, K experts per token.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.sharding.experts_modules import outside_wrappers
@@ -21,7 +24,7 @@ MOST_LAYERS = 1 << 30
 
 
 class _Meeting:
-    """What ranks of an EP group tell each other before each dispatch: at which layer those are that compute."""
+    """The all-reduce before each dispatch, by which ranks of an EP group learn which layer the others compute."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module, ExpertStack]]):
         self.layers = layers
@@ -31,7 +34,7 @@ class _Meeting:
         self.group = stack.groups.ep_group
 
     def announce(self, number: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
-        """Has to be called by a rank that computes layer `number`."""
+        """Tell the others that this rank computes layer `number`."""
         if not self.serving:
             self.meet([number, -number, x_TD.shape[-1], DTYPES.index(x_TD.dtype), expert_ids_TK.shape[-1]])
 
@@ -42,12 +45,12 @@ class _Meeting:
         if last > 0 and last != -first:
             names = self.layers[-first - 1][0], self.layers[last - 1][0]
             raise UserError(
-                f"ranks are in different layers, {names[0]!r} and {names[1]!r}, in join: call the whole model on all."
+                f"join: ranks are in different layers, {names[0]!r} and {names[1]!r}. Call the whole model on all."
             )
         return [last, *rest]
 
     def serve(self) -> None:
-        """Compute for the others with no rows of one's own, until nobody computes any more."""
+        """Compute the other ranks' tokens with none of this rank, until no rank computes any more."""
         self.serving = True
         while True:
             number, width, dtype, top_k = self.meet([0, -MOST_LAYERS, 0, 0, 0])
@@ -64,16 +67,18 @@ class _Meeting:
 
 def _refuse_copy(*_: Tensor) -> None:
     raise UserError(
-        "a model is called in join that join does not serve, such as a copy (an EMA, a reference model): "
-        "name all that are called, as in experts.join(model, copy)."
+        "join: a copy of the model (an EMA, a reference model) was called that was not named. "
+        "Name all models that are called, as in experts.join(model, copy)."
     )
 
 
 @contextmanager
 def join_forwards(models: Sequence[nn.Module], stacks: Sequence[ExpertStack]) -> Iterator[None]:
-    """Within it, without gradients, each rank may call `models` as often as it likes. Its end waits for all ranks.
+    """Let each rank call `models` any number of times, without gradients. A collective at the end.
 
-    Raises UserError where others are called that have `stacks` or copies of them.
+    Args:
+        models: All models that are called, the same on each rank.
+        stacks: Of the prepared model. Calls of other models with these stacks, or copies of them, raise UserError.
     """
     served: dict[ExpertStack, tuple[str, nn.Module, ExpertStack]] = {}
     for model in models:

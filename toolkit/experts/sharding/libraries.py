@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from toolkit.experts.parallel.ownership import RowsInFiles
+    from toolkit.experts.layer.stack import RowsInFiles
 
 _registered: dict[str, tuple[str, str]] = {}
 

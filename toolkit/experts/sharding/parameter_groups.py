@@ -1,4 +1,4 @@
-"""Parameters of a mixture by what they belong to, router, experts or the rest: for an optimizer, and for freezing."""
+"""Parameters of an MoE model by part: router, experts and the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from toolkit.errors import UserError, require_choice
+from toolkit.errors import require_choice
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.sharding.experts_modules import outside_wrappers, routers
 from toolkit.experts.sharding.shard import require_experts
@@ -24,29 +24,29 @@ def parameter_groups(
     rest: Mapping[str, Any] | None = None,
     freeze: Part | Collection[Part] = (),
 ) -> list[dict[str, Any]]:
-    """Parameter groups for any torch optimizer, each with its own settings and its `name`.
+    """Return parameter groups for any torch optimizer, each with its own settings and its `name`.
 
-        groups = parameter_groups(
-            model, experts={"lr": 1e-4, "weight_decay": 0.0}, rest={"lr": 2e-5}, freeze="router"
-        )
-        optimizer = torch.optim.AdamW(groups)
+    Call it before `prepare`. Adapters belong to the part that they adapt, shared experts to the rest. Parameters that
+    are frozen already are left out.
 
-    `router`, `experts`, `rest`: settings of the optimizer for that part, such as lr and weight_decay; what is left out
-    is the optimizer's own default. Adapters belong to the part that they adapt; shared experts to the rest.
-    `freeze`: parts that are not to learn, by their names: `requires_grad` of their parameters is set to False, and they
-    are in no group. What was frozen before stays so, and is left out as well.
+    Args:
+        model: A model with experts that can be sharded.
+        router: Optimizer settings of the routers, such as `lr` and `weight_decay`. Default: the optimizer's.
+        experts: Optimizer settings of the experts.
+        rest: Optimizer settings of the other parameters.
+        freeze: Parts whose `requires_grad` is set to False, and which are in no group.
 
-    Call it before `prepare`, which follows the experts wherever they go. Raises UserError for a model without experts
-    that can be spread or without a router beside them, for an unknown part, and for settings of a part that is frozen.
+    Raises:
+        UserError: An unknown part, or a model without experts that can be sharded or without their routers.
+
+    Example:
+        >>> groups = parameter_groups(model, experts={"lr": 1e-4}, rest={"lr": 2e-5}, freeze="router")
+        >>> optimizer = torch.optim.AdamW(groups)
     """
     settings = {"router": router, "experts": experts, "rest": rest}
     frozen: set[Part] = {freeze} if isinstance(freeze, str) else set(freeze)
     for part in frozen:
         require_choice("freeze", part, Part)
-        if settings[part]:
-            raise UserError(
-                f"{part}={dict(settings[part] or {})} has no effect, because freeze has {part!r}: drop one."
-            )
     parameters: dict[Part, list[nn.Parameter]] = {part: [] for part in PARTS}
     part_of = _parts(model)
     for name, parameter in model.named_parameters():
@@ -59,14 +59,14 @@ def parameter_groups(
 
 
 def _parts(model: nn.Module) -> dict[str, Part]:
-    """The part of parameters by the beginning of their names, those of wrappers around a module included."""
+    """Return the part of parameters by the prefix of their names, which includes wrappers around a module."""
     layers = require_experts(model)
-    ours = {id(module.router) for module in layers.values() if isinstance(module, MoE)}
-    holders = {id(module.experts if isinstance(module, MoE) else module) for module in layers.values()}
+    router_ids = {id(module.router) for module in layers.values() if isinstance(module, MoE)}
+    expert_ids = {id(module.experts if isinstance(module, MoE) else module) for module in layers.values()}
     if any(not isinstance(module, MoE) for module in layers.values()):
-        ours |= {id(module) for module in routers(model).values()}
+        router_ids |= {id(module) for module in routers(model).values()}
     return {
-        f"{outside_wrappers(name)}.": "router" if id(module) in ours else "experts"
+        f"{outside_wrappers(name)}.": "router" if id(module) in router_ids else "experts"
         for name, module in model.named_modules()
-        if id(module) in ours | holders
+        if id(module) in router_ids | expert_ids
     }

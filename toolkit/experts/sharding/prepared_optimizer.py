@@ -1,7 +1,4 @@
-"""Experts are trained by the optimizer that they were prepared with, with the state of their own rows.
-
-Another optimizer that steps them, and the state of another rank's experts, are refused.
-"""
+"""The optimizer of sharded experts: it has the states of this rank's rows, and no other optimizer may step them."""
 
 from __future__ import annotations
 
@@ -10,61 +7,91 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.parallel.optimizer_rows import fit_states, has_stepped
-from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.layer.stack import ExpertStack, as_in_files
+from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.parallel.ownership import is_owned
 
 
 def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
-    """Cut the states of `optimizer` as the experts of `stacks`. Raises UserError for one that has stepped, and for one
-    of other parameters than the model's, which would train nothing."""
-    if has_stepped(optimizer):
-        raise UserError("optimizer has stepped before prepare: prepare first, so that its rows follow the experts.")
+    """Cut the states that `optimizer` was made with to the rows of `stacks`.
+
+    Raises:
+        UserError: The optimizer lacks a trainable parameter of the experts.
+    """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, stack in stacks.items():
         for key, parameter in stack.parameters.items():
             if parameter.requires_grad and id(parameter) not in trained:
                 raise UserError(
-                    f"optimizer does not hold parameter {key!r} of the experts at {name!r}: "
-                    "make it from model.parameters()."
+                    f"optimizer: parameter {key!r} of the experts at {name!r} is missing. "
+                    "Make the optimizer from model.parameters()."
                 )
-            fit_states(optimizer, parameter, stack.num_experts)
+            whole = torch.empty(stack.num_experts, *parameter.shape[1:], device="meta")
+            fit_states(optimizer, parameter, as_in_files(whole, stack.in_files(key)).shape)
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether there is more state than an optimizer can have when it is made: tensors of one number, as Adagrad's."""
+    values = (value for state in unwrapped(optimizer).state.values() for value in state.values())
+    return any(isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any()) for v in values)
+
+
+def fit_states(optimizer: Optimizer, parameter: nn.Parameter, shape: torch.Size) -> None:
+    """Give the states that an optimizer was made with, when `parameter` had `shape`, the parameter's rows of now."""
+    state = unwrapped(optimizer).state.get(parameter, {})
+    for key, value in state.items():
+        if (
+            isinstance(value, Tensor)
+            and value.ndim
+            and (value.shape[1:] == parameter.shape[1:] or value.shape == shape)
+        ):
+            state[key] = value.flatten()[:1].expand(parameter.shape).clone()
+
+
+_STEPPED_BY = WeakTensorKeyDictionary()
+"""Parameter -> what gives the only optimizer that can step it."""
 
 
 def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> Callable[[], None]:
-    """Have a step of any other optimizer that has one of `parameters` raise UserError; returns what ends that. None:
-    of any optimizer, if ranks have different ones.
+    """Have steps of any other optimizer with one of `parameters` raise UserError.
 
-    Trainers make optimizers of their own. A step of such a one would neither copy weights to replicas nor move
-    experts, and what it steps with was clipped by the norm of one rank's experts. Afterwards a step of any optimizer
-    that has owned ones of them raises UserError: nothing averages their gradients then.
+    Trainers make optimizers of their own. Their steps would not refresh replicas or rebalance, and would follow
+    clipping by the norm of one rank's experts.
+
+    Args:
+        optimizer: None forbids steps of all optimizers with parameters that other ranks do not have.
+        parameters: The experts' parameters.
+
+    Returns:
+        A function that ends it. Steps with expert-parallel parameters raise from then on: nothing averages gradients.
     """
     _watch_steps()
     listed = list(parameters)
 
-    def allow(of_owned: Callable[[], Optimizer | None], of_others: Callable[[], Optimizer | None] | None) -> None:
+    def end() -> None:
         for parameter in listed:
-            ownership = ownership_of(parameter)
-            assert ownership is not None
-            ownership.optimizer = of_owned if is_owned(parameter) else of_others
+            if is_owned(parameter):
+                _STEPPED_BY[parameter] = _no_optimizer
+            else:
+                _STEPPED_BY.pop(parameter, None)
 
-    end = functools.partial(allow, _nobodys, None)
     if optimizer is None:
         end()
     else:
-        prepared = weakref.ref(optimizer)
-        allow(prepared, prepared)
+        _STEPPED_BY.update(dict.fromkeys(listed, weakref.ref(optimizer)))
     return end
 
 
-def _nobodys() -> None:
-    """Stands for an optimizer that is none: of an owned parameter whose gradients nobody averages any more."""
+def _no_optimizer() -> None:
+    """Returned for a parameter that no optimizer may step."""
 
 
 @functools.cache
@@ -75,42 +102,43 @@ def _watch_steps() -> None:
 def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            ownership = ownership_of(parameter)
-            if ownership is not None and ownership.optimizer is not None and ownership.optimizer() is not optimizer:
+            if (prepared := _STEPPED_BY.get(parameter)) is not None and prepared() is not optimizer:
                 raise UserError(
-                    f"optimizer {type(optimizer).__name__} has experts that ExpertParallel prepared with another "
-                    "optimizer, with none, or until it was closed: step that one, before close; for a Trainer, which "
-                    "makes its own, call expert_trainer with a model that was not prepared."
+                    f"optimizer: {type(optimizer).__name__} has experts that were prepared with another optimizer, "
+                    "with none, or are closed. Step the prepared optimizer, before close; for a Trainer, which makes "
+                    "its own, call expert_trainer with a model that was not prepared."
                 )
 
 
 def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> list[RemovableHandle]:
-    """Have `optimizer.load_state_dict` raise UserError for the state of other experts than this rank's.
+    """Have `optimizer.load_state_dict` raise UserError for states of other experts than this rank's.
 
-    A checkpoint of `optimizer.state_dict()` has those of the rank that wrote it, whose shapes are the same. What this
-    rank has kept itself, to undo steps, it may load until experts move. Returns the hooks.
+    A checkpoint of `optimizer.state_dict()` has the states of the rank that wrote it, in the same shapes.
+
+    Returns:
+        The hooks.
     """
 
-    def say_whose(_: Optimizer, state: dict[str, Any]) -> None:
+    def note_rows(_: Optimizer, state: dict[str, Any]) -> None:
         if (places := _places(stacks)) is not None:
             state["experts"] = places
 
     def compare(_: Optimizer, state: dict[str, Any]) -> None:
         if state["state"] and state.get("experts") != _places(stacks):
             raise UserError(
-                "this state of the optimizer is not that of the experts on this rank, because optimizer.state_dict() "
-                "has those of one rank only: use the save(folder) and load(folder) of ExpertParallel."
+                "optimizer: this state is of other experts than this rank has. "
+                "Use the save(folder) and load(folder) of ExpertParallel instead of optimizer.state_dict()."
             )
 
     return [
-        optimizer.register_state_dict_post_hook(say_whose),
+        optimizer.register_state_dict_post_hook(note_rows),
         optimizer.register_load_state_dict_pre_hook(compare),
     ]
 
 
 def _places(stacks: Mapping[str, ExpertStack]) -> dict[str, Any] | None:
-    """Return the place of this rank and the slots of all ranks by layer, in plain values; None where this rank has all
-    experts in order of their ids, as a model has them that was not prepared."""
+    """Return this rank and the slots of all ranks by layer, in plain values; None if this rank has all experts in order
+    of their ids."""
     slots = {name: [list(row) for row in stack.placement.slots] for name, stack in stacks.items()}
     if all(slots[name] == [list(range(stack.num_experts))] for name, stack in stacks.items()):
         return None

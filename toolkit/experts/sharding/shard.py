@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state, rows_of
+from toolkit.experts.layer.stack import ExpertStack, RowsInFiles, expert_stacks, hook_state, rows_of
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.dense import leave_out_of_ddp
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import RowsInFiles
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.sharding.check import Forward, check_experts

@@ -1,4 +1,4 @@
-"""The state dict of a model whose experts are on several ranks: gathered whole, or refused where it would be a part."""
+"""Gathers the state dict of a model with sharded experts on rank 0."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
 from toolkit.experts.parallel.collectives import is_main
-from toolkit.experts.parallel.ownership import as_in_files
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -24,7 +23,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether this rank has a part of `model` only, or has its experts in another order or shape than in files."""
+    """Whether this rank has only a part of `model`, or its experts in another order or shape than files have them."""
     return any(stack.is_part for stack in expert_stacks(model).values()) or any(
         isinstance(p, DTensor) for p in model.parameters()
     )

@@ -1,13 +1,13 @@
 """The tensors of a checkpoint: keys, files, and how they are read from and written to a model.
 
-    model.safetensors           replicated parameters and buffers, by name; from the main process
+    model.safetensors           non-expert parameters and buffers, by name; written by the main process
     optimizer.safetensors       their optimizer states, "<parameter>.<state>"
-    experts-00000.safetensors   rows with uids, from   each rank that owns some: "<parameter>/<id>" and
-    experts-00001.safetensors   "<parameter>/<id>/<state>"; each keeps its row dimension of 1
+    experts-00000.safetensors   expert rows, written by each rank that owns some: "<parameter>/<uid>" and
+    experts-00001.safetensors   "<parameter>/<uid>/<state>"; each keeps its row dimension of 1
 
-Of a row with replicas the owner's is saved. A rank reads its rows by id from whichever file holds them, so a checkpoint
-loads under any number of processes and any placement. Parameters that FSDP2 shards as a `DTensor` are saved like
-replicated ones: gathered one at a time, and sharded again when they are loaded.
+Replicas of a row are saved once, by the row's owner. A rank reads its rows by uid from whichever file holds them, so a
+checkpoint loads under any world size and any placement, one tensor at a time. Parameters that FSDP2 shards as a
+`DTensor` are gathered one at a time for saving, and sharded again when they are loaded.
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.collectives import gather_objects, is_main, rank
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
-from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, spread_like
+from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
 
+ROW = re.compile(r"(?P<parameter>.+)/(?P<uid>\d+)(?:/(?P<state>[^/]+))?")
+"""A key of an expert row or of its optimizer state."""
 NUMBER = " (number)"
-"""After the key of an optimizer state that is a Python number, as a step may be."""
+"""Suffix to the key of an optimizer state that is a Python number, such as a step."""
 
 FileContents = dict[str, dict[str, Tensor]]
 """File name -> key -> tensor on the CPU."""
 
 ToCPU = Callable[[str, Tensor], Tensor]
-"""Of a key and its tensor, which is detached: what is written."""
+"""Maps a key and its detached tensor to the tensor that is written."""
 
 
 def on_cpu(key: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
-    """The tensor itself, where it is on the CPU."""
+    """Returns `tensor` in CPU memory, itself if it is there."""
     return tensor.cpu().contiguous()
 
 
 # --- out of a model ----------------------------------------------------------------------------------------------
 
 
-def files_to_write(
+def tensors_to_write(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], to_cpu: ToCPU = on_cpu
 ) -> FileContents:
     """Returns what this rank writes. A collective, because sharded tensors are gathered."""
@@ -58,7 +61,7 @@ def files_to_write(
     files: FileContents = {MODEL: dict(_buffers(model)) if is_main() else {}, OPTIMIZER: {}, rows_file: {}}
     states = {parameter: state for each in optimizers for parameter, state in unwrapped(each).state.items()}
     for name, parameter in model.named_parameters():
-        state = tensors_of(name, states.get(parameter, {}))
+        state = _as_tensors(name, states.get(parameter, {}))
         ownership = ownership_of(parameter)
         if ownership is None:
             moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
@@ -66,14 +69,13 @@ def files_to_write(
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if is_main():  # a gathered tensor at once, so that no device holds two
                     files[file][key] = value if whole is value else whole.cpu()
-        elif _writes(ownership):
-            for row, row_id in _owned(ownership):
-                files[rows_file][f"{name}/{row_id}"] = parameter[row : row + 1]
+        elif _writes_rows(ownership):
+            for uid, row in _owned(ownership).items():
+                files[rows_file][f"{name}/{uid}"] = parameter[row : row + 1]
                 for key, value in state.items():
                     # What all rows share, such as Adam's step, is saved with each, as each may be loaded elsewhere.
-                    rows = rows_of_state(name, key, value, parameter) if value.ndim else value
-                    each = rows[row : row + 1] if value.ndim else value.clone()
-                    files[rows_file][f"{name}/{row_id}/{key}"] = each
+                    rows = rows_of_state(name, key, value, parameter)[row : row + 1] if value.ndim else None
+                    files[rows_file][f"{name}/{uid}/{key}"] = value.clone() if rows is None else rows
     return {
         file: {key: to_cpu(f"{file}/{key}", tensor.detach()) for key, tensor in tensors.items()}
         for file, tensors in files.items()
@@ -81,8 +83,8 @@ def files_to_write(
     }
 
 
-def tensors_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The optimizer state of the parameter `name` as tensors: a Python number of one element, under a marked key."""
+def _as_tensors(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The optimizer state of the parameter `name` as tensors: Python numbers have one element and a marked key."""
     tensors = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -91,14 +93,14 @@ def tensors_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
             tensors[key + NUMBER] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         elif value is not None:
             raise UserError(
-                f"optimizer state {key!r} of {name!r} is a {type(value).__name__}, which a checkpoint cannot hold: "
-                "use an optimizer whose state is tensors and numbers."
+                f"optimizer: its state {key!r} of {name!r} is a {type(value).__name__}, which a checkpoint cannot "
+                "hold. Use an optimizer whose states are tensors and numbers."
             )
     return tensors
 
 
 def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that `optimizer` keeps of the parameters of `model` on this rank, each with words that name it."""
+    """The optimizer states of this rank that are tensors, each with a description."""
     states = unwrapped(optimizer).state
     for name, parameter in model.named_parameters():
         for key, value in states.get(parameter, {}).items():
@@ -109,12 +111,12 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
 def first_not_finite(
     tensors: Iterable[tuple[str, Tensor]], is_right: Callable[[Tensor], Tensor] = torch.isfinite
 ) -> str | None:
-    """The name of the first tensor of which not every element `is_right`. The host waits once, not for each tensor."""
+    """The name of the first tensor with an element that is not `is_right`. One host sync for all tensors."""
     all_local = ((name, local_rows(tensor)) for name, tensor in tensors)
     floating = [(name, local.detach()) for name, local in all_local if local.is_floating_point()]
     if not floating:
         return None
-    # Where the sum is finite, so are all elements; it takes a tenth of the time of a look at each.
+    # If the sum is finite, all elements are; the sum takes a tenth of the time of a look at each.
     sums = [local.sum(dtype=torch.promote_types(local.dtype, torch.float32)) for _, local in floating]
     device = next((total.device for total in sums if total.device.type != "cpu"), sums[0].device)
     finite = torch.stack([total.isfinite().to(device) for total in sums]).tolist()
@@ -123,28 +125,30 @@ def first_not_finite(
 
 
 def describe_places(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Parameter -> its rows' ids, in the order of slots, on each rank of an EP group. A collective."""
-    shardings = {name: s for name, parameter in model.named_parameters() if (s := ownership_of(parameter)) is not None}
-    everyones = gather_objects({name: list(ownership.row_ids) for name, ownership in shardings.items()})
+    """Parameter -> the uids of its rows, in the order of slots, on each rank of an EP group. A collective."""
+    owned = {name: ownership for name, p in model.named_parameters() if (ownership := ownership_of(p)) is not None}
+    of_ranks = gather_objects({name: list(ownership.row_ids) for name, ownership in owned.items()})
     # All EP groups hold the same.
-    firsts = {name: ownership.groups.ep_groups[0] for name, ownership in shardings.items()}
-    return {name: {"slots": [everyones[rank][name] for rank in ranks]} for name, ranks in firsts.items()}
+    return {
+        name: {"slots": [of_ranks[rank][name] for rank in ownership.groups.ep_groups[0]]}
+        for name, ownership in owned.items()
+    }
 
 
 def describe_tied(model: nn.Module) -> dict[str, str]:
-    """Further name of a parameter, as of a head that is tied to an embedding -> the name that files have it under."""
+    """Further name of a tied parameter, such as a head's -> its name in the files."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: names[parameter] for name, parameter in every if name != names[parameter]}
 
 
 def list_rows(files: FileContents) -> dict[str, dict[str, list[int]]]:
-    """File name -> parameter -> the ids of its rows that the file holds."""
+    """File name -> parameter -> the uids of its rows in the file."""
     rows: dict[str, dict[str, list[int]]] = {}
     for file in files.keys() - {MODEL, OPTIMIZER}:
-        for weight in filter(re.compile(r".+/\d+").fullmatch, files[file]):
-            parameter, _, row_id = weight.rpartition("/")
-            rows.setdefault(file, {}).setdefault(parameter, []).append(int(row_id))
+        for match in filter(None, map(ROW.fullmatch, files[file])):
+            if match["state"] is None:
+                rows.setdefault(file, {}).setdefault(match["parameter"], []).append(int(match["uid"]))
     return rows
 
 
@@ -154,56 +158,51 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def _held(ownership: Ownership) -> Iterator[tuple[int, int]]:
-    """(row, uid) of the rows that hold something."""
-    return ((row, row_id) for row, row_id in enumerate(ownership.row_ids) if row_id != EMPTY_ROW)
+def _owned(ownership: Ownership) -> dict[int, int]:
+    """uid -> row of the rows that this rank steps and saves."""
+    return {uid: row for row, uid in enumerate(ownership.row_ids) if ownership.owns[row]}
 
 
-def _owned(ownership: Ownership) -> Iterator[tuple[int, int]]:
-    """(row, uid) of the rows that this rank steps and saves, of those with replicas too."""
-    return ((row, row_id) for row, row_id in enumerate(ownership.row_ids) if ownership.owns[row])
-
-
-def _writes(ownership: Ownership) -> bool:
-    """Whether this rank saves its rows: the first of its expert data-parallel group does."""
+def _writes_rows(ownership: Ownership) -> bool:
+    """Whether this rank saves its rows: the first rank of its expert data-parallel group does."""
     if ownership.groups.ep_size == 1:
         return is_main()
-    replicas = ownership.groups.expert_dp_group
-    return replicas is None or dist.get_rank(replicas) == 0
+    group = ownership.groups.expert_dp_group
+    return group is None or dist.get_rank(group) == 0
 
 
 # --- into a model ------------------------------------------------------------------------------------------------
 
 
-class SavedTensors:
-    """The tensors of a checkpoint, read when asked for: weights by key, and each weight's optimizer states."""
+class SavedTensors(ExitStack):
+    """The tensors of a checkpoint, read from the disk one by one when asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.weights: dict[str, tuple[Any, str]] = {}
+        """Weight, or row "<parameter>/<uid>" -> its file and key."""
         self.states: dict[str, dict[str, tuple[Any, str]]] = {}
-        self._files = ExitStack()
+        """Weight or row -> its optimizer states by name."""
+        self.uids: dict[str, list[int]] = {}
+        """Parameter -> the uids of its rows, in order."""
 
     def open(self, path: Path, names: Iterable[str]) -> None:
         """Open those of the files `names` in `path` that hold tensors, and list their keys."""
-        for name in names:
-            if not name.endswith(".safetensors"):
-                continue
-            file = self._files.enter_context(safe_open(path / name, "pt"))
+        for name in (name for name in names if name.endswith(".safetensors")):
+            file = self.enter_context(safe_open(path / name, "pt"))
             for key in file.keys():  # noqa: SIM118 (not a dict)
-                weight, state = split_key(name, key)
+                weight, state = key, None
+                if name == OPTIMIZER:
+                    weight, _, state = key.rpartition(".")
+                elif name != MODEL and (match := ROW.fullmatch(key)):
+                    weight, state = f"{match['parameter']}/{match['uid']}", match["state"]
+                    if state is None:
+                        self.uids.setdefault(match["parameter"], []).append(int(match["uid"]))
                 if state is None:
                     self.weights[weight] = file, key
                 else:
                     self.states.setdefault(weight, {})[state] = file, key
-
-    def known(self) -> set[str]:
-        """Every weight of which the files hold a value or a state."""
-        return {*self.weights, *self.states}
-
-    def rows_of(self, parameter: str) -> list[int]:
-        """The ids of the rows of `parameter`."""
-        pattern = re.compile(re.escape(parameter) + r"/(\d+)")
-        return sorted(int(match[1]) for match in map(pattern.fullmatch, self.weights) if match)
+        self.uids = {parameter: sorted(uids) for parameter, uids in self.uids.items()}
 
     def describe(self, weight: str) -> str:
         """Type and shape, without reading the tensor."""
@@ -212,66 +211,55 @@ class SavedTensors:
         shape = tuple(piece.get_shape())
         return describe_tensor(shape, (piece[:0] if shape else file.get_tensor(key)).dtype)
 
-    def describe_row(self, parameter: str) -> str:
-        """Type and shape of one row."""
-        dtype, _, shape = self.describe(f"{parameter}/{self.rows_of(parameter)[0]}").partition("[1")
-        return f"{dtype}[{shape.removeprefix(', ')}"
-
     def weight(self, weight: str) -> Tensor:
-        """The value of `weight`, or of one row, `<parameter>/<row id>`. Raises KeyError where no file holds it."""
+        """The value of `weight` or of one row."""
         file, key = self.weights[weight]
-        return file.get_tensor(key)
+        value: Tensor = file.get_tensor(key)
+        return value
 
     def state(self, weight: str) -> dict[str, Tensor]:
-        """The optimizer states of `weight`, or of one row, by name; empty where no file holds any."""
+        """The optimizer states of `weight` or of one row, by name; empty if there are none."""
         return {name: file.get_tensor(key).clone() for name, (file, key) in self.states.get(weight, {}).items()}
-
-    def oddity(self, weight: str, shape: torch.Size, *, is_fused: bool = False) -> str | None:
-        """Why the optimizer states of `weight`, or of one row, cannot be those of a weight of that shape, as half a
-        sentence. Those of a fused optimizer are numbers, or have its shape."""
-        states = self.state(weight)
-        for key, value in states.items():
-            if value.shape != shape and ((is_fused and value.ndim) or sorted(value.shape) == sorted(shape)):
-                return f"its {key!r} of {weight!r} has shape {tuple(value.shape)} where the weight has {tuple(shape)}"
-        named = ((f"its {key!r} of {weight!r}", value) for key, value in states.items())
-        return None if (found := first_not_finite(named)) is None else f"{found} is not finite"
-
-    def __enter__(self) -> SavedTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
-
-
-def split_key(file: str, key: str) -> tuple[str, str | None]:
-    """The weight that the tensor `key` of `file` belongs to, and which of its optimizer states it is, if any."""
-    if file == MODEL:
-        return key, None
-    if file == OPTIMIZER:
-        weight, _, state = key.rpartition(".")
-        return weight, state
-    match = re.fullmatch(r"(.+/\d+)(?:/([^/]+))?", key)
-    return (match[1], match[2]) if match else (key, None)
 
 
 def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Key -> the tensor of `model` to load it into, for this rank's weights."""
+    """Weight or row -> the tensor of `model` to load it into, for this rank's weights."""
     for name, parameter in model.named_parameters():
         ownership = ownership_of(parameter)
         if ownership is None:
             yield name, parameter
-        else:
-            for row, row_id in _held(ownership):
-                yield f"{name}/{row_id}", parameter.detach()[row : row + 1]
+            continue
+        for row, uid in enumerate(ownership.row_ids):
+            if uid != EMPTY_ROW:
+                yield f"{name}/{uid}", parameter.detach()[row : row + 1]
     yield from _buffers(model)
 
 
+def mismatches(model: nn.Module, tensors: SavedTensors) -> list[str]:
+    """Weights of this rank that `tensors` lacks or has in another type or shape, each as half a sentence."""
+    lines = []
+    for weight, target in targets(model):
+        here = describe_tensor(tuple(target.shape), target.dtype)
+        if weight not in tensors.weights:
+            lines.append(f"it lacks {weight!r}")
+        elif (there := tensors.describe(weight)) != here:
+            lines.append(f"its {weight!r} is {there} and this run's is {here}")
+    return lines
+
+
 def adopt_places(model: nn.Module, places: Mapping[str, Mapping[str, Any]]) -> None:
-    """Have each parameter's rows where `describe_places` found them, where as many ranks have as many rows."""
+    """Place the rows of each parameter as `describe_places` found them, with the same number of ranks and slots."""
+    stack_of = {parameter: stack for stack in expert_stacks(model).values() for parameter in stack.parameters.values()}
     for name, parameter in model.named_parameters():
-        ownership = ownership_of(parameter)
-        if ownership is not None and ownership.holder is not None and name in places:
-            ownership.holder.adopt(places[name]["slots"])
+        if parameter in stack_of and name in places:
+            stack_of[parameter].adopt(places[name]["slots"])
+
+
+def spread_like(like: DTensor, whole: Tensor) -> DTensor:
+    """This rank's shard of `whole`, sharded as `like`, without communication: each rank has the same `whole`."""
+    part = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    assert isinstance(part, DTensor)
+    return part
 
 
 def load_model(model: nn.Module, tensors: SavedTensors) -> None:
@@ -289,41 +277,40 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     packed = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = (_load_state(names[parameter], parameter, tensors) for parameter in parameters)
-    packed["state"] = {index: with_numbers(state) for index, state in enumerate(states) if state}
+    packed["state"] = {
+        index: {key.removesuffix(NUMBER): v.item() if key.endswith(NUMBER) else v for key, v in state.items()}
+        for index, state in enumerate(states)
+        if state
+    }
     optimizer.load_state_dict(packed)
 
 
-def with_numbers(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns what `tensors_of` was given."""
-    return {key.removesuffix(NUMBER): v.item() if key.endswith(NUMBER) else v for key, v in state.items()}
-
-
 def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> dict[str, Tensor]:
-    """The optimizer's state of one parameter: as saved, or put together from the rows that this rank owns."""
+    """The optimizer state of one parameter: as saved, or assembled from the rows that this rank owns."""
     ownership = ownership_of(parameter)
     if ownership is None:
         state = tensors.state(name)
-        if isinstance(parameter, DTensor):
-            return {key: spread_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
-        return {key: _strided_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
+        return {key: _placed_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
     state = {}
-    rows = {row_id: row for row, row_id in _owned(ownership)}
-    # A rank that owns nothing may do so after the next migration: it needs what rows share, and state of their shape.
-    for row_id in rows or tensors.rows_of(name)[:1]:
-        for key, value in tensors.state(f"{name}/{row_id}").items():
+    rows = _owned(ownership)
+    # A rank that owns no row can get one in the next migration: it needs what rows share, and states of their shape.
+    for uid in rows or tensors.uids.get(name, [])[:1]:
+        for key, value in tensors.state(f"{name}/{uid}").items():
             if value.ndim == 0:
-                # Rows may differ in their number of steps: the largest corrects the moments' bias the least.
+                # Rows can differ in their number of steps: the largest corrects the bias of moments the least.
                 state[key] = torch.maximum(state.get(key, value), value)
                 continue
             whole = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
-            if row_id in rows:
-                whole[rows[row_id]] = value[0]
+            if uid in rows:
+                whole[rows[uid]] = value[0]
     return state
 
 
-def _strided_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """`value` with the parameter's memory format. A fused optimizer goes through both as they lie in memory: of a
-    convolution in channels_last it would pair weights with the moments of others."""
+def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Returns `value` with the sharding or memory format of `parameter`. A fused optimizer pairs both as they lie in
+    memory: for a channels_last convolution it would pair weights with the moments of other weights."""
+    if isinstance(parameter, DTensor):
+        return spread_like(parameter, value)
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 

@@ -1,89 +1,75 @@
-"""Expert parallelism under a user's own Accelerate loop, with no trainer of ours.
-
-    experts = ExpertParallel(accelerator, ep_size=4, replan=ReplanOptions(planner="swap", every=200))
-    model, optimizer, loader = experts.prepare(model, optimizer, loader)     # in place of accelerator.prepare
-
-The rest of the loop stays as it is: `accelerator.backward`, `accelerator.clip_grad_norm_`, `optimizer.step`. What
-Accelerate would get wrong without an error is corrected here, or refused: see `docs/train/accelerate.md`. What is
-replaced for it is listed in `toolkit.integrations.accelerate.patches`, and `close` takes it back.
-"""
+"""Expert parallelism in a loop on Accelerate."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
-from pydantic import BaseModel, NonNegativeInt
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
+from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.moving.replan import Migration, Replanner, ReplannerState
+from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_strangers
 from toolkit.experts.parallel.parallel_options import Dense
-from toolkit.experts.parallel.replica_check import ReplicaCheck
-from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.routing.load_meter import LoadMeter
-from toolkit.experts.routing.model_inputs import own_balance_loss, watch_inputs
-from toolkit.experts.sharding.experts_modules import num_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
-from toolkit.experts.sharding.prepared_optimizer import fit_optimizer, load_only_own_states, step_by_only
-from toolkit.experts.sharding.router_replay import hook_blocks
-from toolkit.experts.sharding.shard import (
-    PlacementOf,
-    require_experts,
-    shard_experts,
-)
-from toolkit.experts.state import checkpoint_files
-from toolkit.experts.state.state_dict import is_spread, whole_state_dict
-from toolkit.integrations.accelerate.compat import is_marked_as_prepared, models_of, without_states
+from toolkit.experts.sharding.prepared_optimizer import has_stepped
+from toolkit.experts.sharding.shard import PlacementOf
+from toolkit.experts.training import ExpertTraining
+from toolkit.integrations.accelerate.accelerator_methods import replace_training_methods
+from toolkit.integrations.accelerate.compat import is_marked_as_prepared
 from toolkit.integrations.accelerate.patches import Patches
 from toolkit.integrations.accelerate.prepare import prepare
+from toolkit.integrations.accelerate.saving import load, replace_saving_methods, save
 
 DIVIDES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Ways of Accelerate in which each process has a part of the model."""
+"""Accelerate's own ways to shard a model."""
 
 
 class ExpertParallel(AbstractContextManager["ExpertParallel"]):
-    """Spreads the experts of any model over ranks, trains them there, and moves them when loads change.
+    """Shards the experts of any model over ranks, trains them there, and rebalances them.
 
-    A model's experts are found by what they are: our `MoE` layers, and modules with an integer `num_experts` whose own
-    parameters all have that many rows, called with (hidden (T, D), expert ids (T, K), weights (T, K)), such as the
-    experts of every mixture in transformers.
+    Its `prepare` replaces `accelerator.prepare`; the rest of a loop on Accelerate stays. As a context manager it calls
+    `close` at the end. `docs/experts/prepare.md` tells what `prepare` does, in order.
 
     Args:
-        accelerator: Prepares what is not an expert.
-        ep_size: Neighbouring ranks that share one set of experts; None takes as many as divide both the processes and
-            the experts.
-        groups: Other ranks that do, as `make_expert_groups` made them.
-        replan: When experts are moved, and by which planner; None leaves them where they are.
+        accelerator: Prepares the non-expert parameters.
+        ep_size: Expert-parallel group size. Default: the largest divisor of both world size and number of experts.
+        groups: Custom EP groups from `make_expert_groups`, instead of `ep_size`.
+        replan: When experts are rebalanced, and by which planner. Default: never.
         spare_slots: Empty slots on each rank, for replicas of experts in demand.
-        placement: Where experts are at first: in contiguous blocks of ids, round-robin, or as a function of (layer,
-            number of experts, `ep_size`) says.
-        dense: How the other parameters are trained: replicated by DDP, or sharded by FSDP2.
-        fsdp_size: Neighbouring ranks over which FSDP2 shards (HSDP); None: all.
+        placement: Initial placement: "contiguous", "round_robin", or a function of (layer, number of experts,
+            `ep_size`).
+        dense: How non-expert parameters are trained: "ddp" replicates them, "fsdp2" shards them.
+        fsdp_size: Neighbouring ranks over which FSDP2 shards (HSDP). Default: all.
 
     Raises:
-        UserError: For an unknown `placement` or `dense`, for settings that do not go together, where the launcher's
-            processes are no world of Accelerate, and for an `accelerator` that divides the model itself or is none.
+        UserError: Both `ep_size` and `groups`, an unknown `dense`, an accelerator that shards the model itself, or
+            processes of the launcher that Accelerate does not know.
+
+    Example:
+        >>> experts = ExpertParallel(accelerator, ep_size=2, replan=ReplanOptions(planner="swap", every=200))
+        >>> model, optimizer, loader = experts.prepare(model, optimizer, loader)
+        >>> for inputs, labels in loader:
+        ...     accelerator.backward(loss_of(model(inputs), labels))
+        ...     accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
 
     def __init__(
@@ -98,419 +84,216 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         dense: Dense = "ddp",
         fsdp_size: int | None = None,
     ):
-        _refuse_accelerator(accelerator)
-        if groups is not None and ep_size is not None:
-            raise UserError(f"ep_size={ep_size}: groups=... says which ranks share the experts: leave one of them out.")
         require_choice("dense", dense, Dense)
-        if isinstance(placement, str):
-            require_choice("placement", placement, InitialPlacement)
-        if fsdp_size is not None and dense != "fsdp2":
-            raise UserError(f'fsdp_size={fsdp_size}: dense={dense!r} shards nothing: add dense="fsdp2".')
-        world = launched_world()
-        if world not in (None, accelerator.num_processes):
+        if groups is not None and ep_size is not None:
+            raise UserError(f"ep_size: {ep_size} and groups both say which ranks share the experts. Leave one out.")
+        if accelerator.distributed_type in DIVIDES or accelerator.parallelism_config is not None:
             raise UserError(
-                f"{world} processes were started and Accelerate made each a world of its own, as it does without GPUs: "
-                "set ACCELERATE_USE_CPU=true, or launch as many processes as there are GPUs."
+                "accelerator: FSDP, DeepSpeed, Megatron-LM and parallelism_config shard the model themselves. Leave "
+                'them out, and give ExpertParallel dense="fsdp2" to shard non-expert parameters.'
             )
-        self.accelerator, self.ep_size, self.dense, self.fsdp_size = accelerator, ep_size, dense, fsdp_size
-        self.spare_slots, self._place = spare_slots, placement
-        self.groups = groups or ExpertGroups()
-        self._makes_groups = groups is None
+        if (world := launched_world()) not in (None, accelerator.num_processes):
+            raise UserError(
+                f"accelerator: {world} processes were started, and each became a world of its own. "
+                "Set ACCELERATE_USE_CPU=true, or start one process per GPU."
+            )
+        self.accelerator, self.ep_size, self.groups = accelerator, ep_size, groups
+        self.spare_slots, self.placement, self.dense, self.fsdp_size = spare_slots, placement, dense, fsdp_size
+        self.replanner = Replanner({}, replan) if replan is not None and replan.planner is not None else None
+        self.training: ExpertTraining | None = None
+        """The sharded experts; None before `prepare` and after `close`."""
         self.patches = Patches()
-        """What `prepare` changed of other libraries' objects."""
-        self.stacks: dict[str, ExpertStack] = {}
-        """The experts of each layer, by the layer's name; their `placement` says where each one is."""
-        self.replanner: Replanner | None = None
-        if replan is not None and replan.planner is not None:
-            self.replanner = Replanner({}, replan)
-        self.sync = ExpertSync([])
-        """Synchronization of experts around each step."""
-        self.steps = 0
-        """Optimizer steps since `prepare`."""
-        self._meter: LoadMeter | None = None
-        self._model: Any = None
-        self._prepared: Any = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        """Those of the model; the first has the experts."""
+        """Replaced attributes of other libraries' objects."""
 
-    @property
-    def migrations(self) -> list[Migration]:
-        """Returns what was moved since `prepare`, by this process."""
-        return self.replanner.migrations if self.replanner else []
-
-    def prepare(self, *objects: Any) -> tuple[Any, ...]:
-        """Spread the experts of a model, and let Accelerate prepare everything. A collective.
+    def prepare(self, *objects: Any) -> Any:
+        """Shard the experts of a model, and prepare all objects by Accelerate. A collective.
 
         Args:
-            *objects: The model and its optimizer, the first of their kinds, and what else Accelerate prepares, in any
-                order. All ranks hold the same model; each keeps the rows of its own experts, in place, so the optimizer
-                stays valid (it must not have stepped yet). It holds all experts' parameters; the others may be in
-                further optimizers, which under FSDP2 must be given. Schedulers step as Accelerate has prepared ones
-                step: once per process and optimizer step. Without an optimizer the model can be evaluated, and not
-                trained.
+            *objects: A model, the same on all ranks, its optimizer, and whatever else Accelerate prepares, in any
+                order. The optimizer has all experts, must not have stepped, and stays valid. Further optimizers may
+                have other parameters of the model; under FSDP2 they must be given. Without an optimizer the model can
+                only be evaluated.
 
         Returns:
-            What Accelerate made of them, in that order. Rank 0 prints which layers were spread, which balance penalty
-            is active, and of batch norm that each process has its own.
+            The prepared objects in the same order; the object itself if there is one. Schedulers step as Accelerate's
+            do, once per process and optimizer step.
 
         Raises:
-            UserError: A model is missing or was prepared before, an optimizer was prepared before or has parameters
-                outside the model, a parameter is on the meta device, no experts are found, ranks cannot share them, or
-                two balance penalties are active.
+            UserError: Before anything is changed: the model or an optimizer was prepared before, an optimizer has
+                stepped or has parameters outside the model, a parameter is on the meta device, or two auxiliary
+                losses are active. Also as `shard_experts`, and for fp16 with sharded experts.
+
+        Example:
+            >>> experts = ExpertParallel(Accelerator())
+            >>> model, optimizer, loader = experts.prepare(model, optimizer, loader)
         """
-        if self.stacks:
-            raise UserError("prepare was called twice: make one ExpertParallel for each model.")
-        model, optimizer = _model_and_optimizer(objects)
-        refuse_meta(model)
-        layers = require_experts(model)
+        model, *_ = (each for each in objects if isinstance(each, nn.Module))
         optimizers = _optimizers_of(model, objects)
+        self._check(model, optimizers)
+        watch_inputs(model)
+        self.training = training = ExpertTraining(
+            model,
+            optimizers,
+            self.groups if self.ep_size is None else make_expert_groups(self.ep_size),
+            spare_slots=self.spare_slots,
+            placement=self.placement,
+            replanner=self.replanner,
+        )
+        self.groups = training.groups
+        prepared: dict[int, Any] = {}
+        if optimizers:
+            first, *more = optimizers
+            prepared[id(model)], prepared[id(first)] = prepare(
+                self.accelerator, model, first, more_optimizers=more, dense=self.dense, fsdp_size=self.fsdp_size
+            )
+        else:
+            prepared[id(model)] = self.accelerator.prepare_model(model, evaluation_mode=True)
+        training.follow_steps(prepared[id(model)])
+        replace_training_methods(self.accelerator, training, self.patches)
+        replace_saving_methods(self.accelerator, training, self.patches)
+        for library in libraries():
+            library.save_whole_model(model, self.patches.replace)
+        self._print_summary()
+        found = [prepared[id(each)] if id(each) in prepared else self.accelerator.prepare(each) for each in objects]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _check(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Raise UserError for what would be silently wrong."""
+        if self.training is not None:
+            raise UserError("prepare: it was called before. Make one ExpertParallel for each model.")
+        is_wrapped = isinstance(model, DistributedDataParallel) or is_marked_as_prepared(model)
+        if is_wrapped or any(isinstance(each, AcceleratedOptimizer) for each in optimizers):
+            raise UserError(
+                "prepare: the model or an optimizer was prepared by accelerator.prepare. "
+                "Call ExpertParallel's prepare instead, once, and evaluate what it returns."
+            )
+        refuse_meta(model)
         for each in optimizers:
             refuse_strangers(model, each)
-        balance = describe_balance(model)
-        if self._makes_groups:
-            self.groups = make_expert_groups(self._fitting_ep_size(layers))
-        self.stacks = shard_experts(model, self.groups, spare_slots=self.spare_slots, placement=self._place)
-        hook_blocks(model)
-        known: dict[int, Any] = {}
-        if optimizer is None:
-            known[id(model)] = self.accelerator.prepare_model(model, evaluation_mode=True)
-        else:
-            known[id(model)], known[id(optimizer)] = self._prepare_to_train(model, optimizer, optimizers)
-        self._model, self._prepared, self._optimizers = model, known[id(model)], optimizers
-        if optimizer is not None:
-            self._follow_steps(optimizer)
-            self.patches.keep(*load_only_own_states(optimizer, self.stacks))
-        self.patches.callback(step_by_only(optimizer, self.expert_parameters()))
-        self._correct_accelerate()
-        self._correct_model()
-        ranks = f"spread over {self.groups.ep_size} ranks" if self.groups.ep_size > 1 else "whole on each rank"
-        self.accelerator.print(f"experts {ranks}: {', '.join(self.stacks)}.")
-        self.accelerator.print(balance)
-        if optimizer is not None and self.accelerator.num_processes > 1 and has_batch_norm(model):
-            over_all = "nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare has it over all, on GPUs."
-            self.accelerator.print(f"{OF_EACH_PROCESS}{over_all}")
-        return tuple(known[id(each)] if id(each) in known else self.accelerator.prepare(each) for each in objects)
+        if optimizers and has_stepped(optimizers[0]):
+            raise UserError(
+                "optimizer: it has stepped, with states of all experts. Call prepare before its first step."
+            )
+        if balance_weight_of(model.modules()) and own_balance_loss(model):
+            raise UserError(TWO_BALANCE_LOSSES)
 
-    def _prepare_to_train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, optimizers: list[torch.optim.Optimizer]
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        fit_optimizer(optimizer, self.stacks)
-        if self.groups.ep_size > 1:
-            for stack in self.stacks.values():
-                stack.divide_in_backward()
-                self.patches.callback(stack.stop_dividing)
-        if self.replanner is not None:
-            self.replanner.watch(self.stacks)
-        return prepare(
-            self.accelerator,
-            model,
-            optimizer,
-            more_optimizers=[each for each in optimizers if each is not optimizer],
-            dense=self.dense,
-            fsdp_size=self.fsdp_size,
-        )
+    def _print_summary(self) -> None:
+        training = self._require_training("prepare")
+        model, ep_size = training.model, training.groups.ep_size
+        ranks = f"sharded over {ep_size} ranks" if ep_size > 1 else "whole on each rank"
+        self.accelerator.print(f"experts {ranks}: {', '.join(training.stacks)}.")
+        weight, own = balance_weight_of(model.modules()), own_balance_loss(model)
+        by = f"RouterPenalty, balance_weight={weight:g}" if weight else f"the model's, of each rank's tokens ({own})"
+        self.accelerator.print(f"auxiliary loss: {by if weight or own else 'none'}.")
+        if training.optimizers and self.accelerator.num_processes > 1 and has_batch_norm(model):
+            synchronised = "nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare has it over all, on GPUs."
+            self.accelerator.print(f"{OF_EACH_PROCESS}{synchronised}")
+
+    def _require_training(self, called: str) -> ExpertTraining:
+        if self.training is None:
+            raise UserError(f"{called}: it was called before prepare, or after close. Call prepare first.")
+        return self.training
 
     def close(self) -> None:
-        """Take back what `prepare` replaced and hooked: see `toolkit.integrations.accelerate.patches`.
+        """Undo what `prepare` replaced and hooked, as the end of a `with` does. A second call does nothing.
 
-        Where several share an accelerator, close the last one first.
-
-        The model stays spread: it can be called on all ranks, and saved by `save_pretrained` of
-        `toolkit.integrations.transformers` and `whole_state_dict` of `toolkit.experts.state.state_dict`. Its experts
-        can be trained no more where ranks have different ones, and a step of an optimizer that has them raises
-        UserError. Nothing here keeps the model in memory. A second call does nothing.
+        The model stays sharded: it can be called on all ranks, and saved by `save_pretrained` of
+        `toolkit.integrations.transformers` or `whole_state_dict` of `toolkit.experts.state.state_dict`. Steps of
+        optimizers with sharded experts raise UserError. If several share an accelerator, close the last one first.
         """
         self.patches.close()
-        self.stacks = {}
-        self.sync = ExpertSync([])
-        self._model = self._prepared = self._meter = None
-        self._optimizers = []
-        if self.replanner is not None:
-            self.replanner.watch({})
+        if self.training is not None:
+            self.training.close()
+        self.training = None
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def expert_parameters(self) -> list[nn.Parameter]:
-        """The stacked parameters of all layers."""
-        return [p for stack in self.stacks.values() for p in stack.parameters.values()]
+    @property
+    def stacks(self) -> dict[str, ExpertStack]:
+        """The experts of each layer, by the layer's name, with their placement; empty before `prepare`."""
+        return {} if self.training is None else self.training.stacks
 
-    def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
-    ) -> Tensor | None:
-        """Returns what `accelerator.clip_grad_norm_` is after `prepare`: it returns the norm over all ranks' experts.
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since `prepare`, and before the checkpoint that was loaded."""
+        return 0 if self.training is None else self.training.steps
 
-        None, and nothing is clipped, before the last micro-batch of a step. Raises UserError unless `norm_type` is 2.
-        """
-        if norm_type != 2:
-            raise UserError(f"norm_type={norm_type}: gradients of experts on several ranks are clipped by 2-norm only.")
-        if not self.accelerator.sync_gradients:
-            return None
-        self.accelerator.unscale_gradients()
-        self.sync.before_clip()
-        return self.sync.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm)
+    @property
+    def migrations(self) -> list[Migration]:
+        """Migrations since `prepare`, in this process."""
+        return [] if self.replanner is None else self.replanner.migrations
 
     @contextmanager
     def join(self, *models: nn.Module) -> Iterator[None]:
-        """For evaluation and generation without gradients, in which ranks call the model unequally often, or never.
+        """Evaluate or generate, without gradients, with unequal numbers of batches per rank. A collective at the end.
 
-            with experts.join():
-                for batch in batches_of_this_rank:
-                    model(**batch)
+        Ranks that run out of batches keep serving their experts until every rank has finished.
 
-        `models`: all that are called, the same on each rank, where these are not the prepared model alone. A copy of it
-        (an EMA, a reference model) has to be named: `experts.join(ema)`. A rank that comes to the end computes its
-        experts for the others until all have: a collective. Raises UserError under FSDP2, whose parameters are gathered
-        by all ranks in each forward, and where a copy is called that was not named.
+        Args:
+            *models: All models that are called, the same on each rank, if it is not only the prepared model, such as
+                copies of it (an EMA, a reference model).
+
+        Raises:
+            UserError: Under FSDP2, whose parameters all ranks gather in each forward pass, and for a copy that is
+                called and was not named.
+
+        Example:
+            >>> with experts.join():
+            ...     for batch in batches_of_this_rank:
+            ...         model(**batch)
         """
-        self._require_prepared("join")
+        training = self._require_training("join")
         if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
-            raise UserError('dense="fsdp2" gathers parameters in each forward: give all ranks equally many batches.')
+            raise UserError('dense: "fsdp2" gathers parameters in each forward pass. Use as many batches on all ranks.')
         with Patches() as meanwhile:
-            if isinstance(self._prepared, DistributedDataParallel):
-                # Or each forward would broadcast buffers.
-                meanwhile.replace(self._prepared, "require_forward_param_sync", False)
-            with self.accelerator.autocast(), join_forwards(models or (self._model,), list(self.stacks.values())):
+            if isinstance(training.prepared, DistributedDataParallel):
+                # Or each forward pass would broadcast buffers.
+                meanwhile.replace(training.prepared, "require_forward_param_sync", False)
+            with (
+                self.accelerator.autocast(),
+                join_forwards(models or (training.model,), list(training.stacks.values())),
+            ):
                 yield
 
     def metrics(self) -> dict[str, float]:
-        """Balance and traffic over all ranks since the last call, by the names of
-        `docs/experts/moe.md#read-the-metrics`.
+        """Return balance and traffic over all ranks since the last call. A collective.
 
-        The first call starts counting and returns an empty dict, as does one without training forwards since the last.
-        A collective.
+        Names are those of `docs/experts/moe.md#read-the-metrics`. The first call starts counting and returns an empty
+        dict, as does a call without training forward passes since the last.
         """
-        self._require_prepared("metrics")
-        if self._meter is None:
-            self._meter = LoadMeter(self._model)
-            self._meter.begin(self.steps)
-        self._meter.fold()
-        return self._meter.read(self.steps)[1]
+        return self._require_training("metrics").metrics()
 
     def save(self, folder: Path | str, **extra: Any) -> None:
-        """Write model, optimizers, placement, guard, random states and `extra` as a checkpoint. A collective.
+        """Write model, optimizers, placement, random states and `extra` as a checkpoint. A collective.
 
         Args:
             folder: Becomes the checkpoint.
-            extra: Plain JSON values, which `load` returns. The state dict of a scheduler may be among them.
+            extra: Plain JSON values, which `load` returns, such as the state dict of a scheduler.
 
         Raises:
-            UserError: Where `extra` is no JSON, or the folder cannot be written.
+            OSError: The folder cannot be written.
         """
-        self._require_prepared("save")
-        for name, value in extra.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise UserError(f"{name}={value!r} cannot be saved: {error}: give save plain JSON values.") from None
-        replanner = self.replanner.state_dict() if self.replanner else None
-        state = {"steps": self.steps, "replanner": replanner, "extra": extra}
-        checkpoint_files.save(folder, self._model, self._optimizers, state)
+        save(self._require_training("save"), folder, extra)
 
     def load(self, folder: Path | str) -> dict[str, Any]:
         """Load what `save` wrote, under any number of processes, `ep_size` and placement. A collective.
 
-        Optimizers have the settings that were saved, such as learning rates. On as many ranks with as many slots
-        experts are placed where they were saved, and on as many ranks random states are restored.
-
-        Args:
-            folder: The checkpoint.
+        Optimizers get their saved settings, such as learning rates. With the same ranks and slots, experts are placed
+        as they were saved; with the same world size, random states are restored.
 
         Returns:
             The `extra` that was saved.
 
         Raises:
-            UserError: Before anything is changed, where the checkpoint is missing, damaged, does not fit, or was saved
-                by another.
+            UserError: Before anything is changed: the checkpoint is missing or damaged, or does not fit.
         """
-        self._require_prepared("load")
-
-        def oddity(saved: dict[str, Any]) -> str | None:
-            try:
-                checkpoint_files.check_types(_Saved, saved, "training")
-            except ValueError as error:
-                return f"it was not saved by ExpertParallel ({error})"
-            return self.replanner.oddity(saved["replanner"]) if self.replanner and saved["replanner"] else None
-
-        state = checkpoint_files.load(folder, self._model, self._optimizers, oddity)
-        self.steps = state["steps"]
-        if self._meter is not None:
-            self._meter.begin(self.steps)
-        if self.replanner and state["replanner"]:
-            self.replanner.load_state_dict(state["replanner"])
-        extra: dict[str, Any] = state["extra"]
-        return extra
-
-    def _require_prepared(self, called: str) -> None:
-        if not self.stacks:
-            raise UserError(
-                f"{called} was called before prepare, or after close: call prepare(model, optimizer) first."
-            )
-
-    # --- before training ----------------------------------------------------------------------------------------
-
-    def _fitting_ep_size(self, layers: Mapping[str, nn.Module]) -> int:
-        if self.ep_size is not None:
-            return self.ep_size
-        world = self.accelerator.num_processes
-        return math.gcd(world, *map(num_experts, layers.values()))
-
-    def _follow_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have each step of `optimizer` begin with averaged gradients, and end with what `_after_step` does."""
-        keep = self.patches.keep
-        rebalance = self.replanner.after_step if self.replanner is not None else None
-        self.sync = ExpertSync(self.expert_parameters(), rebalance, batches=self.groups.expert_dp_size)
-        keep(*self.sync.follow(optimizer))
-        if self.accelerator.num_processes > 1:
-            keep(optimizer.register_step_pre_hook(ReplicaCheck(self._prepared)))
-        for stack in self.stacks.values():
-            keep(*stack.note_gradients(optimizer))
-        keep(optimizer.register_step_post_hook(lambda *_: self._after_step()))
-
-    def _correct_accelerate(self) -> None:
-        """Replace, on this accelerator, the methods that assume replicated parameters.
-
-        An accelerator may outlive its models: what it has of this object does not keep it in memory.
-        """
-        accelerator, mine = self.accelerator, ref(self)
-        name = f"experts_{_number_of(accelerator, self._model, self._prepared)}"
-
-        def here() -> ExpertParallel | None:
-            """This object while its accelerator has its model, which all ranks say alike; `free_memory` ends that."""
-            experts = mine()
-            known = {id(model) for model in models_of(accelerator)}
-            return experts if experts and known & {id(experts._model), id(experts._prepared)} else None
-
-        def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-            """Whole on rank 0 and empty elsewhere, for a model that is spread. A collective. `save_model` calls it."""
-            inner = accelerator.unwrap_model(model) if unwrap else model
-            return whole_state_dict(inner) if is_spread(inner) else of_accelerate["get_state_dict"](model, unwrap)
-
-        def clip(*args: Any, **kwargs: Any) -> Tensor | None:
-            experts = mine()
-            return (experts.clip_grad_norm_ if experts else of_accelerate["clip_grad_norm_"])(*args, **kwargs)
-
-        def join_uneven_inputs(joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
-            even = accelerator.even_batches if even_batches is None else even_batches
-            if mine() and not even and accelerator.num_processes > 1:
-                raise UserError(
-                    "join_uneven_inputs with even_batches=False would wait for ever, because each forward needs all "
-                    "ranks' experts: train with even_batches=True, and evaluate in ExpertParallel's join()."
-                )
-            return of_accelerate["join_uneven_inputs"](joinables, even_batches)
-
-        def save_state(*args: Any, **kwargs: Any) -> Any:
-            return with_mine("save_state", lambda experts, *at: experts.save(Path(at[-1]) / name), *args, **kwargs)
-
-        def load_state(*args: Any, **kwargs: Any) -> Any:
-            return with_mine("load_state", lambda experts, *at: experts.load(Path(at[-1]) / name), *args, **kwargs)
-
-        def with_mine(called: str, add: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            """Accelerate's method for all but the model and its optimizers, and for those `add`."""
-            experts, register = here(), getattr(accelerator, f"register_{called}_pre_hook")
-            if experts is None:
-                return of_accelerate[called](*args, **kwargs)
-            hook = register(partial(add, experts))
-            try:
-                with without_states(accelerator, experts._model, experts._prepared, *experts._optimizers):
-                    return of_accelerate[called](*args, **kwargs)
-            finally:
-                hook.remove()
-
-        replaced = {
-            "get_state_dict": get_state_dict,
-            "clip_grad_norm_": clip,
-            "join_uneven_inputs": join_uneven_inputs,
-            "save_state": save_state,
-            "load_state": load_state,
-        }
-        of_accelerate = {name: self.patches.replace(accelerator, name, ours) for name, ours in replaced.items()}
-
-    def _correct_model(self) -> None:
-        """Replace the methods of modules that would save one rank's experts."""
-        for library in libraries():
-            library.save_whole_model(self._model, self.patches.replace)
-
-    # --- while training -----------------------------------------------------------------------------------------
-
-    def _after_step(self) -> None:
-        self.steps += 1
-        if self._meter is not None:
-            self._meter.fold_when_many()
-        self.sync.after_step(self.steps, self._optimizers[0])
+        return load(self._require_training("load"), folder)
 
 
-class _Saved(BaseModel, strict=True):
-    """The types of what `ExpertParallel.save` gives."""
-
-    steps: NonNegativeInt
-    replanner: ReplannerState | None
-    extra: dict[str, Any]
-
-
-def describe_balance(model: nn.Module) -> str:
-    """Return one line: the balance penalty is that of a `RouterPenalty`, the model's own, or none.
-
-    From now on its forwards tell padding from tokens (`toolkit.experts.routing.model_inputs`). Raises UserError for a
-    model that has both.
-    """
-    watch_inputs(model)
-    weight, own = balance_weight_of(model.modules()), own_balance_loss(model)
-    if weight and own:
-        raise UserError(TWO_BALANCE_LOSSES)
-    if weight:
-        return f"balance penalty: RouterPenalty, balance_weight={weight:g}."
-    if own:
-        return f"balance penalty: the model's own aux_loss, of each rank's tokens ({own})."
-    return "balance penalty: none."
-
-
-def _refuse_accelerator(accelerator: Any) -> None:
-    """Raise UserError for what is no Accelerator, one that divides the model itself, and one of a device without the
-    float64 in which tokens are counted."""
-    if not isinstance(accelerator, Accelerator):
-        raise UserError(
-            f"accelerator={type(accelerator).__name__}: give an Accelerator; docs/experts/torch_alone.md has loops on "
-            "Lightning Fabric and on torch alone."
-        )
-    if accelerator.distributed_type in DIVIDES or accelerator.parallelism_config is not None:
-        raise UserError(
-            "FSDP, DeepSpeed, Megatron-LM and parallelism_config divide the model themselves: leave them out of "
-            'Accelerator, and give ExpertParallel dense="fsdp2" to shard what is no expert.'
-        )
-    if accelerator.device.type == "mps":
-        raise UserError("the device mps has no float64, in which tokens are counted: use Accelerator(cpu=True).")
-
-
-def _model_and_optimizer(objects: Iterable[Any]) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Return the first model and the first optimizer of `objects`. Raises UserError where there is no model, or one was
-    prepared before."""
-    given = list(objects)
-    models = [each for each in given if isinstance(each, nn.Module)]
-    optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
-    if not models:
-        raise UserError(
-            f"prepare got {', '.join(type(each).__name__ for each in given) or 'nothing'}: "
-            "give it a model, its optimizer unless it is only evaluated, and what else Accelerate prepares."
-        )
-    optimizer = optimizers[0] if optimizers else None
-    was_prepared = isinstance(models[0], DistributedDataParallel) or is_marked_as_prepared(models[0])
-    if was_prepared or isinstance(optimizer, AcceleratedOptimizer):
-        raise UserError(
-            "accelerator.prepare or prepare_model was called with this model or optimizer before: call "
-            "ExpertParallel's prepare instead, once, and evaluate what it returns."
-        )
-    return models[0], optimizer
-
-
-def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[torch.optim.Optimizer]:
+def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[Optimizer]:
     """Return the first optimizer of `objects`, and those after it that have parameters of `model`."""
     known = set(model.parameters())
-    found = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    found = [each for each in objects if isinstance(each, Optimizer)]
     has_some = [any(p in known for group in each.param_groups for p in group["params"]) for each in found]
     return [each for number, each in enumerate(found) if number == 0 or has_some[number]]
-
-
-def _number_of(accelerator: Accelerator, *forms: nn.Module) -> int:
-    """Return the place of a model, of which Accelerate keeps one of the `forms`, among those of its accelerator."""
-    return next(number for number, each in enumerate(models_of(accelerator)) if any(each is form for form in forms))

@@ -1,59 +1,36 @@
-"""What is changed of other libraries' objects where experts are trained: listed, and undone.
+"""What is changed of other libraries' objects while experts are trained, and how it is undone.
 
-By `engine.py`:
+- `accelerator_methods.py`: `clip_grad_norm_` (the norm of one rank's experts is not the model's) and
+  `join_uneven_inputs` (raises for uneven batches) of an `Accelerator`;
+- `saving.py`: `get_state_dict` (would have one rank's experts), `save_state` and `load_state` of an `Accelerator`;
+- `Library.save_whole_model`: `save_pretrained`, `push_to_hub` and `load_adapter` of a model;
+- `toolkit.experts.training`: the steps of the optimizer, its state dict, and the gradients of experts;
+- `expert_parallel.py`: `require_forward_param_sync` of `DistributedDataParallel` during `join`;
+- `expert_trainer`: `prepare` of a Trainer's `Accelerator`, and `generate` of its model.
 
-- an `Accelerator`'s `clip_grad_norm_` (the norm of one rank's experts is not the model's) and `get_state_dict` (it
-  would have the experts of one rank); `save_state` and `load_state`, which leave model and optimizers to
-  `toolkit.experts.state`; and `join_uneven_inputs`, which is refused for uneven batches;
-- `save_pretrained` and `push_to_hub` of a model's modules, which gather the experts of all ranks, and `load_adapter`,
-  which may read names;
-- the steps of an optimizer: gradients are averaged and replicas compared before, replicas refreshed and experts moved
-  after each;
-- gradients of experts, which are averaged in the backward over the ranks that have them;
-- `require_forward_param_sync` of `DistributedDataParallel` in `join`: ranks with other numbers of forwards.
-
-By `prepared_optimizer.py`: an optimizer's state dict, which says whose rows it has.
-
-By `transformers/expert_trainer.py`: `prepare` of a Trainer's `Accelerator`, which spreads the experts, its model's
-`generate`, and `_save` of the Trainer while a rank gives its experts to the one that writes.
-
-What makes a model one whose experts are on several ranks is not undone, because their rows are there: the `forward` of
-its experts modules (`spread.py`, `adapted_experts.py`, `peft/adapter_rows.py`), hooks of its modules (`route_hooks.py`,
-`toolkit.experts.routing.model_inputs`), and what DDP and FSDP2 have made of the rest (`toolkit.experts.parallel`). One
-hook for all optimizers of a process stays, too: it refuses steps of experts that nobody averages
-(`prepared_optimizer.py`).
+A sharded model stays sharded: the forward and hooks of its modules, and what DDP and FSDP2 made of the rest, are not
+undone. One step hook for all optimizers of a process stays, which raises for steps that nothing averages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
-
-
-class Removable(Protocol):
-    """A hook that was registered, as torch's `RemovableHandle`."""
-
-    def remove(self) -> None: ...
+from typing import Any
 
 
 class Patches(ExitStack):
-    """What takes back replaced attributes and hooks, the last one first, when it is closed."""
+    """LIFO undo stack for replaced attributes, undone by `close`."""
 
     def replace(self, target: Any, name: str, value: Any) -> Any:
-        """Set the attribute `name` of `target` to `value`; returns what it was."""
+        """Set the attribute `name` of `target` to `value`, and return what it was."""
         original = getattr(target, name)
         take_back: Callable[..., None] = setattr if name in vars(target) else _uncover
         self.callback(take_back, target, name, original)
         setattr(target, name, value)
         return original
 
-    def keep(self, *hooks: Removable) -> None:
-        """Have hooks that were registered removed."""
-        for hook in hooks:
-            self.callback(hook.remove)
-
 
 def _uncover(target: Any, name: str, _original: Any) -> None:
-    """Takes an attribute from `target` that its class has."""
+    """Delete an attribute of `target` that its class has."""
     delattr(target, name)

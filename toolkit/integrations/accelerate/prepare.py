@@ -1,4 +1,4 @@
-"""`accelerator.prepare` for a model with owned parameters."""
+"""`accelerator.prepare` for a model with expert-parallel parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.dense import (
     end_after_gloo_threads,
     keep_group_longer_than,
     leave_out_of_ddp,
-    refuse_meta,
 )
 from toolkit.experts.parallel.fsdp import fully_shard_dense
 from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows, refuse_strangers
@@ -25,7 +25,7 @@ from toolkit.integrations.accelerate.compat import mark_as_prepared
 
 
 def ddp_options(config: DDPOptions) -> DistributedDataParallelKwargs:
-    """Returns what an Accelerator takes among its `kwargs_handlers`."""
+    """Return `config` as one of the `kwargs_handlers` of an Accelerator."""
     return DistributedDataParallelKwargs(
         **config.model_dump() | {"comm_hook": DDPCommunicationHookType(config.comm_hook)}
     )
@@ -40,23 +40,31 @@ def prepare(
     dense: Dense = "ddp",
     fsdp_size: int | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare`, with owned parameters kept out of DDP's broadcast and averaging, and `constant_buffers`
-    out of its broadcast.
+    """Prepare a model whose experts are sharded, without DDP's broadcast and averaging of them.
 
-    `dense="fsdp2"` shards all other parameters over the ranks, or with `fsdp_size` over each set of so many neighbours.
-    `more_optimizers` have further parameters of `model`, and are given the sharded ones; preparing them is left to you.
-    Raises UserError for parameters on the meta device, for fp16 with owned parameters, for an optimizer whose
-    statistics span their rows, and for FSDP2 with experts that every rank replicates.
-    Raises ValueError for an owned parameter that sits on the root module, see `leave_out_of_ddp`.
+    Args:
+        accelerator: Prepares `model` and `optimizer`.
+        model: Buffers that modules list as `constant_buffers` are not broadcast either.
+        optimizer: The optimizer of the experts.
+        more_optimizers: Have further parameters of `model`, and get their FSDP2 shards. Prepare them yourself.
+        dense: "ddp" replicates non-expert parameters, "fsdp2" shards them.
+        fsdp_size: Neighbouring ranks over which FSDP2 shards. Default: all.
+
+    Returns:
+        The prepared model and optimizer.
+
+    Raises:
+        UserError: fp16 with sharded parameters, an optimizer whose statistics span the rows of experts or with
+            parameters outside the model, or FSDP2 with experts that every rank has.
+        ValueError: A sharded expert parameter is on the root module, see `leave_out_of_ddp`.
     """
-    refuse_meta(model)
     leave_out_of_ddp(model)
     experts = owned(model.parameters())
     is_parallel = accelerator.num_processes > 1
     if accelerator.mixed_precision == "fp16" and (experts or (dense == "fsdp2" and is_parallel)):
         raise UserError(
-            "mixed_precision='fp16' cannot be used where ranks own experts or shards, because each would judge "
-            "overflow by its own: use mixed_precision='bf16', or ep_size=1 and dense='ddp' (data_parallel)."
+            "mixed_precision: 'fp16' looks for overflow on each rank only, and ranks have different parameters. "
+            "Use 'bf16', or ep_size=1 and dense='ddp' (data_parallel)."
         )
     refuse_strangers(model, optimizer)
     refuse_coupled_rows(optimizer)
@@ -67,9 +75,13 @@ def prepare(
     if dense == "fsdp2" and is_parallel:
         if not experts and any(ownership_of(p) for p in model.parameters()):
             raise UserError(
-                "dense_parallel='fsdp2' leaves experts with their owners, and with ep_size=1 every process has all: "
-                "use a larger ep_size, or DDP."
+                "ep_size: 1 leaves all experts on every rank, which dense='fsdp2' (dense_parallel) does not shard. "
+                "Use a larger ep_size, or DDP."
             )
+        on_host = {stack.parameters[name] for stack in expert_stacks(model).values() for name in stack.computed_on}
+        for parameter in experts:  # FSDP2 moves what it shards
+            if parameter not in on_host and accelerator.device.type != "cpu":
+                parameter.data = parameter.data.to(accelerator.device)
         fully_shard_dense(
             model,
             [optimizer, *more_optimizers],
@@ -81,7 +93,7 @@ def prepare(
         )
         mark_as_prepared(model)  # or Accelerate would wrap it in DDP, and move it
     elif is_parallel and experts and all(is_owned(p) for p in model.parameters() if p.requires_grad):
-        # DDP refuses a model of which it would average nothing, and nothing else of it is needed.
+        # DDP raises for a model without parameters to average, and nothing else of it is needed.
         model = accelerator.prepare_model(model, device_placement=moves, evaluation_mode=True)
         return model, accelerator.prepare(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer, device_placement=[moves, moves])

@@ -19,11 +19,11 @@ from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import rows_of
-from toolkit.experts.parallel.ownership import RowsInFiles, ownership_of, stacked
+from toolkit.experts.layer.stack import RowsInFiles, rows_of, stacked
+from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.experts_modules import LowRank
 from toolkit.experts.sharding.libraries import Library, library_that_multiplies
-from toolkit.integrations.peft.adapter_record import describe_adapters, write_records
+from toolkit.integrations.peft.verify import describe_adapters, write_records
 
 IN_FILES: dict[str, RowsInFiles] = {"lora_A": "joined", "lora_B": "columns"}
 """How PEFT saves A, of rank R and for I inputs, as (E * R, I), and B, for O outputs, as (O, R * E)."""
@@ -35,11 +35,10 @@ class PeftLibrary(Library):
     def stack_adapters(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Turn PEFT's adapters of the experts modules `layers` of `model` into rows, one for each expert, in place.
 
-        Adapters of anything else stay as they are.
+        Other adapters stay as they are.
 
         Raises:
-            UserError: Experts do not say how they use their matrices, or an adapter is of what is no matrix. Nothing
-                was changed then.
+            UserError: An adapter is not of a matrix that the experts are known to multiply by. Nothing was changed.
         """
         found = _wrappers_of(model, layers)
         for name, wrapper in found.items():
@@ -70,17 +69,12 @@ class PeftLibrary(Library):
 
 def _refuse(name: str, wrapper: Any) -> None:
     experts, parameter = wrapper.get_base_layer(), wrapper.parameter_name
-    kind = f"adapters of {parameter!r} of the experts at {name!r} ({type(experts).__name__})"
     library = library_that_multiplies(experts)
-    if library is None:
+    known = () if library is None else library.projections(experts)
+    if parameter not in known:
         raise UserError(
-            f"{kind} are not supported, because these experts do not say where they multiply by it: "
-            "use a mixture with one of transformers' experts implementations."
-        )
-    if parameter not in (known := library.projections(experts)):
-        raise UserError(
-            f"{kind} are not supported, because a low-rank product of it would mix experts: "
-            f"use target_parameters {' or '.join(known)}."
+            f"target_parameters: adapters of {parameter!r} of the experts at {name!r} ({type(experts).__name__}) are "
+            f"not supported. Adapt {' or '.join(known) or 'attention, because how they multiply is not known'}."
         )
 
 
@@ -137,7 +131,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
         return (delta_SOI.transpose(1, 2) if self.get_base_layer().is_transposed else delta_SOI).to(self.get_param())
 
     def update_layer(self, adapter_name: str, *_: Any, **__: Any) -> None:
-        raise UserError(f"adapter {adapter_name!r} was added to experts that are prepared: add it before prepare.")
+        raise UserError(f"adapter {adapter_name!r}: added after the experts were sharded. Add it before prepare.")
 
 
 def _wrappers_of(model: nn.Module, experts: Iterable[nn.Module]) -> dict[str, lora.ParamWrapper]:

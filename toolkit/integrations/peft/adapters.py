@@ -1,4 +1,4 @@
-"""Adapters added to a model of transformers: which there are, and which matrices they are of, found by structure."""
+"""LoRA adapters of a transformers model: target matrices are found by structure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveFloat
 from torch import nn
 
-from toolkit.errors import UserError, require
+from toolkit.errors import require
 from toolkit.experts.options import Options
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.experts.sharding.experts_modules import experts_modules, routers
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AdapterOptions(Options):
-    """Adapters, and what is trained in full; names and descriptions are those of the recipe's flags."""
+    """Options of adapters; names and descriptions are those of the recipe's flags."""
 
     lora_rank: NonNegativeInt = 8
     """Rank of the adapters (LoRA); 0 adds none and trains the model's own weights."""
@@ -39,9 +39,6 @@ class AdapterOptions(Options):
 
     def check_together(self) -> None:
         super().check_together()
-        any_of = self.lora_rank == 0 or self.lora_experts or self.lora_attention
-        remedy = "adapters of neither experts nor attention: leave lora_experts=False or lora_attention=False out"
-        require(any_of, "lora_rank", self.lora_rank, remedy)
         remedy = "there are no adapters with lora_rank=0, and model/ has the weights: leave it out"
         require(not self.merge or self.lora_rank > 0, "merge", self.merge, remedy)
 
@@ -55,38 +52,44 @@ class AdapterOptions(Options):
 
 
 def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int = 0) -> nn.Module:
-    """Return `model` as it is to be trained. Call it before experts are spread and routers watched.
+    """Add LoRA adapters to stacked expert matrices and attention's linear layers, and freeze the rest.
 
-    Adapters of experts are of their stacked matrices, those of attention of its linear layers. A router that is trained
-    is saved with the adapters.
+    Call it before experts are sharded and routers watched. A trained router is saved with the adapters.
 
     Args:
-        model: What is adapted, in place.
-        options: Which adapters there are; with `lora_rank` 0 there are none, and `model` itself is trained.
-        seed: What the initial values of adapters depend on, alone.
+        model: Adapted in place.
+        options: Which adapters to add; with `lora_rank` 0 none, and `model` itself is trained.
+        seed: Seed of the adapters' initial values.
 
     Returns:
-        A model of PEFT with low-rank adapters and everything else frozen; or `model`, with rank 0.
+        A PEFT model; or `model`, with rank 0.
 
     Raises:
-        UserError: PEFT is missing, or the model has nothing of the kind.
+        UserError: The model has no attention or no experts that the options would adapt.
+
+    Example:
+        >>> model = add_adapters(causal_lm(folder), AdapterOptions(lora_rank=16, lora_attention=False))
     """
     if options.lora_rank == 0:
         if options.freeze_router:
             parameter_groups(model, freeze="router")
         return model
-    try:
-        from peft import LoraConfig, TaskType, get_peft_model
-    except ImportError:
-        raise UserError(
-            f"lora_rank={options.lora_rank} needs PEFT, which is missing: pip install 'moe-toolkit[adapters]', or "
-            "train all weights with lora_rank=0."
-        ) from None
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    attention = _attention_layers(model) if options.lora_attention else []
+    experts = _expert_matrices(model) if options.lora_experts else []
+    for name, is_asked, found in (
+        ("lora_attention", options.lora_attention, attention),
+        ("lora_experts", options.lora_experts, experts),
+    ):
+        require(
+            not is_asked or bool(found), name, True, f"{type(model).__name__} has nothing to adapt there: take False"
+        )
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,  # type: ignore[arg-type]
-        target_modules=_attention_layers(model) if options.lora_attention else [],
-        target_parameters=_expert_matrices(model) if options.lora_experts else None,
+        target_modules=attention,
+        target_parameters=experts or None,
         modules_to_save=None if options.freeze_router else _router_modules(model),
         task_type=TaskType.CAUSAL_LM,
     )
@@ -98,34 +101,25 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int =
 
 def _attention_layers(model: nn.Module) -> list[str]:
     """Return the names, from the attention's own on, of the linear layers of attention."""
-    found = {
-        f"{_in_layer(name)}.{child}": None
+    found = [
+        f"{_in_layer(name)}.{child}"
         for name, module in model.named_modules()
         if type(module).__name__.endswith("Attention")
         for child, layer in module.named_modules()
         if isinstance(layer, nn.Linear)
-    }
-    if not found:
-        raise UserError(
-            f"lora_attention=True: model {type(model).__name__} has no attention with linear layers: leave it out."
-        )
-    return list(found)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _expert_matrices(model: nn.Module) -> list[str]:
     """Return the names, from the layer on, of the stacked matrices of experts."""
-    found = {
-        f"{_in_layer(name)}.{matrix}": None
+    found = [
+        f"{_in_layer(name)}.{matrix}"
         for name, module in experts_modules(model).items()
         if (library := library_that_multiplies(module)) is not None
         for matrix in library.projections(module)
-    }
-    if not found:
-        raise UserError(
-            f"lora_experts=True: model {type(model).__name__} has no stacked experts that adapters are known for: "
-            "take lora_experts=False."
-        )
-    return list(found)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _router_modules(model: nn.Module) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.experts.parallel.ownership import device_of
 from toolkit.experts.state.state_dict import Gatherer
 from toolkit.integrations.transformers.pretrained_files import by_layer, write_pretrained
 
@@ -68,11 +67,12 @@ def _plain_name(base: nn.Module, name: str) -> str | None:
 @contextmanager
 def _merged(layer: nn.Module, wrappers: list[Any]) -> Iterator[None]:
     """Have PEFT add the active adapters to what `layer` holds, for a while, and without rounding it."""
+    stack = vars(layer).get("expert_stack")
     before = [(parameter, parameter.data) for parameter in layer.parameters(recurse=False)]
     merged = [list(wrapper.merged_adapters) for wrapper in wrappers]
     try:
         for parameter, data in before:
-            parameter.data = data.to(device_of(parameter), copy=True)
+            parameter.data = data.to(data.device if stack is None else stack.device, copy=True)
         for wrapper in wrappers:
             if not wrapper.merged:
                 wrapper.merge()

@@ -1,27 +1,117 @@
-"""Whether a folder of PEFT's adapters holds what was trained, as far as files, stock PEFT and the base can tell."""
+"""Check a folder of PEFT adapters: its configuration, unmodified PEFT, and what the ranks held when it was saved.
+
+`save_pretrained` writes the latter next to the adapters, to `adapter_record.json`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.integrations.peft import adapter_record
+from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.parallel.collectives import gather_objects, is_main
+from toolkit.experts.parallel.ownership import ownership_of
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, CONFIG, RECORD = "adapter_model.safetensors", "adapter_config.json", "adapter_record.json"
 OLDEST_LAYOUT = (0, 19, 1)
 """Before, PEFT had the inputs and outputs of most stacked parameters swapped."""
 SAME = 1e-3
 """Relative difference of logits or norms in float32 that is taken for rounding."""
+
+
+# --- when adapters are saved ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
+    """Returns of each adapter: norms of experts' rows where they are owned, scalings, what differs between ranks, and
+    what was trained of the base, of which a warning says that no adapter's files have it.
+
+    Parameters have the names that they have once the adapter is loaded as `default`. A collective.
+    """
+    from peft.tuners.lora.layer import LoraLayer
+
+    found: dict[str, dict[str, Any]] = {}
+    num_experts = {
+        id(parameter): stack.num_experts
+        for stack in expert_stacks(model).values()
+        for parameter in stack.parameters.values()
+    }
+    trained = _trained_of_base(model)
+    if trained and is_main():
+        warnings.warn(
+            f"{len(trained)} parameter(s) of the base are trained, such as {trained[0]}, and are not saved with the "
+            "adapters: write the whole model with save_merged of toolkit.integrations.peft.merged_weights.",
+            stacklevel=2,
+        )
+    for adapter in model.peft_config:
+        norms, checks = {}, {}
+        for name, parameter in model.named_parameters():
+            plain = name.replace(f".{adapter}.", ".default.")
+            if "lora_" not in name or f".{adapter}." not in name:
+                continue
+            if id(parameter) in num_experts:
+                norms[plain] = _norms(parameter, num_experts[id(parameter)]).tolist()
+            elif not isinstance(parameter, DTensor):
+                checks[plain] = zlib.crc32(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+        found[adapter] = {
+            "norms": norms,
+            "scaling": {name: layer.scaling[adapter] for name, layer in layers if adapter in layer.scaling},
+            "differ": _differing(checks),
+            "trained_of_base": trained,
+        }
+    return found
+
+
+def _trained_of_base(model: Any) -> list[str]:
+    """The names of parameters that are trained and that PEFT's files do not have."""
+    saved = ["lora_", ".modules_to_save.", ".trainable_tokens_"]
+    if any(config.bias != "none" for config in model.peft_config.values()):
+        saved.append(".bias")
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [name for name in names if not any(part in name for part in saved)]
+
+
+def _differing(checks: dict[str, int]) -> list[str]:
+    """The names of which ranks have different values. A collective."""
+    everyones = gather_objects(checks)
+    return sorted(name for name, value in checks.items() if any(rank[name] != value for rank in everyones))
+
+
+def _norms(parameter: Tensor, num_experts: int) -> Tensor:
+    """(E): of each expert's rows, from the rank that owns them."""
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    norms_E = parameter.new_zeros(num_experts)
+    for row, expert in enumerate(ownership.row_ids):
+        if ownership.owns[row]:
+            norms_E[expert] = parameter[row].norm()
+    if ownership.groups.ep_group is not None:
+        dist.all_reduce(norms_E, group=ownership.groups.ep_group)
+    return norms_E.double()
+
+
+def write_records(records: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Write `records` beside each adapter, where PEFT saves it: `default` in `folder`, others below it."""
+    for adapter, record in records.items():
+        place = folder if adapter == "default" else folder / adapter
+        (place / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+# --- when they are verified -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -67,26 +157,13 @@ def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = 
         load: Loads base and merged, in float32: `toolkit.integrations.transformers.causal_lm`.
 
     Raises:
-        UserError: There is nothing to compare, or PEFT is missing.
+        UserError: The base model is not known.
     """
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "to verify adapters needs PEFT, which is missing: pip install 'moe-toolkit[adapters]'."
-        ) from None
     found = Verification()
-    try:
-        settings: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder / CONFIG} cannot be read ({error}): give a folder that save_pretrained wrote."
-        ) from None
+    settings: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     base = base or settings.get("base_model_name_or_path")
     if not base:
-        raise UserError(
-            f"base={base}: {folder / CONFIG} names none either: give the folder or Hub name of the base model."
-        )
+        raise UserError(f"--base: {folder / CONFIG} names no base model. Give its folder or Hub name.")
     _check_version(settings, found)
     model = _load(folder, base, load, found)
     if model is None:
@@ -117,12 +194,6 @@ def _load(folder: Path, base: str, load: Load, found: Verification) -> Any:
     """Return the base with the adapters, loaded by stock PEFT; None where they do not fit."""
     from peft import PeftConfig, get_peft_model
 
-    try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            number = len(list(file.keys()))
-    except (SafetensorError, OSError) as error:
-        found.faults.append(f"{WEIGHTS} cannot be read ({error})")
-        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT warns of is asked for below
         try:
@@ -138,7 +209,7 @@ def _load(folder: Path, base: str, load: Load, found: Verification) -> Any:
             found.faults.append(f"{WEIGHTS} {kind} {len(names)} tensor(s), such as {sorted(names)[0]}")
     if found.faults and loaded.missing_keys:
         return None
-    found.lines.append(f"{number} tensors, loaded by stock PEFT into {type(model.get_base_model()).__name__}")
+    found.lines.append(f"loaded by unmodified PEFT into {type(model.get_base_model()).__name__}")
     return model.eval()
 
 
@@ -181,11 +252,9 @@ def _check_rows(adapter: ExpertAdapter, found: Verification) -> None:
 def _check_record(folder: Path, model: Any, found: Verification) -> None:
     """Compare with what the ranks held, which `save_pretrained` of this toolkit writes beside the adapters."""
     try:
-        known = json.loads((folder / adapter_record.NAME).read_text(encoding="utf-8"))
+        known = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found.lines.append(
-            f"no {adapter_record.NAME}: it was not saved by this toolkit, so order and scaling are not compared"
-        )
+        found.lines.append(f"no {RECORD}: it was not saved by this toolkit, so order and scaling are not compared")
         return
     for name, scaling in known["scaling"].items():
         now = model.get_submodule(name).scaling["default"]

@@ -1,11 +1,10 @@
-"""transformers as a host: its mixtures of experts, built, watched, placed and saved. Needs transformers to be called,
-not to be imported."""
+"""Integration with transformers: MoE models loaded, watched, placed and saved."""
 
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.sharding.experts_modules import experts_modules, routers
-from toolkit.integrations.transformers.experts_in_files import experts_in_files
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import causal_lm, recompute_blocks
+from toolkit.integrations.transformers.lazy_loading import experts_in_files
 from toolkit.integrations.transformers.pretrained_files import save_pretrained
 from toolkit.integrations.transformers.router_watch import RouterWatch, watch_routers
 from toolkit.integrations.transformers.upcycle import upcycle

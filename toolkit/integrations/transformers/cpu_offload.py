@@ -155,11 +155,11 @@ def stay_on_host(modules: Iterable[nn.Module]) -> None:
     for number, module in enumerate(staying):
         module.on_host = layers, number  # type: ignore[assignment]
         for name, device in vars(module)["names_on_host"].items():
-            module.expert_stack.compute_on(name, device)  # type: ignore[union-attr, operator]
+            vars(module)["expert_stack"].computed_on[name] = device
         move_by(module, _note_device, list(_kept(module)))
 
 
 def _note_device(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     for name, parameter in _kept(module).items():
         device = change(parameter.new_empty(0)).device
-        module.expert_stack.compute_on(name, device)  # type: ignore[union-attr, operator]
+        vars(module)["expert_stack"].computed_on[name] = device

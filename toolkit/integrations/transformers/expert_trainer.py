@@ -1,18 +1,20 @@
-"""transformers' Trainer, and trainers derived from it, with experts spread over ranks by `ExpertParallel`.
+"""transformers' Trainer, and trainers derived from it, with expert parallelism by `ExpertParallel`.
 
     trainer = expert_trainer(SFTTrainer, ep_size=4, replan=ReplanOptions(planner="swap", every=200))(
         model, args=arguments, train_dataset=data, peft_config=adapters
     )
 
-A callback is given neither its trainer nor its accelerator, and Trainer saves on rank 0 alone, so this is a subclass.
-It overrides documented methods of Trainer only.
+A callback gets neither its trainer nor the accelerator, and Trainer saves on rank 0 only, so this is a subclass. It
+overrides documented methods of Trainer only.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +23,24 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.routing_log import Cursor, take_loads
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.routing.metrics import usage_metrics
 from toolkit.experts.routing.routes import Routes
 from toolkit.experts.sharding.router_replay import record_routes
 from toolkit.experts.sharding.router_replay import replay_routes as replaying_routes
 from toolkit.experts.sharding.shard import PlacementOf
+from toolkit.experts.state import checkpoint_files
+from toolkit.experts.state.random_states import random_states, restore_random_states
 from toolkit.integrations.accelerate.compat import undo_prepare_for_evaluation
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.accelerate.patches import Patches
 from toolkit.integrations.transformers.router_watch import watch_routers
-from toolkit.integrations.transformers.training_state import ExpertTrainingState
+
+FOLDER = "toolkit"
+"""Folder within each checkpoint of the Trainer."""
 
 
 def expert_trainer(
@@ -45,51 +54,49 @@ def expert_trainer(
     z_weight: float = 0.0,
     replay_routes: bool = False,
 ) -> type:
-    """Returns a subclass of `trainer` that spreads the model's experts, and is called as `trainer` is.
+    """Return a subclass of `trainer` that shards the model's experts, and is called as `trainer` is.
 
-    Experts are spread when `train` begins, with any adapters that were added before, and stay spread. The load of
-    experts is among the training logs, in five numbers over all layers and ranks. Text is generated within
-    `ExpertParallel.join`, so that it may have unequal lengths on the ranks. Call `save_model` on every rank. The other
-    parameters are replicated. The instance of `ExpertParallel` is the trainer's `experts`, a new one for each model
-    that `model_init` makes.
+    Experts are sharded when `train` begins, with the adapters that the model has by then, and stay sharded. Non-expert
+    parameters are replicated. Training logs have the expert load in five numbers over all layers and ranks. Generation
+    runs inside `ExpertParallel.join`, so texts may differ in length between ranks. Call `save_model` on every rank. The
+    trainer's `experts` is its `ExpertParallel`, a new one for each model that `model_init` makes.
 
     Args:
-        trainer: transformers' Trainer, or a class that is derived from it.
-        ep_size: As of `ExpertParallel`, as are `replan`, `spare_slots` and `placement`.
-        replan: When experts are moved, and by which planner.
+        trainer: transformers' Trainer, or a class derived from it.
+        ep_size: Expert-parallel group size, as in `ExpertParallel`.
+        replan: When and by which planner experts are rebalanced.
         spare_slots: Empty slots on each rank, for replicas.
-        placement: Where experts are at first.
-        balance_weight: Of the balance loss that a `RouterPenalty` adds.
-        z_weight: Of its z-loss.
-        replay_routes: Has generated text learnt from with the experts that generated it: see `RolloutRoutes`, the
-            trainer's `routes`.
+        placement: Initial placement.
+        balance_weight: Weight of the load-balancing loss of a `RouterPenalty`.
+        z_weight: Weight of its router z-loss.
+        replay_routes: Train on generated text with the experts that generated it: see `RolloutRoutes`, the trainer's
+            `routes`.
 
     Raises:
-        UserError: When the trainer is made, for what would train, save or generate with a part of the experts.
+        UserError: For settings that would train, save or generate with the experts of one rank only.
     """
     from transformers import TrainerCallback
 
     base: Any = trainer
 
-    class State(ExpertTrainingState, TrainerCallback): ...
+    class State(TrainingState, TrainerCallback): ...
 
     class ExpertTrainer(base):
         experts: ExpertParallel
         penalty: RouterPenalty | None = None
         routes: RolloutRoutes | None = None
-        _spread_model: Any = None
+        _sharded_model: Any = None
         _prepared: Any = None
-        _is_spreading = False
-        _saving: State | None = None
+        _is_preparing = False
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._saving = State(self.experts)
-            self.add_callback(self._saving)
+            self._state = State(self)
+            self.add_callback(self._state)
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
-            _refuse(self)
+            _refuse(self.args)
             self._make_experts()
 
         def _make_experts(self) -> None:
@@ -99,48 +106,43 @@ def expert_trainer(
             of_accelerate = self.accelerator.prepare
 
             def prepare(*given: Any, **how: Any) -> Any:
-                """Returns what Trainer calls with its model and optimizer when training begins, or, where the model was
-                wrapped in a former training, with the optimizer alone."""
-                if self._is_spreading:
+                """Shard the model when Trainer prepares it with its optimizer, or return what was prepared before."""
+                if self._is_preparing:
                     return of_accelerate(*given, **how)
-                if len(given) == 2 and given[0] is self.model is not self._spread_model:
-                    self._prepared = self._spread(*given)
+                if len(given) == 2 and given[0] is self.model is not self._sharded_model:
+                    self._prepared = self._shard(*given)
                     return self._prepared
                 if self._prepared is not None and given[-1] is self.optimizer:
-                    if self.model is not self._spread_model or self.optimizer is not self._prepared[1]:
+                    if self.model is not self._sharded_model or self.optimizer is not self._prepared[1]:
                         raise UserError(
-                            "trainer.model or trainer.optimizer was replaced after its experts were spread: keep both "
-                            "and change `lr` and `initial_lr` of the optimizer's param_groups, or make a new trainer."
+                            "trainer.model, trainer.optimizer: replaced after the experts were sharded. Keep both and "
+                            "change `lr` and `initial_lr` of the optimizer's param_groups, or make a new trainer."
                         )
                     return self._prepared if len(given) == 2 else self._prepared[1]
                 return of_accelerate(*given, **how)
 
             self.experts.patches.replace(self.accelerator, "prepare", prepare)
-            if self._saving is not None:
-                self._saving.follow(self.experts)
 
-        def _spread(self, model: Any, optimizer: Any) -> Any:
-            _refuse_model(model, replay_routes=replay_routes)
-            self._spread_model = self._prepared = None  # lest two models take memory at once
+        def _shard(self, model: Any, optimizer: Any) -> Any:
+            self._sharded_model = self._prepared = None  # lest two models take memory at once
             if self.experts.stacks:  # of a former model: model_init makes one for each training
                 self.experts.close()
                 self._make_experts()
             if balance_weight or z_weight:
                 self.penalty = RouterPenalty(watch_routers(model), balance_weight=balance_weight, z_weight=z_weight)
             undo_prepare_for_evaluation(model)  # `evaluate` before `train`, after which it would not be put under DDP
-            self._is_spreading = True
+            self._is_preparing = True
             try:
                 prepared = self.experts.prepare(model, optimizer)
             finally:
-                self._is_spreading = False
-            self._spread_model = model
-            replace = self.experts.patches.replace
-            if hasattr(model, "generate"):
+                self._is_preparing = False
+            self._sharded_model = model
+            if replay_routes or hasattr(model, "generate"):
                 generate = model.generate
                 if replay_routes:
                     self.routes = RolloutRoutes(model)
                     generate = partial(self.routes.generate, generate)
-                replace(model, "generate", partial(_generate_together, self.experts, generate))
+                self.experts.patches.replace(model, "generate", partial(_generate_together, self.experts, generate))
             return prepared
 
         def compute_loss(
@@ -153,18 +155,11 @@ def expert_trainer(
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if self.penalty is None or not model.training:
                 return loss
-            penalty = self._penalty(self.penalty, num_items_in_batch)
+            penalty = self._scaled(self.penalty(), num_items_in_batch)
             return (loss[0] + penalty, loss[1]) if return_outputs else loss + penalty
 
-        def _penalty(self, penalty: RouterPenalty, num_items_in_batch: Any) -> Tensor:
-            """Returns the penalty, scaled as Trainer's losses are: averaged over ranks, summed over micro-batches."""
-            share = penalty()
-            assert share is not None
-            if not share.requires_grad:
-                raise UserError(
-                    "balance_weight and z_weight have no effect, because routers get no gradient in this loss: "
-                    "leave them out."
-                )
+        def _scaled(self, share: Any, num_items_in_batch: Any) -> Any:
+            """Scale this rank's share as Trainer's losses are: averaged over ranks, summed over micro-batches."""
             is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
             if is_scaled is None:
                 counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -173,15 +168,15 @@ def expert_trainer(
             return share / self.current_gradient_accumulation_steps if is_scaled else share
 
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            if "loss" in logs and self._saving is not None:
-                logs |= self._saving.load_metrics()
+            if "loss" in logs:
+                logs |= self._state.load_metrics()
             super().log(logs, start_time)
 
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
             with Patches() as meanwhile:
-                if self.model is self._spread_model and not self.args.should_save:
+                if self.model is self._sharded_model and not self.args.should_save:
                     self.model.save_pretrained(output_dir or self.args.output_dir)  # Trainer does on the others
-                    # Trainer's returns at once on these ranks; those of derived trainers, as Axolotl's, may save again.
+                    # Trainer's returns at once on these ranks; derived trainers, such as Axolotl's, may save again.
                     meanwhile.replace(self, "_save", lambda *_, **__: None)
                 super().save_model(output_dir, _internal_call)
 
@@ -194,75 +189,131 @@ def _generate_together(experts: ExpertParallel, generate: Callable[..., Any], *a
         return generate(*args, **kwargs)
 
 
-def _refuse_model(model: Any, *, replay_routes: bool) -> None:
-    """Raise UserError for a model that could not be saved, or whose routes are to be replayed and that has none."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
-        raise UserError(
-            f"model={type(model).__name__}: Trainer would save its state dict, with the experts of one rank: give a "
-            "PreTrainedModel or a PeftModel, or prepare it with ExpertParallel in a loop of your own."
-        )
-    if replay_routes and not hasattr(model, "generate"):
-        raise UserError(f"replay_routes=True: {type(model).__name__} generates no text to learn from: leave it out.")
-
-
-def _refuse(trainer: Any) -> None:
-    """Raise UserError for settings of `trainer` under which ranks would have a part of the experts, unnoticed."""
-    args, accelerator = trainer.args, trainer.accelerator
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or accelerator.parallelism_config is not None:
-        raise UserError(
-            "fsdp, deepspeed, parallelism_config: expert_trainer shards the experts itself. Leave them out."
-        )
+def _refuse(args: Any) -> None:
+    """Raise UserError for training arguments that would silently use the experts of one rank."""
     if args.save_strategy != "no" and not args.save_only_model:
         raise UserError(
-            "save_only_model=False would save the optimizer of rank 0, which has a part of the experts: pass "
-            "save_only_model=True, with which checkpoints have all that resuming needs."
+            "save_only_model: False saves the optimizer of rank 0, with a part of the experts. Pass "
+            "save_only_model=True; checkpoints still have all that resuming needs."
         )
     for setting in ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model"):  # of TRL
         if getattr(args, setting, False):
+            raise UserError(f"{setting}: uses the weights of one rank as the whole model. Leave it out.")
+
+
+# --- checkpoints and logs ---------------------------------------------------------------------------------------------
+
+
+class TrainingState:
+    """Callback that adds to Trainer's checkpoints what resuming needs, and measures expert load between log steps.
+
+    Added are parameters, optimizer, scheduler, random states, placement and the cost check of rebalancing. Checkpoints
+    load with any world size. Raises UserError where the trainer did not prepare its model, and for a checkpoint outside
+    `output_dir` or without these.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._random: dict[str, Any] | None = None
+        """Random states of the checkpoint that training continues from, until they are restored."""
+        self._cursors: list[Cursor] = []
+
+    def load_metrics(self) -> dict[str, float]:
+        """Return `usage_metrics` over all ranks since the last call. A collective, one all-reduce."""
+        return usage_metrics([load_E.cpu().numpy() for load_E in take_loads(self._cursors)])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+        experts: ExpertParallel = self.trainer.experts
+        if experts.training is None:
             raise UserError(
-                f"{setting}=True takes the weights that one rank has for those of the whole model: leave it out."
+                "expert_trainer: Trainer did not prepare the model, as under torch.nn.DataParallel. Start one process "
+                "for each GPU with accelerate launch."
             )
+        experts.training.steps = state.global_step
+        self._cursors = [stack.log.cursor() for stack in expert_stacks(trainer["model"]).values()]
+        if state.global_step == 0:
+            return
+        scheduler, optimizer = trainer["lr_scheduler"], trainer["optimizer"]
+        saved = checkpoint_files.load(_checkpoint(args, state) / FOLDER, trainer["model"], optimizer)
+        if experts.replanner is not None and saved["replanner"] is not None:
+            experts.replanner.load_state_dict(saved["replanner"])
+        scheduler.load_state_dict(saved["scheduler"])
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        file = _random_file(args, state)
+        self._random = json.loads(file.read_text()) if file.exists() else None  # fewer ranks wrote it
+        self._mid_epoch = abs(state.epoch - round(state.epoch)) > 1e-6
+
+    # Random states are restored where Trainer restores its own: at the start of an epoch, or after the batches of
+    # a begun one were skipped, so that the data loader draws from them as it did.
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        if self._random is not None and not self._mid_epoch:
+            self.on_step_begin()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self._random is not None:
+            restore_random_states(self._random)
+            self._random = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+        replanner = self.trainer.experts.replanner
+        content = {
+            "replanner": None if replanner is None else replanner.state_dict(),
+            "scheduler": trainer["lr_scheduler"].state_dict(),
+        }
+        checkpoint_files.save(_checkpoint(args, state) / FOLDER, trainer["model"], trainer["optimizer"], content)
+        _random_file(args, state).write_text(json.dumps(random_states()))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            # Trainer leaves out experts that files have under other names than the model, as in most MoE models.
+            checkpoint_files.load(Path(state.best_model_checkpoint) / FOLDER, trainer["model"], trainer["optimizer"])
 
 
-# --- the experts that generated a text, used again when the model is trained on it ---------------------------------
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _random_file(args: Any, state: Any) -> Path:
+    return _checkpoint(args, state) / f"random_states-{args.process_index}.json"
+
+
+# --- router replay ----------------------------------------------------------------------------------------------------
 
 
 class RolloutRoutes:
-    """Records the routes of what `model` generates while it is in training mode, and replays them.
+    """Records the routes of text that `model` generates in training mode, and replays them.
 
-    Weights change between a rollout and the steps that learn from it, so a router would choose other experts for some
-    tokens, and the ratio of new and old probabilities would be that of two different networks.
+    Weights change between a rollout and the steps that train on it, so a router would choose other experts for some
+    tokens, and the ratio of new and old probabilities would compare two different networks.
 
-    Routes are replayed in every forward of `model` on these texts, whose tokens they are known by: those that learn,
-    and those that compute probabilities of a former policy. Only the last call of `generate` is kept. Raises UserError
-    in a forward with gradients on a text that it did not generate.
+    Routes are replayed in every forward pass of `model` on these texts, which are known by their tokens. Only the last
+    call of `generate` is kept. Raises UserError in a forward pass with gradients on other texts.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.known: dict[tuple[int, ...], NDArray[Any]] = {}
-        """(length, layers, K) by the tokens of prompt and completion, as `Routes.from_rollout` takes it."""
+        """Routes, shape (L, layers, K), by the tokens of prompt and completion, as `Routes.from_rollout` takes them."""
         self._generates = False
         self._replay = ExitStack()
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
     def generate(self, generate: Callable[..., Tensor], **inputs: Any) -> Tensor:
-        """`generate(**inputs)`, of `input_ids`, `attention_mask` and `generation_config`, recorded."""
+        """Call `generate(**inputs)`, with `input_ids`, `attention_mask` and `generation_config`, and record it."""
         if not self.model.training:
             return generate(**inputs)
         self._generates = True
         try:
             with record_routes(self.model) as routes:
-                sequences_BS = generate(**inputs | {"use_cache": True})  # so that each token is routed once
+                sequences_BL = generate(**inputs | {"use_cache": True})  # so that each token is routed once
         finally:
             self._generates = False
-        mask_BS = _mask(sequences_BS, inputs["attention_mask"], inputs["generation_config"].eos_token_id)
-        arrays = routes.to_rollout(mask_BS.cpu())
-        self.known = dict(zip(_texts(sequences_BS, mask_BS), arrays, strict=True))
-        return sequences_BS
+        mask_BL = _mask(sequences_BL, inputs["attention_mask"], inputs["generation_config"].eos_token_id)
+        arrays = routes.to_rollout(mask_BL.cpu())
+        self.known = dict(zip(_texts(sequences_BL, mask_BL), arrays, strict=True))
+        return sequences_BL
 
     def _begin(self, model: nn.Module, _: Any, inputs: dict[str, Any]) -> None:
         if self._generates or not self.known:
@@ -274,21 +325,21 @@ class RolloutRoutes:
             self._replay.enter_context(replaying_routes(model, routes))
         elif model.training and torch.is_grad_enabled():
             raise UserError(
-                f"replay_routes=True: {len(found) - len(arrays)} of {len(found)} sequences to learn from were not "
-                "generated by the last call of generate: leave it out for tools, other rollouts and masked completions."
+                f"replay_routes: {len(found) - len(arrays)} of {len(found)} training sequences are not from the last "
+                "call of generate. Leave it out for tools, other rollouts and masked completions."
             )
 
     def _end(self, *_: Any) -> None:
         self._replay.close()
 
 
-def _texts(ids_BS: Tensor, mask_BS: Tensor) -> list[tuple[int, ...]]:
-    """The tokens of each sequence, without padding."""
-    return [tuple(ids_S[mask_S.bool()].tolist()) for ids_S, mask_S in zip(ids_BS.cpu(), mask_BS.cpu(), strict=True)]
+def _texts(ids_BL: Tensor, mask_BL: Tensor) -> list[tuple[int, ...]]:
+    """Return the tokens of each sequence, without padding."""
+    return [tuple(ids_L[mask_L.bool()].tolist()) for ids_L, mask_L in zip(ids_BL.cpu(), mask_BL.cpu(), strict=True)]
 
 
-def _mask(sequences_BS: Tensor, prompt_mask_BP: Tensor, eos: int | list[int]) -> Tensor:
-    """int64 (B, S): 1 for the prompts' tokens, and for those of completions up to the first that ends one."""
-    completions = sequences_BS[:, prompt_mask_BP.shape[1] :]
+def _mask(sequences_BL: Tensor, prompt_mask: Tensor, eos: int | list[int]) -> Tensor:
+    """Return int64 (B, L): 1 for tokens of prompts, and of completions up to their first end-of-text token."""
+    completions = sequences_BL[:, prompt_mask.shape[1] :]
     is_end = torch.isin(completions, torch.tensor(eos, device=completions.device)).long()
-    return torch.cat([prompt_mask_BP, (is_end.cumsum(1) - is_end == 0).long()], dim=1)
+    return torch.cat([prompt_mask, (is_end.cumsum(1) - is_end == 0).long()], dim=1)

@@ -1,13 +1,13 @@
-"""An experts implementation for transformers that does not sort rows which a dispatcher has sorted already.
+"""An experts implementation for transformers that does not sort rows again after a dispatcher has.
 
 `experts_implementation="toolkit"` works for any experts module, sharded or not, in any floating type. Rows from a
-dispatcher are in order of slots and carry `rows_per_slot`, so they are multiplied as they are; others are sorted first.
-Gated SiLU experts without biases run as one autograd node.
+dispatcher are in order of slots and carry `rows_per_slot`; other rows are sorted first. Gated SiLU experts without
+biases run as one autograd node. Matrices of frozen experts may be packed (`quantization.py`) or in main memory
+(`cpu_offload.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,44 +17,24 @@ from torch import Tensor, nn
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 from toolkit.experts.sharding.experts_modules import LowRank, in_order_of_slots, slots_of_rows
-from toolkit.experts.sharding.libraries import Library
 from toolkit.integrations.transformers.compat import apply_gate, has_default_gate, register_experts_function
-from toolkit.integrations.transformers.cpu_offload import is_on_host, rows_on, stay_on_host
-from toolkit.integrations.transformers.four_bits import is_packed, unpacked
-from toolkit.integrations.transformers.lazy_rows import read_rows
-from toolkit.integrations.transformers.pretrained_files import save_whole_model
+from toolkit.integrations.transformers.cpu_offload import is_on_host, rows_on
+from toolkit.integrations.transformers.quantization import is_packed, unpacked
 
 NAME = "toolkit"
 
 
-class TransformersLibrary(Library):
-    """The experts of transformers' mixtures: `toolkit.integrations` registers it."""
-
-    def read_rows(self, experts: nn.Module, slots: Sequence[int]) -> dict[str, Tensor]:
-        return read_rows(experts, slots)
-
-    def after_sharding(self, layers: Iterable[nn.Module]) -> None:
-        stay_on_host(layers)
-
-    def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
-        save_whole_model(model, replace)
-
-    def projections(self, experts: nn.Module) -> tuple[str, ...]:
-        """Return the matrices of an experts module in order of use; none for modules that are not described."""
-        if not all(hasattr(experts, name) for name in ("is_concatenated", "is_transposed", "has_bias")):
-            return ()
-        return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
-
-    def forward_with_adapters(
-        self, experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
-        return experts_forward(experts, hidden_TD, ids_TK, weights_TK)
-
-
 def use_toolkit_kernel() -> str:
-    """Make `experts_implementation="toolkit"` known to transformers; returns that name."""
+    """Register `experts_implementation="toolkit"` with transformers, and return that name."""
     register_experts_function(NAME, experts_forward)
     return NAME
+
+
+def projections(experts: nn.Module) -> tuple[str, ...]:
+    """Return the matrices of an experts module in order of use; none for modules that are not described."""
+    if not all(hasattr(experts, name) for name in ("is_concatenated", "is_transposed", "has_bias")):
+        return ()
+    return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
 
 
 def experts_forward(
@@ -66,9 +46,9 @@ def experts_forward(
 
 def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
     dtype = rows_ND.dtype
-    first, last = TransformersLibrary().projections(experts)
+    first, last = projections(experts)
     low_rank: dict[str, list[LowRank]] = getattr(experts, "low_rank", {})
-    if not low_rank and not _is_brought(experts, first) and _is_plain(experts):
+    if not low_rank and not _is_fetched(experts, first) and _is_plain(experts):
         (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
         if accepts(rows_ND, up) and accepts(rows_ND, down):
             ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
@@ -93,7 +73,7 @@ def _project(
     experts: Any, name: str, x_ND: Tensor, rows_per_slot: Int[Tensor, " S"], low_rank: list[LowRank]
 ) -> Tensor:
     """(N, out): each row times its slot's matrix and what is added to it, and its bias."""
-    if _is_brought(experts, name):
+    if _is_fetched(experts, name):
         rows = experts.packed[name] if is_packed(experts, name) else getattr(experts, name)
         x_ND, like = cast_as_autocast_would(x_ND, x_ND.new_empty(0, dtype=rows.dtype))
         x_ND = x_ND.to(like.dtype)
@@ -109,14 +89,14 @@ def _project(
     return out
 
 
-def _is_brought(experts: nn.Module, name: str) -> bool:
-    """Whether the matrices of a frozen parameter are unpacked, or brought to the device, when they are used."""
+def _is_fetched(experts: nn.Module, name: str) -> bool:
+    """Whether a frozen parameter is unpacked, or copied to the device, when it is used."""
     return is_packed(experts, name) or is_on_host(experts, name)
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Rows times the matrices of frozen experts, which are brought to the device and unpacked for the forward, and
-    again for the backward."""
+    """Rows times the matrices of frozen experts, which are fetched and unpacked in the forward pass, and again in the
+    backward pass."""
 
     @staticmethod
     def forward(
@@ -129,7 +109,7 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradient of the rows alone."""
+        """The gradient of the rows only."""
         (rows_per_slot,) = ctx.saved_tensors
         matrices = _matrices(ctx.module, ctx.name, grads[0]).transpose(1, 2)
         return grouped_mm(grads[0].contiguous(), matrices, rows_per_slot), None, None, None

@@ -1,4 +1,4 @@
-"""Causal language models of transformers, by configuration or saved."""
+"""Causal language models of transformers, from a configuration or from files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError
 from toolkit.experts.layer.recompute import replay_contexts
 
 if TYPE_CHECKING:
@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 
 def read_config(folder: str) -> PreTrainedConfig:
-    """Return the configuration of the model in `folder`. Raises UserError where transformers does not know it."""
+    """Return the configuration of the model in `folder`."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise _not_built(folder, error) from error
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def causal_lm(
@@ -35,49 +32,37 @@ def causal_lm(
     """Return a causal language model of transformers.
 
     Args:
-        source: A configuration, for random weights from torch's generator, so seed it alike on all ranks. Or a folder,
-            or the name of a model in the Hub's cache, for its weights: nothing is downloaded here, but by
-            `toolkit.data.hub.model_folder`.
-        dtype: The type of its parameters.
-        vocab_size: How many ids the text has, which must not be more than the model knows; None compares nothing.
-        experts_implementation: eager, batched_mm or grouped_mm; None leaves the choice to transformers.
-        **options: What transformers takes besides.
+        source: A configuration, for random weights from torch's generator: seed it alike on all ranks. Or a folder, or
+            the name of a model in the Hub's cache. `toolkit.data.hub.model_folder` downloads.
+        dtype: Type of its parameters.
+        vocab_size: Size of the tokenizer's vocabulary, compared with the model's. None skips the check.
+        experts_implementation: eager, batched_mm, grouped_mm, or `use_toolkit_kernel()`. Default: transformers' choice.
+        **options: Further options of transformers.
 
     Raises:
-        UserError: `source` cannot be found or understood, or the text has more ids than the model.
+        UserError: The tokenizer has more ids than the model.
+
+    Example:
+        >>> model = causal_lm("Qwen/Qwen3-30B-A3B", dtype=torch.bfloat16)
     """
     from transformers import AutoModelForCausalLM, PreTrainedConfig
 
     options |= {"dtype": dtype}
     if experts_implementation is not None:
         options["experts_implementation"] = experts_implementation
-    given = isinstance(source, PreTrainedConfig)
-    name = f"a {type(source).__name__}" if given else str(source)
-    try:
-        if given:
-            return AutoModelForCausalLM.from_config(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(os.fspath(source), local_files_only=True, **options)
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise _not_built(name, error) from error
+    if isinstance(source, PreTrainedConfig):
+        return AutoModelForCausalLM.from_config(source, **options)
+    model = AutoModelForCausalLM.from_pretrained(os.fspath(source), local_files_only=True, **options)
     if vocab_size is not None and model.config.vocab_size < vocab_size:
         raise UserError(
-            f"model {source} knows {model.config.vocab_size} ids and the tokenizer has {vocab_size}: "
-            "use the tokenizer that it was trained with."
+            f"model: {source} has {model.config.vocab_size} ids and the tokenizer {vocab_size}. Use the tokenizer that "
+            "it was trained with."
         )
     return model
 
 
 def recompute_blocks(model: PreTrainedModel) -> None:
-    """Have each block of `model` compute again in the backward, in place of keeping what it computed."""
+    """Turn on activation checkpointing of each block of `model`, with the routing of the first forward pass."""
     # The latter is the name before transformers 5.24.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, "context_fn": replay_contexts})
-
-
-def _not_built(name: str, error: Exception) -> UserError:
-    return UserError(
-        f"model {name} cannot be built ({one_line(error)}): use a causal language model that transformers knows, "
-        "in a folder or in the Hub's cache."
-    )

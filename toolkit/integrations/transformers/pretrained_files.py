@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import only_names_are_read
+from toolkit.experts.layer.stack import expert_stacks, only_names_are_read
 from toolkit.experts.parallel.collectives import is_main, on_main
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.libraries import libraries
@@ -54,12 +54,12 @@ def _tensors(inner: Any) -> list[Tensors]:
     """Return what `save_pretrained` writes of a model that is not wrapped: experts by layer, after the rest."""
     gather = Gatherer(inner)
     saves_base = not hasattr(inner, "peft_config")
+    stacks = expert_stacks(inner).values()
+    adapters = {p for stack in stacks for key, p in stack.parameters.items() if stack.in_files(key) != "stacked"}
 
     def gather_all(values: Mapping[str, Tensor], state: dict[str, Tensor]) -> None:
         for name, value in values.items():
-            ownership = ownership_of(value)
-            is_adapter_of_experts = ownership is not None and ownership.in_files != "stacked"
-            if saves_base or "modules_to_save" in name or is_adapter_of_experts or isinstance(value, DTensor):
+            if saves_base or "modules_to_save" in name or value in adapters or isinstance(value, DTensor):
                 gather(state, name, value)
             else:  # PEFT leaves out the experts of the base, and takes what every rank has
                 state[name] = value.detach()

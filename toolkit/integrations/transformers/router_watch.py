@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.model_inputs import counted_tokens, model_adds_balance_loss, watch_inputs
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
 from toolkit.experts.layer.router import Routing
-from toolkit.experts.routing.model_inputs import counted_tokens, model_adds_balance_loss, watch_inputs
-from toolkit.experts.routing.routing_log import Choices
+from toolkit.experts.layer.routing_log import Choices
 from toolkit.experts.sharding.experts_modules import routers, rows_of_router
 
 

@@ -1,10 +1,9 @@
-"""A mixture of experts from a trained dense model, whose output it has at first (Komatsuzaki et al. 2022,
-arXiv 2212.05055).
+"""Upcycling: an MoE model made from a trained dense model (Komatsuzaki et al. 2022, arXiv 2212.05055).
 
-`shards=1` copies the dense feed-forward to every expert. `shards=G` splits its hidden width into G parts and assigns
-them to the experts in turn; router rows start equal within a set of G, so a token chooses whole sets ("virtual
-groups", He et al. 2024, arXiv 2410.07524). Either way the weights of a token's experts add up to 1, so the mixture's
-output is the dense one's: bit for bit or up to rounding.
+`shards=1` copies the dense feed-forward network to every expert. `shards=n` splits its hidden width into n parts and
+assigns them to the experts in turn; router rows start equal within a set of n experts, so a token chooses whole sets
+("virtual groups", He et al. 2024, arXiv 2410.07524). In both cases the weights of a token's experts add up to 1, so the
+output equals the dense model's up to rounding.
 """
 
 from __future__ import annotations
@@ -41,18 +40,28 @@ def upcycle(
     redraw: float = 0.0,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE; `top_k` counts experts of the finished mixture.
+    """Return an MoE model with the output of a dense one: Mixtral from Llama and Mistral, Qwen3-MoE from Qwen3.
 
-    `redraw`: the fraction of each expert's hidden units drawn anew with the mean and spread of the old ones, so that
-    experts differ (Drop-Upcycling, Nakamura et al. 2025, arXiv 2502.19261); the first loss is then another.
+    Args:
+        dense: The trained model.
+        num_experts: Experts per layer.
+        top_k: Experts per token.
+        shards: Parts of the dense hidden width, one for each expert in turn.
+        redraw: Fraction of each expert's hidden units drawn again with the same mean and spread, so that experts differ
+            (Drop-Upcycling, Nakamura et al. 2025, arXiv 2502.19261). The first loss differs then.
+        seed: Seed of router rows and redrawn units.
 
-    Raises UserError where the model is of another family, or the numbers do not fit.
+    Raises:
+        UserError: The model is of another family, has biases, or `shards` does not divide the numbers.
+
+    Example:
+        >>> sparse = upcycle(causal_lm("my-qwen3"), num_experts=64, top_k=8, shards=8)
     """
     hidden = int(dense.config.intermediate_size)
     if shards < 1 or hidden % shards or num_experts % shards or top_k % shards:
         raise UserError(
-            f"shards={shards} must divide the dense hidden width {hidden}, num_experts={num_experts} and "
-            f"top_k={top_k}: choose numbers that it divides."
+            f"shards: {shards} does not divide the hidden width {hidden}, num_experts={num_experts} and top_k={top_k}. "
+            "Choose numbers that it divides."
         )
     config = _mixture_config(dense.config, num_experts, top_k, hidden // shards)
     sparse = causal_lm(config, dtype=dense.dtype)
@@ -64,8 +73,8 @@ def upcycle(
     strange = [*unexpected, *biases, *(name for name in missing if ".mlp." not in name)]
     if strange:
         raise UserError(
-            f"model {type(dense).__name__} has parameters that {type(sparse).__name__} does not share, such as "
-            f"{strange[0]!r}: use a model of its plain kind, without biases."
+            f"dense: {type(sparse).__name__} has no place for parameters such as {strange[0]!r}. Use a plain model of "
+            "its kind, without biases."
         )
     gates = routers(sparse)
     for name, experts in experts_modules(sparse).items():
@@ -84,7 +93,7 @@ def _mixture_config(dense: PreTrainedConfig, num_experts: int, top_k: int, width
 
     kind = dense.model_type
     if kind not in ("llama", "mistral", "qwen3"):
-        raise UserError(f"a dense model of type {kind!r} cannot be upcycled: use llama, mistral or qwen3.")
+        raise UserError(f"dense: a model of type {kind!r} cannot be upcycled. Use llama, mistral or qwen3.")
     fields = {name: getattr(dense, name) for name in SHARED_FIELDS if hasattr(dense, name)}
     if kind != "qwen3":
         fields.pop("attention_bias", None)

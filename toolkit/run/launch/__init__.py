@@ -1,1 +1,1 @@
-"""Starting processes, checking that a launcher started those that were asked for, and leaving with an exit code."""
+"""Launching processes, checking what another launcher started, and exiting with a code."""

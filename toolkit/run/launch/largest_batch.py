@@ -8,37 +8,32 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
-from toolkit.errors import UserError
-from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.config.run import RunConfig
 from toolkit.run.folder import MICRO_BATCH_SIZE
 from toolkit.run.hardware import memory_limit_bytes
-from toolkit.run.launch.children import POLL_S, Children
 from toolkit.run.tracking.jsonl import read_metrics
 
 OFF = "--no-auto-batch-size"
 TRIAL = (OFF, "--log-every", "1", "--tracker", "none", "--storage", "none", "--max-restarts", "0")
 STEPS = 2
-"""The first step makes the optimizer's states, and the second has them beside its activations."""
+"""The first step makes the optimizer's states, and the second has them next to its activations."""
+POLL_S = 0.05
 
 
 def start_with_largest_batch(config: RunConfig) -> NoReturn:
-    """Find the largest batch, and run this command with it in place of this process.
+    """Find the largest batch, and replace this process by this command with that batch.
 
-    Trials are runs of this command, on as many processes, in a folder that is thrown away: the batch doubles until one
-    does not get through two steps, or might need more than the host's memory. A run that is continued keeps its batch.
-    The learning rate grows with the square root of the batch, the rule for Adam and its like (Malladi et al. 2022,
-    arXiv 2205.10287), or as `scale_lr` says. Raises UserError under a launcher.
+    Trials are runs of this command in a temporary folder. The batch doubles until a trial does not get through two
+    steps, or might need more than the host's memory. A continued run keeps its batch. The learning rate grows with the
+    square root of the batch, the rule for Adam (Malladi et al. 2022, arXiv 2205.10287), or as `scale_lr` says.
     """
-    if launched_world() is not None:
-        remedy = "a launcher has started the processes: use num_processes in its place"
-        raise UserError(field="auto_batch_size", value=True, remedy=remedy)
     recorded = None if config.run_dir is None else _recorded(config.run_dir)
     if recorded is None:
         size, why = _largest(config)
@@ -54,7 +49,7 @@ def start_with_largest_batch(config: RunConfig) -> NoReturn:
 
 
 def _recorded(folder: Path) -> tuple[int, float] | None:
-    """Batch size and learning rate of the run in `folder`, which is to be continued; None where there is none."""
+    """Return batch size and learning rate of the run in `folder`, or None if it holds no run."""
     with suppress(OSError, ValueError, LookupError):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return int(config["batch_size"]), float(config["lr"])
@@ -62,7 +57,7 @@ def _recorded(folder: Path) -> tuple[int, float] | None:
 
 
 def _largest(config: RunConfig) -> tuple[int, str]:
-    """The largest batch that fits of those tried, else that of `config`, and in a sentence why the next does not."""
+    """Return the largest batch that fits, at least that of `config`, and in a sentence why the next does not."""
     limit = memory_limit_bytes() or psutil.virtual_memory().total
     size = config.batch_size
     while True:
@@ -75,32 +70,33 @@ def _largest(config: RunConfig) -> tuple[int, str]:
 
 
 def _try(size: int) -> int | str:
-    """Bytes of the host's memory that a run with batches of `size` takes; or, as the end of a sentence, why it does
-    not get through its first steps."""
-    with (
-        tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as folder,
-        Children(raise_received=True) as children,
-    ):
+    """Return how many bytes of host memory a run with batches of `size` takes; or, as the end of a sentence, why it
+    does not get through its first steps."""
+    with tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as folder:
         run = Path(folder) / "run"
         words = [*sys.orig_argv[1:], *TRIAL, "--run-dir", str(run), "--batch-size", str(size)]
         with (Path(folder) / "said").open("w+") as said:
-            child = children.start([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=said)
-            largest = 0
-            while child.poll() is None and not children.received:
-                children.wait(timeout_s=POLL_S)
-                largest = max(largest, _resident_bytes(child.pid))
-                if (run / MICRO_BATCH_SIZE).exists():
-                    return "a step ran out of memory."
-                *_, line = {"step": 0}, *read_metrics(run / "metrics.jsonl")
-                if line["step"] >= STEPS:
-                    return largest if line["train/epoch"] <= 1 else f"an epoch has less than {STEPS} steps."
+            trial = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=said)
+            try:
+                largest = 0
+                while trial.poll() is None:
+                    time.sleep(POLL_S)
+                    largest = max(largest, _resident_bytes(trial.pid))
+                    if (run / MICRO_BATCH_SIZE).exists():
+                        return "a step ran out of memory."
+                    *_, line = {"step": 0}, *read_metrics(run / "metrics.jsonl")
+                    if line["step"] >= STEPS:
+                        return largest if line["train/epoch"] <= 1 else f"an epoch has less than {STEPS} steps."
+            finally:
+                trial.kill()
+                trial.wait()
             said.seek(0)
             last = next(reversed(said.read().splitlines()), f"it took less than {STEPS} steps.")
     return f"it ended: {last.removeprefix('error: ')}"
 
 
 def _resident_bytes(pid: int) -> int:
-    """Of a process and all that it has started."""
+    """Return the memory of a process and of all that it has started."""
     with suppress(psutil.Error):
         parent = psutil.Process(pid)
         return sum(each.memory_info().rss for each in (parent, *parent.children(recursive=True)))

@@ -1,8 +1,7 @@
-"""What the ranks of a run and the process that starts them tell each other, through the environment and a pipe."""
+"""What a rank and the process that launched it tell each other, through the environment and files."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -12,58 +11,71 @@ from pathlib import Path
 
 from toolkit.experts.parallel.nodes import launched_world
 
-REPORT_PIPE = "TOOLKIT_REPORT_PIPE"
-"""The file descriptor on which ranks send lines to the process that started them."""
+LAUNCH = "TOOLKIT_LAUNCH"
+"""Folder of one launch by `--num-processes` or `--max-restarts`, set in its ranks."""
 RESTARTED = "TOOLKIT_RESTARTED"
-"""JSON for ranks that are started again: the folder of the run, None where they had none yet, and `past_restarts`."""
-STORE = "TOOLKIT_STORE"
-"""The file in which ranks of one machine find each other."""
+"""JSON for restarted ranks: the folder of the run, None if they had none yet, and `past_restarts`."""
 ELASTIC = "TOOLKIT_ELASTIC"
-"""Set where the number of processes may be any, because it changes with the machines that there are."""
-FOLDER, CAUSE, FINISHED = "folder: ", "cause: ", "finished: "
-"""How lines on the pipe begin that are not for the user: where the run is, what ended a rank, and that the run in this
-folder has its results, summary and pictures."""
+"""Set if the number of processes can be any, because it changes with the available machines."""
+RUN = "run"
+"""File in the folder of a launch: the path of the run's folder."""
 
 
-def send(line: str) -> bool:
-    """Write `line` to the process that started this rank; False where there is none, or it is gone."""
-    with contextlib.suppress(KeyError, OSError):
-        os.write(int(os.environ[REPORT_PIPE]), (" ".join(line.split()) + "\n").encode())
-        return True
-    return False
+def tell(message: str) -> bool:
+    """Write why this rank exits, for the process that launched it; False if there is none.
+
+    Torch's agent reads this file (`torch.distributed.elastic.multiprocessing.errors`).
+    """
+    if LAUNCH not in os.environ:
+        return False
+    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    path.with_suffix(".partial").write_text(json.dumps({"message": message}))
+    path.with_suffix(".partial").replace(path)
+    return True
+
+
+def tell_folder(folder: Path) -> None:
+    """Tell the process that launched this rank, if any, the folder of the run."""
+    if LAUNCH in os.environ:
+        Path(os.environ[LAUNCH], RUN).write_text(str(folder))
+
+
+def told_folder(launch: Path) -> Path | None:
+    """Return the folder of the run that a rank of `launch` told, or None."""
+    return Path((launch / RUN).read_text()) if (launch / RUN).exists() else None
 
 
 def restarted(folder: Path | None, reasons: Sequence[str]) -> dict[str, str]:
-    """The environment of ranks that are started again, because of the last of `reasons`."""
+    """Return the environment of ranks that are restarted because of the last of `reasons`."""
     return {RESTARTED: json.dumps({"folder": folder and str(folder), "reasons": list(reasons)})}
 
 
 def command_to_continue(run_dir: Path | None, folder: Path) -> str:
-    """What to type to train on in `folder`: this command, and the folder where `run_dir`, its own, does not name it."""
+    """Return how to continue the run in `folder`: this command, with the folder unless `run_dir` names it."""
     more = [] if run_dir is not None else ["--run-dir", str(folder)]
-    if launched_world() is not None and REPORT_PIPE not in os.environ:  # of which this process is a part only
+    if launched_world() is not None and LAUNCH not in os.environ:  # another launcher's command is not known
         return f"run the same command with {' '.join(more)}" if more else "run the same command again"
     return f"run `{shlex.join([*sys.orig_argv, *more])}`"
 
 
 def stopped_at_once(run_dir: Path | None, folder: Path) -> str:
-    """What a second Ctrl-C says of the run in `folder`."""
+    """Return the message of a second Ctrl-C in the run in `folder`."""
     lost = "steps since the last checkpoint are lost"
     return f"stopped by Ctrl-C: {lost}; {command_to_continue(run_dir, folder)} to continue."
 
 
 def past_restarts() -> list[str]:
-    """Why the ranks of this run were started again, oldest first; empty at the first start.
+    """Return why the ranks of this run were restarted, oldest first; empty at the first start.
 
-    From `--max-restarts`, or from torchrun and `accelerate launch`, which do not say why.
+    torchrun and `accelerate launch` do not say why.
     """
     if RESTARTED in os.environ:
         return list(json.loads(os.environ[RESTARTED])["reasons"])
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return ["a process failed, and its launcher started all again."] * count
+    return ["a process failed, and its launcher restarted all."] * count
 
 
 def folder_to_continue() -> Path | None:
-    """The folder of the run that was started again by `--max-restarts`, or None."""
+    """Return the folder of the run that `--max-restarts` restarted, or None."""
     folder = json.loads(os.environ[RESTARTED])["folder"] if RESTARTED in os.environ else None
     return Path(folder) if folder else None

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toolkit.errors import UserError, did_you_mean
-from toolkit.experts.state.checkpoint_files import other_type
 
 if TYPE_CHECKING:
     from toolkit.data.table import Batch
@@ -129,16 +128,7 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def load_states(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
-    """Load what `states_of` gave. A callback that is not in it starts anew.
-
-    Raises UserError, before any is loaded, for a value of another type than the callback has now. A collective, as
-    `states_of` is.
-    """
-    for key, now in states_of(callbacks).items():
-        if odd := other_type(states.get(key, {}), now, key):
-            raise UserError(
-                f"the checkpoint's state of a callback has {odd}: use the version that wrote it, or another."
-            )
+    """Load what `states_of` returned. A callback without a state there starts from scratch."""
     for callback in callbacks:
         if state := states.get(_key(callback)):
             callback.load_state_dict(state)

@@ -1,9 +1,8 @@
-"""When to save, and which checkpoint a run continues from. How is in `toolkit.checkpoint.checkpoint`."""
+"""When a run saves, and which checkpoint it continues from. `toolkit.checkpoint.checkpoint` says how."""
 
 from __future__ import annotations
 
 import math
-import signal
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint.background import BackgroundSave
@@ -13,7 +12,7 @@ from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.folder import is_finished
-from toolkit.run.launch.children import STOP_SIGNALS
+from toolkit.run.launch.signals import HANDLED
 from toolkit.run.tracking.metric_names import is_share, result_name
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
@@ -23,29 +22,28 @@ if TYPE_CHECKING:
     from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
-STOP_NAMES = {number.name for number in (*STOP_SIGNALS, signal.SIGINT)}
+STOP_NAMES = {number.name for number in HANDLED}
 LONGEST_WAIT_S = 30.0
-"""For a checkpoint that is being written, where training ends with an error."""
+"""Limit in seconds for a checkpoint in progress when training ends with an error."""
 
 
 class Checkpointing(Callback):
-    """Continues from the newest checkpoint that verifies; saves as often as `options` say, and at the end.
+    """Saves every so many steps and at the end, and continues from the newest checkpoint that verifies.
 
-    With `best` it also saves after each evaluation that is better than all before, and keeps the best one beside the
-    newest: `results["best_checkpoint"]` has its step, and what was evaluated then. Training ends with its weights in
-    the model and its evaluations in the results. NaN is never better.
+    With `best`, a checkpoint is also saved after each evaluation better than all before, and kept in addition to the
+    newest. Training ends with its weights in the model and its evaluation in the results; `results["best_checkpoint"]`
+    has its step. NaN is never better.
 
-    Training goes on after a save that fails for lack of room, but the run does not finish without the last one: it
-    raises UserError.
+    If a save fails because the disk is full, training goes on, but the run does not finish without the last checkpoint:
+    it raises UserError.
 
-    A step is saved at the start of the next one: by then all callbacks have handled it and its line of metrics is
-    written, so a continued metrics file has each line once. With `in_background` a thread writes it while training goes
-    on; the next save waits for it, and the save at the end is written at once.
+    A step is saved at the start of the next one. By then all callbacks have handled it and its log line is written, so
+    a continued metrics file has each line once. With `in_background` a thread writes the files while training goes on,
+    and the next save waits for it. The last save is written at once.
     """
 
     runs_after = (Throughput, Evaluation)
-    """The time that a save takes would be counted as training, and the results are those of the last evaluation until
-    they become those of the best."""
+    """A save must not count as training time, and the results of the last evaluation are replaced by the best ones."""
 
     def __init__(self, options: CheckpointOptions | None = None):
         options = options or CheckpointOptions()
@@ -55,7 +53,7 @@ class Checkpointing(Callback):
         self._best: dict[str, Any] | None = None
         """`metric`, `step`, and `evaluated`: all metrics of that step."""
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        """The step of the last evaluations, and their metrics."""
+        """The step of the last evaluations and their metrics."""
         self._background = BackgroundSave() if options.in_background else None
         self._started_at = 0
 
@@ -73,21 +71,21 @@ class Checkpointing(Callback):
             saved = trainer.restore(newest)
             if run.config.extend:
                 _describe_extension(trainer)
-            # All refusals are above: what they refuse stays as it was.
+            # All errors are raised above, so a run that raises is unchanged.
             if back is not None:
                 run.on_main_and_share(lambda: go_back(run.checkpoints, back, run.print))
             self._have_best(trainer)
             run.truncate_metrics(trainer.state.step, saved.get("metrics"))
             run.print(f"continuing at step {trainer.state.step:,} ({newest.name} verified)")
         elif run.resume == "yes" or run.config.extend:
-            asked, remedy = ("resume='yes'", "leave it out")
-            if run.config.extend:  # a run that begins anew would write over what the one in its folder found
-                asked, remedy = "extend=True", "give another run_dir"
-            raise UserError(f"{asked}: no checkpoint in {run.checkpoints} verifies: {remedy} to start from step 0.")
+            asked, remedy = ("resume='yes'", "Leave it out")
+            if run.config.extend:  # starting from scratch would overwrite the results in the folder
+                asked, remedy = "extend=True", "Give another run_dir"
+            raise UserError(f"{asked}: no checkpoint in {run.checkpoints} verifies. {remedy} to start from step 0.")
         self._started_at = trainer.state.step
 
     def _have_best(self, trainer: Trainer) -> None:
-        """Have the best checkpoint on every machine, or forget it where it is gone."""
+        """Fetch the best checkpoint to every machine, or forget it if it is gone."""
         run = trainer.run
         if self._best is None or self._best["step"] == trainer.state.step:
             return
@@ -98,7 +96,7 @@ class Checkpointing(Callback):
 
     def _end_with_best(self, trainer: Trainer) -> None:
         """Put the weights of the best checkpoint into the model, and its evaluations into the results."""
-        trainer.results.pop("best_checkpoint", None)  # of a part of the run that kept one
+        trainer.results.pop("best_checkpoint", None)  # from an earlier start of the run, which kept one
         if is_preempted(trainer):
             return
         self._have_best(trainer)
@@ -132,11 +130,8 @@ class Checkpointing(Callback):
             if self._best and self._best["step"] == step:
                 self._best["evaluated"] = evaluated
             return
-        if not isinstance(value := metrics.get(self.metric), int | float):
-            known = ", ".join(sorted(key for key, figure in metrics.items() if isinstance(figure, int | float)))
-            raise UserError(field="checkpoint.best", value=self.metric, remedy=f"an evaluation gives {known}: take one")
         before = math.inf if self._best is None else self._sign * self._best["evaluated"][self.metric]
-        if self._sign * value < before:
+        if self._sign * metrics[self.metric] < before:
             self._best = {"metric": self.metric, "step": step, "evaluated": evaluated}
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,13 +152,13 @@ class Checkpointing(Callback):
         if not saved and not is_preempted(trainer):  # else `Preemption` says where the run will continue
             raise UserError(
                 f"the last checkpoint, of step {trainer.state.step:,}, could not be written to "
-                f"{trainer.run.checkpoints}: make room, and run the same command again, which continues from the "
+                f"{trainer.run.checkpoints}. Make room, and run the same command again, which continues from the "
                 "newest one."
             )
         self._end_with_best(trainer)
 
     def _finish(self, trainer: Trainer, background: BackgroundSave) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint in progress."""
         trainer.enter("checkpoint")
         folder = background.wait()
         if folder is not None:
@@ -171,17 +166,17 @@ class Checkpointing(Callback):
 
 
 def is_preempted(trainer: Trainer) -> bool:
-    """Whether a signal has ended training before its last step."""
+    """Whether a signal ended training before its last step."""
     return trainer.stop_reason in STOP_NAMES and trainer.state.step < trainer.max_steps
 
 
 def _describe_extension(trainer: Trainer) -> None:
-    """Say what the schedule of the longer run does to the learning rate. Raises UserError where it is no longer."""
+    """Print how the schedule of the longer run changes the learning rate. Raises UserError if the run is not longer."""
     run, step = trainer.run, trainer.state.step
     if step == trainer.max_steps and not run.on_main_and_share(lambda: is_finished(run.folder)):
-        return  # it was stopped after its last step, before it had its results
+        return  # it was stopped between its last step and its results
     if step >= trainer.max_steps:
-        raise UserError(f"extend=True: the run has {step:,} steps already: give it more epochs or max_steps.")
+        raise UserError(f"extend=True: the run has {step:,} steps already. Give it more epochs or max_steps.")
     if not run.is_main:
         return
     rates = [line["train/learning_rate"] for line in run.metrics() if "train/learning_rate" in line]
@@ -197,10 +192,10 @@ def _describe_extension(trainer: Trainer) -> None:
 
 
 def settle_buckets(trainer: Trainer) -> None:
-    """Run a backward of an empty batch, after which DDP rebuilds its buckets, as it did in the run that is continued.
+    """Run forward and backward passes of an empty batch, after which DDP rebuilds its buckets, as in the first run.
 
-    The buckets decide in which order more than two ranks' gradients are added, and so their last bits. To be called
-    before a checkpoint is loaded.
+    The buckets decide the order in which the gradients of more than two ranks are added, and so their last bits. Call
+    this before a checkpoint is loaded.
     """
     if trainer.run.world_size <= 2:
         return

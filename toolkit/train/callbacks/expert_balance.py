@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.experts.layer.losses import RouterPenalty, global_load
 from toolkit.experts.layer.moe_layer import moe_layers
-from toolkit.experts.routing.routing_log import take_loads
+from toolkit.experts.layer.routing_log import take_loads
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:

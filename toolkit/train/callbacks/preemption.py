@@ -16,8 +16,8 @@ from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import step_of
 from toolkit.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted, UserError
 from toolkit.experts.parallel.groups import new_group
-from toolkit.run.launch.children import STOP_SIGNALS, handle_signals
 from toolkit.run.launch.restarts import stopped_at_once
+from toolkit.run.launch.signals import handle_signals
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing, is_preempted
 
@@ -54,7 +54,7 @@ class Preemption(Callback):
         if trainer.run.world_size > 1 and self._group is None:
             self._group = new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
-            self._handlers = handle_signals(self._store, (*STOP_SIGNALS, signal.SIGINT))
+            self._handlers = handle_signals(self._store)
 
     def _store(self, number: int, _frame: FrameType | None) -> None:
         run = self._run

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import EXIT_BUG
 from toolkit.run.folder import write_text
-from toolkit.run.launch.world import end_from_a_thread
+from toolkit.run.launch.exits import end_from_a_thread
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:

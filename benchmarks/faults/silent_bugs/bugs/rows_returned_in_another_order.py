@@ -17,8 +17,8 @@ optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 dispatcher = model.moe.expert_stack.dispatcher
 if buggy and accelerator.num_processes > 1:
-    return_rows = dispatcher.return_rows
-    dispatcher.return_rows = lambda rows, *args, **options: return_rows(rows.flip(0), *args, **options)
+    combine = dispatcher.combine
+    dispatcher.combine = lambda rows, dispatched: combine(rows.flip(0), dispatched)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
 sync = ExpertSync(model.parameters())
 for step in range(5):

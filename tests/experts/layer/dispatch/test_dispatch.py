@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.dispatch.dispatch import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from toolkit.experts.layer.dispatch.order import sort_by_slot, visits
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from toolkit.experts.layer.rows import copies_for_peers, sort_by_slot
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 
@@ -28,13 +28,13 @@ def test_assignments_are_sorted_by_slot_and_stay_in_token_order_within_one() -> 
     """
     order = sort_by_slot(torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]]), 3, 8)
     assert order.rows_per_slot.tolist() == [3, 2, 3]
-    assert order.assignment_N.tolist() == [1, 2, 6, 3, 5, 0, 4, 7]
-    assert order.token_N.tolist() == [0, 1, 3, 1, 2, 0, 2, 3]
-    assert order.place_N.tolist() == [5, 0, 1, 3, 6, 4, 2, 7]
+    assert order.pair.tolist() == [1, 2, 6, 3, 5, 0, 4, 7]
+    assert order.source.tolist() == [0, 1, 3, 1, 2, 0, 2, 3]
+    assert order.place.tolist() == [5, 0, 1, 3, 6, 4, 2, 7]
 
 
 @pytest.mark.parametrize(
-    ("slots_TK", "rows_per_slot", "assignment_N", "place_N", "first_T"),
+    ("slots_TK", "rows_per_slot", "pair", "place", "first"),
     [
         pytest.param([[-1, 2], [5, -1]], [0, 0], [], [], [0, 0], id="none is here"),
         pytest.param([[1], [1], [1]], [0, 3], [0, 1, 2], [0, 1, 2], [0, 1, 2], id="all to one slot"),
@@ -42,33 +42,34 @@ def test_assignments_are_sorted_by_slot_and_stay_in_token_order_within_one() -> 
     ],
 )
 def test_edges_of_the_order(
-    slots_TK: list[list[int]], rows_per_slot: list[int], assignment_N: list[int], place_N: list[int], first_T: list[int]
+    slots_TK: list[list[int]], rows_per_slot: list[int], pair: list[int], place: list[int], first: list[int]
 ) -> None:
-    order = sort_by_slot(torch.tensor(slots_TK), 2, len(assignment_N))
+    order = sort_by_slot(torch.tensor(slots_TK), 2, len(pair))
     assert order.rows_per_slot.tolist() == rows_per_slot
-    assert order.assignment_N.tolist() == assignment_N
-    assert order.token_N.tolist() == [assignment // len(slots_TK[0]) for assignment in assignment_N]
-    assert order.place_N.tolist() == place_N
-    assert order.first_T.tolist() == first_T
+    assert order.pair.tolist() == pair
+    assert order.source.tolist() == [assignment // len(slots_TK[0]) for assignment in pair]
+    assert order.place.tolist() == place
+    assert order.first.tolist() == first
 
 
 def test_rows_are_copied_by_peer_and_then_by_token() -> None:
     """t0 visits peers 0 and 2, t1 none, t2 peers 0, 1 and 2: copies t0 t2 | t2 | t0 t2."""
-    copies = visits(torch.tensor([[True, False, True], [False] * 3, [True] * 3]), 5)
-    assert copies.token_N.tolist() == [0, 2, 2, 0, 2]
-    assert copies.place_N.tolist() == [0, 3, 1, 2, 4]
-    assert copies.first_T.tolist() == [0, 2, 2]
+    copies = copies_for_peers(torch.tensor([[True, False, True], [False] * 3, [True] * 3]), 5)
+    assert copies.source.tolist() == [0, 2, 2, 0, 2]
+    assert copies.place.tolist() == [0, 3, 1, 2, 4]
+    assert copies.first.tolist() == [0, 2, 2]
 
 
 def test_rows_arrive_in_slot_order_and_return_weighted() -> None:
     """t0 -> experts 2, 0; t1 -> experts 0, 1. Rows: t0 t1 | t1 | t0. Expert e multiplies by e + 1."""
     x_TD = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
     dispatcher = LocalDispatcher(contiguous(3, 1))
-    rows, arrived = dispatcher.dispatch(x_TD, torch.tensor([[2, 0], [0, 1]]), torch.tensor([[0.5, 0.5], [0.75, 0.25]]))
+    weights_TK = torch.tensor([[0.5, 0.5], [0.75, 0.25]])
+    rows, dispatched = dispatcher.dispatch(x_TD, torch.tensor([[2, 0], [0, 1]]), weights_TK)
     assert rows.tolist() == [[1, 2], [10, 20], [10, 20], [1, 2]]
-    assert arrived.rows_per_slot.tolist() == arrived.plan.load_E.tolist() == [2, 1, 1]
+    assert dispatched.rows_per_slot.tolist() == dispatched.plan.load_E.tolist() == [2, 1, 1]
     rows = rows * torch.tensor([[1.0], [1.0], [2.0], [3.0]])
-    y_TD = dispatcher.combine(rows, arrived)
+    y_TD = dispatcher.combine(rows, dispatched)
     # t0: 0.5 * 3 + 0.5 * 1 = 2; t1: 0.75 * 1 + 0.25 * 2 = 1.25.
     assert y_TD.tolist() == [[2, 4], [12.5, 25]]
 
@@ -84,8 +85,8 @@ def test_gradients_of_tokens_rows_and_weights_are_exact(tokens: int, top_k: int)
     dispatcher = LocalDispatcher(contiguous(6, 1))
 
     def trip(x_TD: Tensor, weights_TK: Tensor, factor_N1: Tensor) -> Tensor:
-        rows, arrived = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-        return dispatcher.combine(rows * factor_N1, arrived)
+        rows, dispatched = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+        return dispatcher.combine(rows * factor_N1, dispatched)
 
     if tokens:
         assert torch.autograd.gradcheck(trip, (x_TD, weights_TK, factor_N1))
@@ -110,8 +111,8 @@ def test_rows_in_bfloat16_are_weighted_by_float32_weights_that_get_a_float32_gra
     rows = torch.randn(4, 8).bfloat16().requires_grad_()
     weights_TK = torch.tensor([[0.3, 0.7], [0.6, 0.4]], requires_grad=True)
     dispatcher = LocalDispatcher(contiguous(2, 1))
-    _, arrived = dispatcher.dispatch(torch.randn(2, 8), torch.tensor([[0, 1], [1, 0]]), weights_TK)
-    y_TD = dispatcher.combine(rows, arrived)
+    _, dispatched = dispatcher.dispatch(torch.randn(2, 8), torch.tensor([[0, 1], [1, 0]]), weights_TK)
+    y_TD = dispatcher.combine(rows, dispatched)
     y_TD.float().sum().backward()
     assert y_TD.dtype == torch.bfloat16
     assert rows.grad is not None
@@ -148,17 +149,17 @@ def train(
 ) -> dict[str, Tensor]:
     """Output and gradients of sum_k w_k * x @ M_k, computed slot by slot."""
     leaves = [tensor.requires_grad_() for tensor in (x_TD, weights_TK, experts)]
-    rows, arrived = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    parts = rows.split(arrived.rows_per_slot.tolist())
+    rows, dispatched = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    parts = rows.split(dispatched.rows_per_slot.tolist())
     rows = torch.cat([part @ matrix for part, matrix in zip(parts, experts.unbind(), strict=True)])
-    y_TD = dispatcher.combine(rows, arrived)
+    y_TD = dispatcher.combine(rows, dispatched)
     y_TD.backward(grad_TD)
     x_grad, weights_grad, experts_grad = (leaf.grad for leaf in leaves)
     assert x_grad is not None
     assert weights_grad is not None
     assert experts_grad is not None
     found = {"y": y_TD.detach(), "x": x_grad, "weights": weights_grad, "experts": experts_grad}
-    return found | {"load": arrived.plan.load_E}
+    return found | {"load": dispatched.plan.load_E}
 
 
 CASES = ("even", "ragged", "no tokens on rank 0", "all to the last rank", "no tokens anywhere")

@@ -19,8 +19,7 @@ from tests.experts.layer.dispatch.test_dispatch import CASES, EXPERTS, draw, exp
 from tests.support.equality import relative_difference
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatch.dispatch import Arrived, LocalDispatcher, TokenDispatcher
-from toolkit.experts.layer.stack import make_dispatcher
+from toolkit.experts.layer.dispatcher import Dispatched, LocalDispatcher, TokenDispatcher, make_dispatcher
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import rows_of_nodes
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
@@ -60,11 +59,11 @@ class Dropping:
     dispatcher: TokenDispatcher
     kept_TK: Tensor
 
-    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Arrived]:
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Dispatched]:
         return self.dispatcher.dispatch(x_TD, ids_TK, weights_TK, self.kept_TK)
 
-    def combine(self, rows: Tensor, arrived: Arrived) -> Tensor:
-        return self.dispatcher.combine(rows, arrived)
+    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+        return self.dispatcher.combine(rows, dispatched)
 
 
 def kept(rank: int, tokens: int) -> Tensor:
@@ -78,10 +77,10 @@ def rows_to_others() -> Iterator[dict[Any, int]]:
     rows: dict[Any, int] = defaultdict(int)
     original = dist.all_to_all_single
 
-    def counted(result: Tensor, given: Tensor, received: Any = None, sent: Any = None, *, group: Any) -> Any:
+    def counted(result: Tensor, given: Tensor, received: Any = None, sent: Any = None, **options: Any) -> Any:
         if sent is not None:  # numbers of rows are exchanged without sizes
-            rows[group] += sum(sent) - sent[dist.get_rank(group)]
-        return original(result, given, received, sent, group=group)
+            rows[options["group"]] += sum(sent) - sent[dist.get_rank(options["group"])]
+        return original(result, given, received, sent, **options)
 
     with mock.patch.object(dist, "all_to_all_single", counted):
         yield rows

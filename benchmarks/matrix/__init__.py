@@ -1,0 +1,1 @@
+"""Parity of expert-parallel libraries with one process."""

@@ -1,0 +1,535 @@
+"""Ways to shard the experts of an MoE model, one class for each library path, with the same methods.
+
+A path is made from a folder with saved weights, as its library documents, and takes one step at a time. Where a library
+has no function, a path does what the library's own `Trainer` or examples do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.support.equality import in_float64
+from toolkit.experts.parallel.ownership import ownership_of
+
+EXPERTS, LAYERS, VOCAB, SAMPLES, LENGTH = 4, 2, 32, 4, 8
+RATE, MAX_NORM = 1e-2, 0.1
+"""Large enough to change every weight, and small enough to clip every gradient."""
+MATRICES = ("gate_up_proj", "down_proj")
+
+
+@contextlib.contextmanager
+def all_in_float64() -> Iterator[None]:
+    """As `in_float64`, and where Qwen3-MoE names float32 itself."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    class Wide:
+        float = float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    with in_float64(), mock.patch.object(modeling_qwen3_moe, "torch", Wide()):
+        yield
+
+
+def save_model(folder: Path) -> None:
+    """Saves a small Qwen3-MoE with random weights, none of them zero, whose experts differ in load."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 24,
+        "vocab_size": VOCAB,
+    }
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": LAYERS,
+    }
+    mixture = {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "use_cache": False,
+    }
+    settings: dict[str, Any] = {**sizes, **heads, **mixture, "tie_word_embeddings": False}
+    config = Qwen3MoeConfig(**settings)
+    with all_in_float64():
+        model = Qwen3MoeForCausalLM(config)
+        draws = torch.Generator().manual_seed(5)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draws)
+            parameter.data = noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + 0.1 * noise
+        model.save_pretrained(folder)
+
+
+def read(folder: Path, **settings: Any) -> Any:
+    """The saved model, by stock `from_pretrained`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.get_default_dtype(), experts_implementation="eager", attn_implementation="eager", **settings
+    )
+
+
+def with_adapters(model: Any) -> Any:
+    """With low-rank adapters of all experts, the same random ones on every rank."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = [f"mlp.experts.{matrix}" for matrix in MATRICES]
+    torch.manual_seed(1)
+    return get_peft_model(
+        model, LoraConfig(r=2, lora_alpha=8, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    )
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=RATE, weight_decay=0.1)
+
+
+class Alone:
+    """One process: transformers, PEFT and torch."""
+
+    name = "one process"
+    shares_batch = True
+    """Whether all ranks are given the whole batch, or each a part of it."""
+    note = ""
+    """How it is made, for the page."""
+    precision, tolerance = torch.float64, 1e-8
+    """Of floats, and relative, of each tensor. What is wrong differs by a hundredth or more."""
+
+    needs = ""
+    """The library that has to be installed besides."""
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        return not cls.needs or importlib.util.find_spec(cls.needs) is not None
+
+    def __init__(self, folder: Path, *, adapters: bool = False) -> None:
+        self.inner = self.read(folder)
+        if adapters:
+            self.inner = with_adapters(self.inner)
+        self.inner.train()
+        self.model, self.optimizer = self.spread()
+
+    def read(self, folder: Path) -> Any:
+        return read(folder)
+
+    def spread(self) -> tuple[Any, Any]:
+        """Returns what is called, and the optimizer."""
+        return self.inner, make_optimizer(self.inner)
+
+    def part(self, ids: Tensor) -> Tensor:
+        if self.shares_batch:
+            return ids
+        return ids.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def backward(self, ids: Tensor) -> float:
+        """Returns the loss, over all ranks."""
+        ids = self.part(ids)
+        loss = self.model(input_ids=ids, labels=ids).loss
+        self.take_backward(loss)
+        value = loss.detach().clone()
+        if not self.shares_batch:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        return value.item()
+
+    def take_backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def clip(self) -> float:
+        """Clips by the function that the library documents, and returns the norm before."""
+        return whole(nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)).item()
+
+    def values(self, *, grads: bool = False) -> dict[str, Tensor]:
+        """Weights or gradients of what is trained, whole on every rank. A collective."""
+        found = {}
+        for name, parameter in self.inner.named_parameters():
+            value = parameter.grad if grads else parameter.detach()
+            if parameter.requires_grad and value is not None:
+                found[name] = whole(value, parameter)
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Saves for stock `from_pretrained`."""
+        self.inner.save_pretrained(folder)
+
+    def save_state(self, folder: Path) -> None:
+        """Saves what training goes on from, the optimizer too."""
+        model, optimizer = get_state_dict(self.inner, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    @classmethod
+    def resume(cls, start: Path, folder: Path) -> Alone:
+        """Returns the path as it was at `save_state`; `start` has the first weights."""
+        path = cls(start)
+        path.load_state(folder)
+        return path
+
+    def load_state(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.inner, self.optimizer)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(self.inner, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+@torch.no_grad()
+def whole(value: Tensor, parameter: Tensor | None = None) -> Tensor:
+    """A copy of the whole tensor, on every rank."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    ownership = None if parameter is None else ownership_of(parameter)
+    if ownership is None or ownership.groups.ep_size == 1:
+        return value.detach().clone()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (ownership.row_ids, value.detach()))
+    found = value.new_zeros(EXPERTS, *value.shape[1:])
+    for ids, rows in parts:
+        found[list(ids)] = rows
+    return found
+
+
+class AccelerateDDP(Alone):
+    name = "Accelerate, DDP"
+    note = "the control: every process has all experts"
+    shares_batch = False
+
+    def spread(self) -> tuple[Any, Any]:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator(cpu=True)
+        return self.accelerator.prepare(self.inner, make_optimizer(self.inner))
+
+    def clip(self) -> float:
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM).item()
+
+    def save(self, folder: Path) -> None:
+        self.accelerator.unwrap_model(self.model).save_pretrained(
+            folder, is_main_process=self.accelerator.is_main_process
+        )
+
+    def save_state(self, folder: Path) -> None:
+        self.accelerator.save_state(str(folder))
+
+    def load_state(self, folder: Path) -> None:
+        self.accelerator.load_state(str(folder))
+
+
+class FullyShard(Alone):
+    name = "torch, FSDP2"
+    note = "`fully_shard` of each layer and of the model; every process computes all experts"
+    shares_batch = False
+
+    def spread(self) -> tuple[Any, Any]:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in self.inner.get_submodule(self.prefix() + "model.layers"):
+            fully_shard(layer)
+        fully_shard(self.inner)
+        return self.inner, make_optimizer(self.inner)
+
+    def prefix(self) -> str:
+        return "base_model.model." if hasattr(self.inner, "peft_config") else ""
+
+
+class AccelerateFSDP2(Alone):
+    name = "Accelerate, FSDP2"
+    note = "on a CPU it ignores its plugin: `fsdp2_prepare_model` is called, as it is on GPUs"
+    shares_batch = False
+
+    def spread(self) -> tuple[Any, Any]:
+        from accelerate import FullyShardedDataParallelPlugin
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        layers = {"transformer_cls_names_to_wrap": ["Qwen3MoeDecoderLayer"]}
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
+            **layers,
+        )
+        accelerator: Any = SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=dist.get_rank() == 0
+        )
+        model = fsdp2_prepare_model(accelerator, self.inner)
+        return model, make_optimizer(model)
+
+    def save(self, folder: Path) -> None:  # as `accelerator.get_state_dict` gets it under FSDP2
+        state = get_model_state_dict(self.inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if dist.get_rank() == 0:
+            self.inner.save_pretrained(folder, state_dict=state)
+        dist.barrier()
+
+
+class OnSeveralMeshes(Alone):
+    """What torch's `clip_grad_norm_` does not take, and Accelerate's does."""
+
+    def clip(self) -> float:
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=True).clip_grad_norm_(self.inner.parameters(), MAX_NORM).item()
+
+
+class DTensorPlan(OnSeveralMeshes):
+    name = "torch, DTensor plan"
+    note = "stacked experts `Shard(0)`, `parallelize_module`, `batched_mm`; ranks share the batch"
+    experts = "batched_mm"
+
+    def spread(self) -> tuple[Any, Any]:
+        from torch.distributed.tensor.parallel import PrepareModuleInputOutput, parallelize_module
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in self.inner.modules():
+            if "gate_up_proj" in module._parameters:
+                for name in MATRICES:
+                    value = getattr(module, name)
+                    sharded = distribute_tensor(value.data, mesh, [Shard(0)])
+                    setattr(module, name, nn.Parameter(sharded, requires_grad=value.requires_grad))
+                layouts = (Replicate(), Replicate(), Replicate())
+                plan = PrepareModuleInputOutput(
+                    input_layouts=layouts,
+                    desired_input_layouts=layouts,
+                    output_layouts=Replicate(),
+                    desired_output_layouts=Replicate(),
+                )
+                parallelize_module(module, mesh, plan)
+        self.inner.config._experts_implementation = self.experts
+        return self.inner, make_optimizer(self.inner)
+
+
+class DTensorPlanEager(DTensorPlan):
+    name = "torch, DTensor plan, eager"
+    note = 'the same with `experts_implementation="eager"`'
+    experts = "eager"
+
+
+class OfTransformers(OnSeveralMeshes):
+    """A `DistributedConfig`, which `from_pretrained` carries out."""
+
+    settings: ClassVar[dict[str, Any]]
+
+    def read(self, folder: Path) -> Any:
+        from transformers.distributed import DistributedConfig
+
+        return read(folder, distributed_config=DistributedConfig(**self.settings))
+
+    def save_state(self, folder: Path) -> None:
+        from transformers.distributed import save_optimizer_distributed
+
+        self.inner.save_pretrained(folder / "model", distributed_checkpoint=True)
+        save_optimizer_distributed(self.inner, self.optimizer, str(folder / "optimizer"))
+
+    @classmethod
+    def resume(cls, _start: Path, folder: Path) -> Alone:
+        from transformers.distributed import load_optimizer_distributed
+
+        path = cls(folder / "model")
+        load_optimizer_distributed(path.inner, path.optimizer, str(folder / "optimizer"))
+        return path
+
+
+class TransformersFlag(OfTransformers):
+    name = "transformers, the flag alone"
+    note = "`DistributedConfig(enable_expert_parallel=True)` in a loop without DDP"
+    shares_batch = False
+    settings: ClassVar = {"enable_expert_parallel": True}
+
+
+class TransformersShared(OfTransformers):
+    name = "transformers, one batch"
+    note = "`DistributedConfig(tp_size=2, ep_size=2, tp_plan={})`; ranks share the batch"
+    settings: ClassVar = {"tp_size": 2, "ep_size": 2, "tp_plan": {}}
+
+
+class TransformersTP(OfTransformers):
+    name = "transformers, TP"
+    note = "`DistributedConfig(tp_size=2, ep_size=2)`; ranks share the batch"
+    settings: ClassVar = {"tp_size": 2, "ep_size": 2}
+
+
+class TransformersFSDP2(OfTransformers):
+    name = "transformers, FSDP2"
+    note = "`DistributedConfig(fsdp_size=2, ep_size=2)`"
+    shares_batch = False
+    settings: ClassVar = {"fsdp_size": 2, "ep_size": 2}
+
+
+class TransformersFSDP2InFloat32(TransformersFSDP2):
+    name = "transformers, FSDP2, in float32"
+    note = "the same in float32, compared with one process in float32"
+    precision, tolerance = torch.float32, 1e-5
+
+
+class TransformersByHand(OnSeveralMeshes):
+    name = "transformers, by hand"
+    note = "`apply_expert_parallelism`, DDP for the rest; the loop divides gradients of experts"
+    shares_batch = False
+
+    def spread(self) -> tuple[Any, Any]:
+        from torch.nn.parallel import DistributedDataParallel
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        world = dist.get_world_size()
+        modules = [name for name, module in self.inner.named_modules() if "gate_up_proj" in module._parameters]
+        names = [f"{module}.{matrix}" for module in modules for matrix in MATRICES]
+        plan = dict.fromkeys(names, "grouped_gemm") | dict.fromkeys(modules, "ep_dispatch_experts")
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
+        apply_expert_parallelism(self.inner, mesh["ep"], mesh["tp"], plan, "all_to_all")
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.inner, names)
+        return DistributedDataParallel(self.inner), make_optimizer(self.inner)
+
+    def backward(self, ids: Tensor) -> float:
+        loss = super().backward(ids)
+        for parameter in self.inner.parameters():
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                parameter.grad.div_(dist.get_world_size())
+        return loss
+
+
+class DeepSpeed(Alone):
+    name, needs = "DeepSpeed, AutoEP", "deepspeed"
+    note = "`expert_parallel` with ZeRO stage 0"
+    shares_batch = False
+    precision, tolerance = torch.float32, 1e-5
+
+    def spread(self) -> tuple[Any, Any]:
+        import deepspeed
+
+        experts = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "use_grouped_mm": False}
+        config = {
+            "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size(),
+            "gradient_clipping": MAX_NORM,
+            "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1, "torch_adam": True}},
+            "zero_optimization": {"stage": 0},
+            "expert_parallel": experts,
+        }
+        self.engine, *_ = deepspeed.initialize(model=self.inner, config=config)
+        return self.engine, SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+
+    def take_backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def clip(self) -> float:  # in its step, and it tells no one
+        from deepspeed.runtime import engine
+
+        found = []
+
+        def clip(*args: Any, _clip: Any = engine.clip_grad_norm_, **settings: Any) -> None:
+            found.append(_clip(*args, **settings).item())
+
+        with mock.patch.object(engine, "clip_grad_norm_", clip):
+            self.engine.step()
+        return found[0]
+
+    def values(self, *, grads: bool = False) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.inner.named_parameters():
+            value = parameter.grad if grads else parameter.detach()
+            if not parameter.requires_grad or value is None:
+                continue
+            if ".experts.w" in name:
+                parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+                dist.all_gather(parts, value.contiguous())
+                value = torch.cat(parts)
+            found[name.replace(".router.gate.", ".gate.")] = value.detach().clone()
+        for name in [name for name in found if name.endswith(".w1")]:
+            stem = name.removesuffix("w1")
+            found[stem + "gate_up_proj"] = torch.cat([found.pop(name), found.pop(stem + "w3")], 1)
+            found[stem + "down_proj"] = found.pop(stem + "w2")
+        return found
+
+    def save_state(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder))
+
+    def load_state(self, folder: Path) -> None:
+        self.engine.load_checkpoint(str(folder))
+
+
+class DeepSpeedMended(DeepSpeed):
+    name = "DeepSpeed, AutoEP, mended"
+    note = "with the fix of report 7, in float32: it takes no float64"
+
+    def spread(self) -> tuple[Any, Any]:
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY as registry
+
+        by_model = type(registry).get
+
+        def get(self: Any, model: Any, default: Any = None) -> Any:
+            return dict.get(self, model, default) if isinstance(model, str) else by_model(self, model)
+
+        def put(self: Any, model: Any, outputs: Any) -> None:
+            dict.__setitem__(self, model if isinstance(model, str) else str(model.__class__), outputs)
+
+        with mock.patch.multiple(type(registry), get=get, __setitem__=put):
+            return super().spread()
+
+
+class Ours(AccelerateDDP):
+    name = "toolkit, DDP"
+    note = "`ExpertParallel(accelerator)`"
+    dense: Literal["ddp", "fsdp2"] = "ddp"
+
+    def spread(self) -> tuple[Any, Any]:
+        from accelerate import Accelerator
+
+        from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+
+        self.accelerator = Accelerator(cpu=True)
+        self.experts = ExpertParallel(self.accelerator, ep_size=dist.get_world_size(), dense=self.dense)
+        return self.experts.prepare(self.inner, make_optimizer(self.inner))
+
+    def save(self, folder: Path) -> None:
+        from toolkit.integrations.transformers import save_pretrained
+
+        save_pretrained(self.model, folder)
+
+
+class OursFSDP2(Ours):
+    name = "toolkit, FSDP2"
+    note = '`ExpertParallel(accelerator, dense="fsdp2")`'
+    dense = "fsdp2"
+
+
+PATHS: dict[str, type[Alone]] = {
+    each.name: each
+    for each in (
+        AccelerateDDP,
+        AccelerateFSDP2,
+        FullyShard,
+        DTensorPlan,
+        DTensorPlanEager,
+        TransformersFlag,
+        TransformersShared,
+        TransformersTP,
+        TransformersFSDP2,
+        TransformersFSDP2InFloat32,
+        TransformersByHand,
+        DeepSpeed,
+        DeepSpeedMended,
+        Ours,
+        OursFSDP2,
+    )
+}
+"""By name, in the order of the page."""

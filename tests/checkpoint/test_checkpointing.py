@@ -1,0 +1,125 @@
+"""When a run saves, what it keeps, and which checkpoint it continues from."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import toolkit as tk
+from tests.checkpoint.test_checkpoint import OneRank, flip
+from tests.support.small_run import SmallConfig, small_config, small_trainer
+from toolkit.checkpoint import without_model
+from toolkit.checkpoint.finding import find_checkpoint
+from toolkit.checkpoint.retention import best_or_newest
+from toolkit.experts.state import manifest
+from toolkit.run.config.callback_options import CheckpointOptions
+from toolkit.train.callbacks.evaluation import Evaluation
+
+
+class Listener(tk.Callback):
+    def __init__(self) -> None:
+        self.told: list[tuple[int, str]] = []
+
+    def on_save(self, trainer: tk.Trainer, folder: Path) -> None:
+        assert manifest.find_damage(folder) is None
+        self.told.append((trainer.state.step, folder.name))
+
+
+def test_run_keeps_the_newest_and_continues_from_one_that_verifies(tmp_path, capsys):
+    config = small_config(tmp_path / "run", checkpoint=CheckpointOptions(every_steps=4, keep=3))
+    listener = Listener()
+    with small_trainer(config, callbacks=[listener]) as trainer:
+        trainer.fit()
+        assert json.loads(json.dumps(trainer.state_dict())) == trainer.state_dict(), "plain JSON"
+    names = [f"step-{step:08d}" for step in (4, 8, 12, 16, 20)]
+    assert listener.told == [(int(name[5:]), name) for name in names]
+    folder = config.run_dir / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == names[2:]
+    flip(folder / "step-00000020" / "model.safetensors", 1)
+    capsys.readouterr()
+    with small_trainer(config) as trainer:
+        trainer.fit()
+    said = capsys.readouterr().out.splitlines()
+    assert "warning: checkpoint step-00000020 is passed over: model.safetensors does not match its SHA-256." in said
+    assert "continuing at step 16 (step-00000016 verified)" in said
+    assert manifest.find_damage(folder / "step-00000020") is None
+
+
+def test_resume_yes_without_a_checkpoint_raises(tmp_path):
+    with small_trainer(small_config(tmp_path / "run")):
+        pass
+    with (
+        small_trainer(small_config(tmp_path / "run", resume="yes")) as trainer,
+        pytest.raises(tk.UserError, match=r"resume=.yes.: no checkpoint in .* verifies"),
+    ):
+        trainer.fit()
+
+
+class Evaluated(Evaluation):
+    """Returns these accuracies in turn, after every second step."""
+
+    on_fit_start = on_step_start = on_fit_end = lambda *_: None
+    state_key, name = "validation", "validation"
+
+    def __init__(self, accuracies: list[float]):
+        self.accuracies = accuracies
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def on_step_end(self, trainer: tk.Trainer) -> None:
+        if trainer.state.step % 2 == 0 and self.accuracies:
+            trainer.hooks("on_evaluate_end", "validation", {"validation/accuracy": self.accuracies.pop(0)})
+
+
+def test_best_checkpoint_is_kept_with_the_newest_and_ends_the_run(tmp_path):
+    options = CheckpointOptions(every_steps=5, keep=1, best="validation/accuracy")
+    config = small_config(tmp_path / "run", checkpoint=options)
+    folder = config.run_dir / "checkpoints"
+    best: list[dict[str, Any]] = []
+
+    def run(accuracies: list[float], until: int, config: SmallConfig = config) -> list[str]:
+        with small_trainer(config, callbacks=[Evaluated(accuracies)]) as trainer:
+            trainer.max_steps = until
+            trainer.fit()
+            best.append(trainer.results.get("best_checkpoint"))
+            kept = folder / f"step-{best[-1]['step'] if best[-1] else until:08d}"
+            without_model.export(kept, tmp_path / f"{len(best)}.safetensors")
+            weights = load_file(tmp_path / f"{len(best)}.safetensors")
+            assert all(torch.equal(value, weights[name]) for name, value in trainer.raw_model.state_dict().items())
+        return sorted(path.name for path in folder.iterdir())
+
+    assert run([0.5, 0.7, torch.nan, 0.6], 10) == ["step-00000004", "step-00000010"]
+    assert best[-1] == {"metric": "validation/accuracy", "step": 4, "evaluated": {"validation/accuracy": 0.7}}
+    assert best_or_newest(folder).name == "step-00000004"
+    assert run([0.7, 0.1], 16) == ["step-00000004", "step-00000016"], "equal is not better"
+    shutil.rmtree(folder / "step-00000004")
+    with pytest.raises(tk.UserError, match="the best checkpoint, of step 4, is missing"):
+        best_or_newest(folder)
+    assert run([0.6], 20) == ["step-00000018", "step-00000020"], "a deleted checkpoint is no longer the best"
+    run([], 20, config.replace(checkpoint=CheckpointOptions(every_steps=5, keep=2)))
+    assert best[-1] is None, "an earlier start of the run kept it"
+    assert find_checkpoint(folder, OneRank()).name == "step-00000020", "a run continues from the newest"
+    flip(folder / "step-00000020" / "state.json", 0)
+    assert best_or_newest(folder).name == "step-00000018"
+
+
+def test_best_of_an_unknown_evaluation_raises(tmp_path):
+    config = small_config(tmp_path, checkpoint=CheckpointOptions(best="old/loss"))
+    with (
+        small_trainer(config, callbacks=[Evaluated([0.5])]) as trainer,
+        pytest.raises(tk.UserError, match=r"checkpoint.best='old/loss': name one such as eval/loss, validation/loss"),
+    ):
+        trainer.fit()
+
+
+def test_best_names_an_evaluation_and_its_metric(tmp_path):
+    assert CheckpointOptions(best="test/loss").best == "eval/loss"
+    for best, validates in (("validation/loss", True), ("eval/loss", False), (None, False)):
+        assert small_config(tmp_path, checkpoint=CheckpointOptions(best=best)).validates == validates
+    with pytest.raises(tk.UserError, match=r"^best='loss': name an evaluation and its metric, such as valid"):
+        CheckpointOptions(best="loss")

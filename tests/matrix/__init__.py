@@ -1,1 +1,0 @@
-"""Which expert parallelism of which library trains as one process does."""

@@ -1,0 +1,14 @@
+"""Environments of programs that are, or are not, ranks of a launcher."""
+
+import os
+
+from tests.support.helpers import ROOT
+
+LAUNCHER_VARIABLES = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "OMP_", "TOOLKIT_", "WANDB_", "FSDP_")
+RANK_1_OF_2 = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return this process's environment without variables of a launcher."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    return clean | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | more

@@ -1,0 +1,99 @@
+"""What a model was called with, as far as routing statistics and router losses need it.
+
+`watch_inputs(model)` notes the arguments of each forward while it lasts. Layers within it then know which of their
+tokens are padding, and whether the loss that the model returns has a balance loss of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+CACHES = ("cache", "past_key_values")
+"""What transformers calls the cache of earlier tokens since 5.24, and before."""
+
+
+class _Call(NamedTuple):
+    """A forward that is under way."""
+
+    attention_mask_BL: Tensor | None
+    """0 for padding; None where there is none, or where it does not say so (a mask of pairs of tokens)."""
+    has_cache: bool
+    """Says whether the mask begins with tokens of earlier forwards."""
+    adds_balance_loss: bool
+
+
+# One model inside of another may be watched, too. One thread at a time runs forwards, as in `layer/recompute.py`.
+_calls: list[_Call] = []
+
+
+def watch_inputs(model: nn.Module) -> None:
+    """Notes what each forward of `model` is called with. A second call does nothing; copies are watched as well."""
+    if "inputs_are_watched" not in vars(model):
+        model.inputs_are_watched = True  # type: ignore[assignment]
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_end, always_call=True)
+
+
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = dict(kwargs)
+    if args:
+        given |= zip(inspect.signature(model.forward).parameters, args, strict=False)
+    mask = given.get("attention_mask")
+    config = getattr(model, "config", None)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or getattr(config, "is_encoder_decoder", False):
+        mask = None
+    asked = given.get("output_router_logits")
+    adds = asked if asked is not None else own_balance_loss(model) is not None
+    _calls.append(
+        _Call(
+            mask,
+            has_cache=any(given.get(name) is not None for name in CACHES),
+            adds_balance_loss=bool(adds) and _coefficient(model)[1] != 0 and given.get("labels") is not None,
+        )
+    )
+
+
+def _end(*_: Any) -> None:
+    _calls.pop()
+
+
+def counted_tokens(tokens: int) -> Bool[Tensor, " T"] | None:
+    """Returns bool (T), False for the padding among the `tokens` of a layer; None where no mask of so many tokens was
+    given.
+
+    They are those that `attention_mask` (B, L) of the forward under way marks with 0. No host sync.
+    """
+    mask_BL = _calls[-1].attention_mask_BL if _calls else None
+    if mask_BL is None or not len(mask_BL):
+        return None
+    if mask_BL.numel() != tokens and _calls[-1].has_cache and tokens % len(mask_BL) == 0:
+        mask_BL = mask_BL[:, -(tokens // len(mask_BL)) :]
+    return mask_BL.reshape(-1) != 0 if mask_BL.numel() == tokens else None
+
+
+def model_adds_balance_loss() -> bool:
+    """Returns whether the forward under way returns a loss that has a balance loss of the model's own."""
+    return bool(_calls) and _calls[-1].adds_balance_loss
+
+
+def own_balance_loss(model: nn.Module) -> str | None:
+    """Returns the settings by which `model` adds a balance loss of its own to its loss; None where it does not."""
+    config = getattr(model, "config", None)
+    name, value = _coefficient(model)
+    if not getattr(config, "output_router_logits", False) or value == 0:
+        return None
+    return "output_router_logits=True" + (f", {name}={value:g}" if name else "")
+
+
+def _coefficient(model: nn.Module) -> tuple[str, float]:
+    config = getattr(model, "config", None)
+    for settings in (config, getattr(config, "text_config", None)):
+        for name in COEFFICIENTS:
+            if isinstance(value := getattr(settings, name, None), (int, float)):
+                return name, float(value)
+    return "", 1.0

@@ -1,0 +1,254 @@
+"""The routing of one layer in training, written once and read by everything that needs counts.
+
+`ExpertStack.record` writes each training forward into the stack's `RoutingLog`. A reader holds a cursor and gets what
+is new since it last read:
+
+    cursor = stack.log.cursor()                     # sums: assignments per expert
+    forwards = stack.log.follow()                   # one entry per forward, for what cannot be summed over forwards
+    ...
+    cursor.new_load_E(); cursor.advance()
+    forwards.take()
+
+Evaluation, forwards without gradients and forwards that activation checkpointing repeats in the backward are not
+counted; nor are tokens that the model's `attention_mask` marks as padding (`toolkit.experts.layer.model_inputs`).
+Writing costs one addition per forward, without a host sync; entries hold references.
+
+`copy.deepcopy` and pickling of a model give the copy an empty log without readers: what the copy computes is not
+counted in the original's log, and cursors keep reading the original.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from toolkit.experts.parallel.collectives import gather_objects
+from toolkit.experts.parallel.groups import ExpertGroups, sum_over_ranks
+from toolkit.experts.placement.placement import ExpertPlacement
+
+MOST_ASSIGNMENTS = 2**18
+"""Assignments of a layer whose expert ids a reader keeps (8 bytes each) before it counts pairs."""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of one row in the all-to-alls of one layer; 0 before the first forward."""
+
+    dispatched: int
+    """With the weights of its choices and, half of them, their slots: these do not come back with its gradients."""
+    combined: int
+
+
+class Choices(NamedTuple):
+    """The experts of each token of one forward."""
+
+    expert_ids_TK: Int[Tensor, "T K"]
+    """int64"""
+    kept_TK: Bool[Tensor, "T K"] | None
+    """bool: False for padding; None without padding."""
+
+    def kept(self) -> Bool[Tensor, "T K"]:
+        """Returns `kept_TK`, True everywhere where it is None."""
+        if self.kept_TK is None:
+            return torch.ones_like(self.expert_ids_TK, dtype=torch.bool)
+        return self.kept_TK
+
+    def load(self, num_experts: int) -> Int[Tensor, " E"]:
+        """Returns int64 (E), how many of the kept choices are each expert's."""
+        ids_N = self.expert_ids_TK.flatten()
+        return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, self.kept().flatten().long())
+
+
+class RoutedForward(NamedTuple):
+    """One training forward of a layer on this rank; tensors on the device."""
+
+    placement: ExpertPlacement
+    load_E: Int[Tensor, " E"]
+    """int64: assignments per expert, those that a capacity dropped included, those of padding not."""
+    dropped_E: Int[Tensor, " E"] | None
+    """int64: those that a capacity dropped; None without a capacity."""
+    visits_P: Int[Tensor, " P"] | None
+    """int64: tokens that have experts on each rank of the EP group; None where it is of one rank."""
+    crossings_M: Int[Tensor, " M"] | None
+    """int64: distinct tokens that have experts on each other node of the EP group; None where it is not counted."""
+    row_bytes: RowBytes
+    choices: Choices | None
+    """None for readers that did not ask."""
+
+
+class RoutingLog:
+    """Assignments per expert on this rank over all training forwards of one layer."""
+
+    def __init__(self, num_experts: int, groups: ExpertGroups | None = None):
+        self.num_experts = num_experts
+        self.groups = groups or ExpertGroups()
+        # Not buffers: DDP broadcasts rank 0's buffers, which would overwrite the counts of the other ranks.
+        self.load_E = torch.zeros(num_experts, dtype=torch.int64)
+        """Assignments per expert since this process began, dropped ones included."""
+        self.dropped_E = torch.zeros_like(self.load_E)
+        """The assignments that a capacity dropped."""
+        self.last_load_E = self.load_E
+        """The load of the last forward alone, in training or evaluation: what router losses need."""
+        self.last: RoutedForward | None = None
+        """The last training forward."""
+        self._followers: weakref.WeakSet[ForwardCursor] = weakref.WeakSet()
+        # For torch.compile, which cannot trace a WeakSet.
+        self._has_readers = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RoutingLog, (self.num_experts, self.groups)
+
+    def cursor(self) -> Cursor:
+        """Returns a reader of sums, from now on."""
+        return Cursor(self)
+
+    def follow(self, *, choices: bool = False) -> ForwardCursor:
+        """Returns a reader of single forwards, from now on; with `choices` also of each token's experts.
+
+        What it has not taken is kept for it, so it should read after each step, or every few. Entries are no longer
+        kept once the cursor is garbage collected.
+        """
+        cursor = ForwardCursor(choices=choices)
+        self._followers.add(cursor)
+        self._has_readers = True
+        return cursor
+
+    def add(self, forward: RoutedForward) -> None:
+        """Counts one training forward."""
+        self.load_E = self.load_E.to(forward.load_E.device) + forward.load_E
+        self.last = forward
+        if forward.dropped_E is not None:
+            self.dropped_E = self.dropped_E.to(forward.dropped_E.device) + forward.dropped_E
+        if self._has_readers:
+            self._deliver(forward)
+
+    # Traced, the growing lists would make torch.compile compile anew at each forward.
+    @torch.compiler.disable
+    def _deliver(self, forward: RoutedForward) -> None:
+        for follower in self._followers:
+            follower.deliver(forward)
+
+
+class Cursor:
+    """What is new in the sums of a log since the last `advance`."""
+
+    def __init__(self, log: RoutingLog):
+        self.log = log
+        self.advance()
+
+    def advance(self) -> None:
+        """Marks everything as read."""
+        self._read_E = self.log.load_E
+
+    def new_load_E(self) -> Int[Tensor, " E"]:
+        """Returns int64 (E), this rank's new assignments per expert."""
+        return self.log.load_E - self._read_E.to(self.log.load_E.device)
+
+    def new_source_load_RE(self) -> Int[Tensor, "R E"]:
+        """Returns int64 (R, E), the new assignments of all ranks by the EP rank of their source, summed over EP groups.
+        A collective."""
+        groups = self.log.groups
+        new_E = self.new_load_E()
+        source_load_RE = new_E.new_zeros(groups.ep_size, len(new_E))
+        source_load_RE[groups.ep_rank] = new_E
+        return sum_over_ranks(source_load_RE)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what all ranks have not read yet, as JSON can hold it. A collective."""
+        return {"load": self.new_source_load_RE().tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Marks as unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
+        self.advance()
+        groups = self.log.groups
+        load_RE = torch.tensor(state["load"], device=self._read_E.device)
+        if len(load_RE) != groups.ep_size:  # other ranks than now: only the sum is of use
+            load_RE = load_RE.sum(0, keepdim=True)
+        if groups.is_in_first_group and groups.ep_rank < len(load_RE):
+            self._read_E = self._read_E - load_RE[groups.ep_rank]
+
+
+class ForwardCursor:
+    """The forwards that a log counted and this reader has not taken."""
+
+    def __init__(self, *, choices: bool):
+        self.choices = choices
+        self._waiting: list[RoutedForward] = []
+
+    def __len__(self) -> int:
+        """Forwards that wait to be taken."""
+        return len(self._waiting)
+
+    def take(self) -> list[RoutedForward]:
+        """Returns the forwards since the last time, in order."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def deliver(self, forward: RoutedForward) -> None:
+        """Takes in a forward; the log calls it."""
+        self._waiting.append(forward if self.choices else forward._replace(choices=None))
+
+
+def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E E"]:
+    """Returns int64 (E, E), how many tokens chose both experts; the diagonal holds the tokens that chose the expert at
+    all."""
+    ids_TK = torch.cat([part.expert_ids_TK for part in choices])
+    kept_TK = torch.cat([part.kept() for part in choices]).long()
+    cells_TKK = ids_TK[:, :, None] * num_experts + ids_TK[:, None, :]
+    both_TKK = kept_TK[:, :, None] * kept_TK[:, None, :]
+    pairs = ids_TK.new_zeros(num_experts * num_experts).scatter_add_(0, cells_TKK.flatten(), both_TKK.flatten())
+    return pairs.view(num_experts, num_experts)
+
+
+class Sample(NamedTuple):
+    """Some tokens of each rank's last training forward of a layer."""
+
+    choices_STK: NDArray[np.int32]
+    """The experts of each token, by the EP rank of its source; -1 where it has none, and to fill up."""
+    row_bytes: int
+    """Of a token's row, there and back."""
+
+
+def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | None]:
+    """Returns for each layer up to `tokens` tokens of each rank; None where no rank had a forward. A collective."""
+    mine: list[tuple[NDArray[np.int32], int] | None] = []
+    for log in logs:
+        if log.last is None or log.last.choices is None:
+            mine.append(None)
+            continue
+        chosen, size = log.last.choices, log.last.row_bytes
+        ids_TK = chosen.expert_ids_TK.where(chosen.kept(), -1)
+        mine.append((ids_TK[:tokens].cpu().numpy().astype(np.int32), size.dispatched + size.combined))
+    samples: list[Sample | None] = []
+    for log, of_ranks in zip(logs, zip(*gather_objects(mine), strict=True), strict=True):
+        known = [each for each in of_ranks if each is not None]
+        if not known:
+            samples.append(None)
+            continue
+        groups = log.groups.ep_groups
+        choices = np.full((log.groups.ep_size, len(groups), tokens, known[0][0].shape[1]), -1, dtype=np.int32)
+        for group, ranks in enumerate(groups):
+            for place, rank in enumerate(ranks):
+                if (told := of_ranks[rank]) is not None:
+                    choices[place, group, : len(told[0])] = told[0]
+        samples.append(Sample(choices.reshape(len(choices), -1, choices.shape[-1]), max(size for _, size in known)))
+    return samples
+
+
+def take_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
+    """Returns int64 (E) of each layer, new assignments per expert over all ranks, in one reduction, and marks them as
+    read. A collective."""
+    if not cursors:
+        return []
+    counts = sum_over_ranks(torch.cat([cursor.new_load_E() for cursor in cursors]))
+    for cursor in cursors:
+        cursor.advance()
+    return list(counts.split([cursor.log.num_experts for cursor in cursors]))

@@ -1,0 +1,48 @@
+"""Methods of an `Accelerator` that would train sharded experts wrongly, replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import ref
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from toolkit.errors import UserError
+from toolkit.experts.training import ExpertTraining
+from toolkit.integrations.accelerate.patches import Patches
+
+
+def replace_training_methods(accelerator: Accelerator, training: ExpertTraining, patches: Patches) -> None:
+    """Have `accelerator` clip by the norm over all ranks' experts, and raise for uneven batches.
+
+    An accelerator may outlive its models: it must not keep `training` in memory.
+    """
+    mine = ref(training)
+
+    def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Return the norm; None before the last micro-batch of a step, when nothing is clipped."""
+        found = mine()
+        if found is None:
+            return clip_by_accelerate(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise UserError(f"norm_type: {norm_type} is not supported for experts on several ranks. Use 2.")
+        if not accelerator.sync_gradients:
+            return None
+        accelerator.unscale_gradients()
+        found.sync.before_clip()
+        return found.sync.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm)
+
+    def join_uneven_inputs(joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
+        even = accelerator.even_batches if even_batches is None else even_batches
+        if mine() and not even and accelerator.num_processes > 1:
+            raise UserError(
+                "even_batches: False waits for ever, because each forward pass needs all ranks' experts. "
+                "Train with even_batches=True, and evaluate in ExpertParallel's join()."
+            )
+        return join_by_accelerate(joinables, even_batches)
+
+    clip_by_accelerate = patches.replace(accelerator, "clip_grad_norm_", clip)
+    join_by_accelerate = patches.replace(accelerator, "join_uneven_inputs", join_uneven_inputs)

@@ -1,0 +1,399 @@
+"""Lazy, sharded loading: experts stay in the files of a pretrained model until each rank reads its own.
+
+    with experts_in_files():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)       # reads the rows of this rank
+
+All but the experts is loaded as usual. Expert parameters have their shapes and a single number in memory: adapters can
+be added, optimizers made, and the model moved and cast. They cannot be called, and have no values to save. Names and
+layouts in files are left to transformers' own conversions, which get the tensors of a few experts of a layer at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from toolkit.errors import UserError, require_choice
+from toolkit.experts.compat import move_as_usual, move_by
+from toolkit.experts.layer.stack import RowsInFiles, as_in_files, clear_empty, stacked
+from toolkit.experts.parallel.collectives import together
+from toolkit.experts.sharding.shard import require_experts, stacked_parameters
+from toolkit.integrations.transformers.compat import experts_implementation, mark_as_loaded, weights_loaded_by
+from toolkit.integrations.transformers.cpu_offload import keep_on_host, page_locked
+from toolkit.integrations.transformers.kernel import NAME, projections
+from toolkit.integrations.transformers.quantization import SCALES, pack_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_utils import LoadStateDictConfig
+
+MOST_READ = 2**28
+"""Bytes of a layer's experts that are read at a time, or those of one expert if it has more."""
+
+ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
+"""(experts module, experts) to their rows by parameter, with zeros for an `EMPTY_ROW`: on the device and in the type of
+the parameter, or packed, with further parameters that it gives the module."""
+
+
+def experts_at_a_time(bytes_of_one: int) -> int:
+    """Return the number of experts that are read at a time, given the bytes of one in files."""
+    return max(1, MOST_READ // bytes_of_one)
+
+
+@contextmanager
+def experts_in_files(
+    *, quantize: Literal["4bit"] | None = None, offload: Literal["memory"] | str | os.PathLike[str] | None = None
+) -> Iterator[None]:
+    """Have transformers' `from_pretrained` load experts lazily: each rank reads its own when they are sharded.
+
+    Until `ExpertParallel.prepare`, `shard_experts` or a trainer of `expert_trainer` shards the model, also on one
+    process, it cannot be called or saved, and its files have to stay.
+
+    Args:
+        quantize: "4bit" packs expert matrices as they are read, see `toolkit.integrations.transformers.quantization`.
+            They are frozen; adapters train.
+        offload: Where frozen expert matrices are kept. "memory" is main memory: a GPU gets a layer's matrices when it
+            is computed, see `toolkit.integrations.transformers.cpu_offload`. A folder maps unnamed files into memory,
+            so that experts may exceed it. None keeps experts where they are computed.
+
+    Raises:
+        UserError: In `from_pretrained`, the same on every rank: files are no safetensors, damaged or quantised, or lack
+            experts; the model has no experts that can be sharded; or `quantize` or `offload` are given for experts that
+            `use_toolkit_kernel()` does not compute.
+
+    Example:
+        >>> with experts_in_files(quantize="4bit"):
+        ...     model = causal_lm(folder, experts_implementation=use_toolkit_kernel())
+        >>> model = get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]))
+        >>> model, optimizer = ExpertParallel(accelerator).prepare(model, AdamW(model.parameters()))
+    """
+    if quantize is not None:
+        require_choice("quantize", quantize, Literal["4bit"])
+
+    def load_all_but_experts(
+        load: Callable[..., Any],
+        model: PreTrainedModel,
+        state_dict: dict[str, Any] | None,  # noqa: ARG001
+        checkpoint_files: list[str],
+        load_config: LoadStateDictConfig,
+        *rest: Any,
+    ) -> Any:
+        layers = require_experts(model)
+        if load_config.hf_quantizer is not None:
+            raise UserError("model: its files are quantised. Save it dequantised, or load it without experts_in_files.")
+        if quantize is not None or offload is not None:
+            known = all(projections(module) for module in layers.values())
+            if not known or experts_implementation(model.config) != NAME:
+                raise UserError(
+                    "experts_implementation: quantize and offload need use_toolkit_kernel(), and experts that follow "
+                    "it. Pass it to from_pretrained, or leave them out."
+                )
+        with ExitStack() as opened:
+            files = _Files.open(checkpoint_files, opened)
+            reader = _Reader(copy.deepcopy(model), load_config, files, layers, quantize is not None, offload)
+            of_experts = {key for sources in reader.sources.values() for each in sources for key in each.keys.values()}
+            others = {key: files.slices[key] for key in files.slices.keys() - of_experts}
+            found = load(model, others, None, load_config, *rest)
+        reader.leave_in_files(model, layers)
+        found[0].missing_keys.difference_update(reader.parameters)
+        return found
+
+    with weights_loaded_by(load_all_but_experts):
+        yield
+
+
+# --- experts modules that wait for their rows ------------------------------------------------------------------------
+
+
+def load_lazily(module: nn.Module, read: ReadRows) -> None:
+    """Have `read` give the rows of the experts module `module`, whose parameters expand a single number each."""
+    module.read_rows = read  # type: ignore[assignment]
+    module.hooks_until_read = (  # type: ignore[assignment]
+        module.register_forward_pre_hook(_refuse_forward),
+        module.register_state_dict_post_hook(_without_values),
+    )
+    move_by(module, _move_numbers, [name for name, _ in module.named_parameters(recurse=False)])
+
+
+def read_rows(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
+    """Return the rows of `experts` by parameter, once; nothing for a module that is not loaded lazily.
+
+    A collective if it is: an error of one rank is raised on all.
+    """
+    if "read_rows" not in vars(module):
+        return {}
+    rows: dict[str, Tensor] = {}
+    together(lambda: rows.update(module.read_rows(module, experts)))  # type: ignore[operator]
+    for hook in module.hooks_until_read:  # type: ignore[union-attr]
+        hook.remove()
+    move_as_usual(module)
+    del module.read_rows, module.hooks_until_read
+    return rows
+
+
+def _move_numbers(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Have `to`, `half` and `cuda` change the one number that each parameter is."""
+    for parameter in module.parameters(recurse=False):
+        shape = parameter.shape
+        parameter.data = change(parameter.data[(slice(1),) * parameter.ndim]).expand(shape)
+
+
+def _refuse_forward(*_: Any) -> NoReturn:
+    raise UserError(
+        "model: its experts are still in their files. Call ExpertParallel.prepare or shard_experts first, also on one "
+        "process."
+    )
+
+
+def _without_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put parameters on the meta device in a state dict: writing it raises, because there are no values."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if state.get(prefix + name, parameter) is not parameter:  # with `keep_vars` it is
+            state[prefix + name] = parameter.detach().to("meta")
+
+
+# --- rows in files ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The opened safetensors files of a model."""
+
+    path_of: Mapping[str, str]
+    """The file of each tensor."""
+    slices: Mapping[str, Any]
+    """Each tensor of the files, which is read when it is indexed."""
+
+    @classmethod
+    def open(cls, paths: Sequence[str], opened: ExitStack) -> _Files:
+        """Open files, which stay open until `opened` is closed. Raises UserError for one that cannot be read."""
+        path_of, slices = {}, {}
+        for path in paths:
+            try:
+                file = opened.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:  # which does not say which file
+                raise UserError(
+                    f"model: file {path} cannot be read as safetensors ({error}). Download or copy it again, or save "
+                    "the model with save_pretrained."
+                ) from error
+            for key in file.keys():  # noqa: SIM118
+                path_of[key], slices[key] = path, file.get_slice(key)
+        return cls(path_of, slices)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of files that become rows of one parameter, of one kind in transformers' conversions."""
+
+    keys: Mapping[int, str]
+    """The tensor of each expert; of one key, -1, if a tensor has all."""
+    place: int = -1
+    """Which part of a name, between dots, is the expert's number."""
+
+    @classmethod
+    def of(cls, keys: Sequence[str]) -> _Source:
+        """Group tensors whose names differ in the expert's number only."""
+        if len(keys) == 1:
+            return cls({-1: keys[0]})
+        parts = [key.split(".") for key in keys]
+        place = next(i for i, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1)
+        return cls({int(each[place]): key for each, key in zip(parts, keys, strict=True)}, place)
+
+    def rows(self, files: _Files, experts: Sequence[int], num_experts: int) -> dict[str, Any]:
+        """Return the tensors of `experts` by their names in a model whose experts are these slots."""
+        if -1 in self.keys:
+            return {self.keys[-1]: _Rows(files.slices[self.keys[-1]], experts, num_experts)}
+        found = {}
+        for slot, expert in enumerate(experts):
+            key = self.keys[max(expert, 0)]  # an empty slot is cleared afterwards
+            parts = key.split(".")
+            parts[self.place] = str(slot)
+            found[".".join(parts)] = files.slices[key]
+        return found
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of some experts, of a tensor in a file with the rows of all."""
+
+    whole: Any
+    experts: Sequence[int]
+    num_experts: int
+
+    def __getitem__(self, _: Any) -> Tensor:
+        count = self.whole.get_shape()[0] // self.num_experts  # of an expert, if they are one after another
+        return torch.cat([self.whole[max(expert, 0) * count : (max(expert, 0) + 1) * count] for expert in self.experts])
+
+
+class _Reader:
+    """Reads rows of experts out of a model's files."""
+
+    def __init__(
+        self,
+        skeleton: PreTrainedModel,
+        load_config: LoadStateDictConfig,
+        files: _Files,
+        layers: Mapping[str, nn.Module],
+        packs: bool,
+        offload: str | os.PathLike[str] | None,
+    ):
+        self.skeleton, self.load_config, self.path_of = skeleton, load_config, files.path_of
+        self.packs, self.offload = packs, offload
+        self.parameters: dict[str, RowsInFiles] = {}
+        """The form in files of each expert parameter, by name."""
+        for layer, module in layers.items():
+            parameters, forms = stacked_parameters(module)
+            self.parameters |= {f"{layer}.{name}": forms.get(name, "stacked") for name in parameters}
+        self.sources = self._find_sources(files)
+        for name, sources in self.sources.items():
+            _require_all(sources, layers[name.rpartition(".")[0]].num_experts, files)  # type: ignore[arg-type]
+
+    def _find_sources(self, files: _Files) -> dict[str, list[_Source]]:
+        """Return what each expert parameter is made of, by the names of transformers' conversions.
+
+        A conversion with several results is known by its first.
+        """
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        mapping = self.load_config.weight_mapping or []
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        known = self.skeleton.state_dict(keep_vars=True)
+        grouped: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for key in sorted(files.slices, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, self.skeleton.base_model_prefix, known)
+            if name not in known and key in known:
+                name, pattern = key, None
+            if name in self.parameters:
+                grouped[name][pattern].append(key)
+        return {name: [_Source.of(keys) for keys in patterns.values()] for name, patterns in grouped.items()}
+
+    def leave_in_files(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        """Give the experts of `model` parameters with their shapes and no values, which are loaded lazily."""
+        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        for layer, module in layers.items():
+            for name, parameter in stacked_parameters(module)[0].items():
+                number = torch.zeros((), dtype=parameter.dtype, device=device)
+                waiting = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
+                mark_as_loaded(waiting)
+                setattr(module, name, waiting)
+            load_lazily(module, self._rows_of(layer))
+
+    def _rows_of(self, layer: str) -> ReadRows:
+        """Return what reads the rows of a layer. It is a function, which copies of a model share."""
+
+        def rows(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
+            like = dict(module.named_parameters(recurse=False))
+            device = next(iter(like.values())).device
+            step = experts_at_a_time(sum(p.shape[1:].numel() * p.itemsize for p in like.values()))
+            kept: dict[str, Tensor] = {}
+            for begin in range(0, max(1, len(experts)), step):
+                some = experts[begin : begin + step]
+                read = {name: value.to(like[name].dtype) for name, value in self._read(layer, some, device).items()}
+                read = pack_rows(module, read) if self.packs else read
+                if len(some) == len(experts) and self.offload is None:
+                    return read
+                for name, value in read.items():
+                    if begin == 0:
+                        kept[name] = self._room(module, name, value, len(experts))
+                    kept[name][begin : begin + len(some)] = value
+                del read, value  # before the next are read
+            return kept
+
+        return rows
+
+    def _read(self, layer: str, experts: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Return the rows of `experts`, by the name of the parameter within the layer."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+        module = self.skeleton.get_submodule(layer)
+        whole = {name: getattr(module, name) for name, _ in module.named_parameters(recurse=False)}
+        forms = {name: self.parameters[f"{layer}.{name}"] for name in whole}
+        for name, parameter in whole.items():
+            rows = as_in_files(parameter.new_empty(len(experts), *parameter.shape[1:]), forms[name])
+            setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
+        config = replace(self.load_config, device_map={"": device})
+        sources = [source for name in whole for source in self.sources.get(f"{layer}.{name}", ())]
+        try:
+            with ExitStack() as opened, _no_progress_bar():
+                paths = sorted({self.path_of[key] for each in sources for key in each.keys.values()})
+                files = _Files.open(paths, opened)
+                state: dict[str, Any] = {}
+                for source in sources:
+                    state |= source.rows(files, experts, len(next(iter(whole.values()))))
+                info, _ = convert_and_load_state_dict_in_model(self.skeleton, state, config)
+            for name in whole:
+                if getattr(module, name).is_meta:
+                    reason = next(iter(info.conversion_errors.values()), "the files lack it")
+                    raise UserError(
+                        f"model: '{layer}.{name}' cannot be read from files ({reason}). Download or copy the model "
+                        "again, or load it without experts_in_files()."
+                    )
+            return {
+                name: clear_empty(stacked(value.detach(), forms[name], len(experts)), experts)
+                for name, value in module.named_parameters(recurse=False)
+            }
+        finally:
+            for name, parameter in whole.items():
+                setattr(module, name, parameter)
+
+    def _room(self, module: nn.Module, name: str, value: Tensor, rows: int) -> Tensor:
+        """Return memory for `rows` rows like those of `value`, where they are kept."""
+        shape = torch.Size((rows, *value.shape[1:]))
+        is_matrix = name.removesuffix(SCALES) in projections(module)
+        if self.offload is None or not is_matrix or module.get_parameter(name).requires_grad:
+            return value.new_empty(shape)
+        keep_on_host(module, name)
+        if self.offload == "memory":
+            return page_locked(shape, value.dtype)
+        return _room_in_a_file(shape, value.dtype, self.offload)
+
+
+def _require_all(sources: Sequence[_Source], num_experts: int, files: _Files) -> None:
+    """Raise UserError if files do not have all experts of a parameter."""
+    for source in sources:
+        if -1 in source.keys:
+            found = files.slices[source.keys[-1]].get_shape()[0]
+            is_complete = found % num_experts == 0
+        else:
+            found, is_complete = len(source.keys), source.keys.keys() == set(range(num_experts))
+        if not is_complete:
+            key = next(iter(source.keys.values()))
+            raise UserError(
+                f"model: files have {found} rows or tensors like {key!r} for {num_experts} experts. Download or copy "
+                "the model again."
+            )
+
+
+def _room_in_a_file(shape: torch.Size, dtype: torch.dtype, folder: str | os.PathLike[str]) -> Tensor:
+    """Return a tensor in a file of `folder` that is mapped into memory, and has no name any more."""
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        # Else a full disk would end the process at a write.
+        os.posix_fallocate(file.fileno(), 0, shape.numel() * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=shape.numel(), dtype=dtype).view(shape)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

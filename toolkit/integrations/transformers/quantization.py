@@ -1,0 +1,104 @@
+"""4-bit experts: frozen expert matrices in NF4 of bitsandbytes, one packed row per expert.
+
+    with experts_in_files(quantize="4bit"):
+        model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=use_toolkit_kernel())
+    model = get_peft_model(model, LoraConfig(target_parameters=[...]))
+
+bitsandbytes quantises and dequantises. Blocks of 64 numbers lie within a row, so the bytes of a row do not depend on
+its rank or slot: rows migrate, are replicated and saved as bytes, with the scales of their blocks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
+
+from toolkit.integrations.transformers.cpu_offload import rows_on
+
+BLOCK = 64
+"""Numbers that share a scale."""
+SCALES = "_scales"
+"""Suffix of the name of a parameter's scales."""
+
+
+class Packed(NamedTuple):
+    """How the rows of a parameter were before they were packed."""
+
+    shape: torch.Size
+    """(A, B) of a row."""
+    dtype: torch.dtype
+
+
+def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `rows` of `module` with matrices packed, and their scales under further names.
+
+    `module` gets parameters for the scales, and `packed`, which says what was packed.
+    """
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, result = {}, dict(rows)
+    for name, value in rows.items():
+        if not _can_be_packed(value):
+            continue
+        bits, state = quantize_4bit(value.reshape(-1, BLOCK), blocksize=BLOCK, quant_type="nf4")
+        packed[name] = Packed(value.shape[1:], value.dtype)
+        result[name] = bits.view(len(value), -1)
+        # As integers, because a cast of the model would round scales.
+        result[name + SCALES] = state.absmax.view(len(value), -1).view(torch.int32)
+        module.register_parameter(name + SCALES, nn.Parameter(result[name + SCALES], requires_grad=False))
+    module.packed = packed  # type: ignore[assignment]
+    return result
+
+
+def give_packed_shapes(module: nn.Module) -> None:
+    """Give `module`, whose parameters are on the meta device, the parameters that `pack_rows` would."""
+    packed = {}
+    for name, value in list(module.named_parameters(recurse=False)):
+        if _can_be_packed(value):
+            packed[name] = Packed(value.shape[1:], value.dtype)
+            numbers = value[0].numel()
+            bits = value.new_empty(len(value), numbers // 2, dtype=torch.uint8)
+            scales = value.new_empty(len(value), numbers // BLOCK, dtype=torch.int32)
+            for key, rows in ((name, bits), (name + SCALES, scales)):
+                setattr(module, key, nn.Parameter(rows, requires_grad=False))
+    module.packed = packed  # type: ignore[assignment]
+
+
+def _can_be_packed(rows: Tensor) -> bool:
+    return rows.ndim == 3 and rows.shape[1:].numel() % BLOCK == 0
+
+
+def unpacked(module: Any, name: str, device: torch.device) -> Float[Tensor, "S A B"]:
+    """Return the rows of a packed parameter on `device`, in the type that they had."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    was: Packed = module.packed[name]
+    bits: UInt8[Tensor, "S N"] = rows_on(module, name, device)
+    scales: Int[Tensor, "S M"] = rows_on(module, name + SCALES, device)
+    state = QuantState(
+        absmax=scales.view(torch.float32).flatten(),
+        # As blocks: on a CPU bitsandbytes 0.50 gives other numbers for a matrix with, say, 16 columns.
+        shape=torch.Size((2 * bits.numel() // BLOCK, BLOCK)),
+        code=_values(device),
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=was.dtype,
+    )
+    return dequantize_4bit(bits.view(-1, 1), state).view(len(bits), *was.shape)
+
+
+@cache
+def _values(device: torch.device) -> Float[Tensor, " 16"]:
+    """Return the values of the sixteen codes. Cached by device, because copying them is a host sync."""
+    from bitsandbytes.functional import get_4bit_type
+
+    return get_4bit_type("nf4", device=device, blocksize=BLOCK)
+
+
+def is_packed(module: nn.Module, name: str) -> bool:
+    """Return whether the rows of the parameter `name` are packed."""
+    return name in getattr(module, "packed", ())

@@ -1,0 +1,116 @@
+"""How a process of a run exits: one line for the whole world, and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from typing import NoReturn
+
+from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, StepOutOfMemory
+from toolkit.experts.parallel.nodes import launched_world
+from toolkit.run.launch.restarts import LAUNCH, past_restarts, restarted, tell
+from toolkit.run.launch.signals import STOP_SIGNALS, ignore_stop_signals
+
+GRACE_S = 5.0
+"""How long a rank of another launcher waits for that launcher to end it, in seconds."""
+STOPPED = "stopped by Ctrl-C."
+LOST = "error: another process has ended, and this one cannot go on without it."
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_launcher() -> None:
+    """Have the kernel kill this rank when the process that launched it ends (on Linux).
+
+    Torch's agent leaves ranks behind when it is killed, and they would keep the run's folder locked.
+    """
+    if LAUNCH in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ["TORCHELASTIC_RUN_ID"]):
+            os._exit(EXIT_BUG)
+
+
+def report(message: str, label: str = "error: ") -> None:
+    """Write one line to stderr, however many ranks call this."""
+    line = label + " ".join(message.split())
+    ignore_stop_signals()
+    if tell(line):
+        return
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # Another launcher ends all ranks as soon as one leaves: let rank 0 write. If this rank still runs after that
+        # time, then it alone has something to report.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(GRACE_S)
+    _write(line)
+
+
+def report_bug(error: Exception) -> None:
+    """Write the traceback, once for all ranks that `--num-processes` started."""
+    ignore_stop_signals()
+    if not tell("".join(traceback.format_exception(error))):
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def end_from_a_thread(line: str) -> NoReturn:
+    """Write `line` and end this process, whose main thread hangs."""
+    if not tell(line):
+        _write(line)
+    os._exit(EXIT_BUG)
+
+
+def lost_process(error: Exception) -> str | None:
+    """Return what `error` says of another process that hangs or has ended, by the words of gloo and NCCL; else None."""
+    if not isinstance(error, RuntimeError):
+        return None
+    if re.search(r"timed out waiting|collective operation timeout", str(error), re.IGNORECASE):
+        return "another process did not answer within --process-timeout: it hangs or is gone."
+    gone = r"connection (closed|reset) by peer|connection was likely closed|broken pipe|remote process exited"
+    if re.search(gone, str(error), re.IGNORECASE):
+        return LOST.removeprefix("error: ")
+    return None
+
+
+def start_again(error: StepOutOfMemory) -> NoReturn:
+    """Have this run restarted, with the smaller micro-batches that its folder knows of.
+
+    The process that launched the ranks restarts them. A process on its own is replaced by a new one, which frees all
+    memory. A rank of another launcher leaves with `EXIT_PREEMPTED`: the launcher, or the same command, restarts it.
+    """
+    if tell(str(error)):
+        leave(EXIT_SMALLER_BATCHES)
+    if launched_world() is not None:
+        report(f"{error} Run the same command again.", label="")
+        leave(EXIT_PREEMPTED)
+    for worker in multiprocessing.active_children():  # of a data loader: they would outlive this program
+        worker.kill()
+    _write(f"restart: {error}")
+    environment = os.environ | restarted(error.folder, [*past_restarts(), str(error)])
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code`; with an error, without waiting for ranks that may be gone."""
+    ignore_stop_signals()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        if code != EXIT_DONE:
+            os._exit(code)
+        distributed.destroy_process_group()
+    sys.exit(code)
+
+
+def _write(line: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        sys.stdout.flush()
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
