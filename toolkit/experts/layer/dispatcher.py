@@ -20,10 +20,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.experts.layer.recompute import decide
@@ -44,6 +44,9 @@ from toolkit.experts.layer.rows import (
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.waits import waits
 from toolkit.experts.placement.placement import ExpertPlacement
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 SLOT_TYPE = torch.int32
 """Integer type of the slots that are sent with each row."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from toolkit.experts.compat import embedding_bag_weights_grad
 from toolkit.experts.parallel.waits import waits
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 # --- order ------------------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +24,9 @@ from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.parallel.sync import ExpertSync, divide_in_backward, stop_dividing
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 RowsInFiles = Literal["stacked", "joined", "columns"]
 """E experts with A x B numbers each: (E, A, B); (E * A, B), one after another; or (A, B * E), the columns of experts

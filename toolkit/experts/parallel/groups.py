@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +18,9 @@ from toolkit.experts.parallel.nodes import ranks_per_node, rows_of_nodes
 from toolkit.experts.parallel.parallel_options import check_group_size
 from toolkit.experts.parallel.waits import waits
 from toolkit.experts.placement.placement_options import ExpertExchange
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 Partition = tuple[tuple[int, ...], ...]
 """Groups of equally many ranks that together are the world; ranks ascend in each group, groups by their first rank."""

@@ -23,16 +23,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import EMPTY_ROW
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 class RowsOfRanks(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,6 +18,9 @@ from toolkit.experts.compat import divide_each_, multiply_each_, norm_of_each
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.optimizer_rows import in_use
 from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass

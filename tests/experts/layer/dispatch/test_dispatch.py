@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
@@ -121,6 +124,30 @@ def test_rows_in_bfloat16_are_weighted_by_float32_weights_that_get_a_float32_gra
     # Rows: t0 t1 of expert 0, then t0 t1 of expert 1.
     sums = rows.detach().double().sum(1)
     torch.testing.assert_close(weights_TK.grad, torch.stack([sums[[0, 2]], sums[[3, 1]]]).float(), atol=1e-5, rtol=1e-5)
+
+
+class WithoutHalfKernel(TorchDispatchMode):
+    """Raises, as CUDA does, for the gradient of a sum's weights in half precision."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        missing = func is torch.ops.aten._embedding_bag_per_sample_weights_backward.default
+        assert not (missing and args[0].element_size() < 4), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_combine_in_half_precision_uses_kernels_that_cuda_has(dtype: torch.dtype) -> None:
+    rows = torch.randn(4, 8).to(dtype).requires_grad_()
+    weights_TK = torch.tensor([[0.25, 0.75], [0.5, 0.5]], dtype=dtype, requires_grad=True)
+    dispatcher = LocalDispatcher(contiguous(2, 1))
+    _, dispatched = dispatcher.dispatch(torch.randn(2, 8).to(dtype), torch.tensor([[0, 1], [1, 0]]), weights_TK)
+    with WithoutHalfKernel():
+        dispatcher.combine(rows, dispatched).sum().backward()
+    assert weights_TK.grad is not None
+    sums = rows.detach().double().sum(1)
+    torch.testing.assert_close(
+        weights_TK.grad.double(), torch.stack([sums[[0, 2]], sums[[3, 1]]]), atol=0.05, rtol=0.02
+    )
 
 
 # --- between ranks -----------------------------------------------------------------------------------------------
