@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from toolkit.errors import UserError, require_choice
+import toolkit as tk
 
 Mode = Literal["all_channels", "flatten", "average", "first"]
 """What the encoder sees at a time: all channels; each channel by itself; their mean; only the first."""
@@ -71,7 +71,6 @@ class WindowClassifier(nn.Module):
     std: Tensor
 
     def __init__(self, encoder: nn.Module, head: nn.Module, *, mode: Mode, mean: Tensor, std: Tensor):
-        require_choice("mode", mode, Mode)
         super().__init__()
         self.encoder, self.head, self.mode = encoder, head, mode
         self.register_buffer("mean", mean[:, None].clone(), persistent=False)
@@ -94,7 +93,6 @@ class WindowClassifier(nn.Module):
 
 def view_channels(mode: Mode, channels: int) -> int:
     """How many channels an encoder sees at a time. Raises UserError for an unknown `mode`."""
-    require_choice("mode", mode, Mode)
     return channels if mode == "all_channels" else 1
 
 
@@ -109,7 +107,7 @@ def load_encoder(model: nn.Module, path: Path) -> None:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(
+        raise tk.UserError(
             f"encoder_path={str(path)!r}: it cannot be read as safetensors ({error}): take another."
         ) from None
     weights = {name.removeprefix("encoder."): value for name, value in tensors.items() if name.startswith("encoder.")}
@@ -119,7 +117,7 @@ def load_encoder(model: nn.Module, path: Path) -> None:
         found = weights.get(name)
         if found is None or found.shape != value.shape:
             has = "none of this name" if found is None else f"one of {tuple(found.shape)}"
-            raise UserError(
+            raise tk.UserError(
                 f"encoder_path={str(path)!r}: the encoder's {name} is {tuple(value.shape)} and the file has {has}: "
                 "take one of a run with the same mode, width and channels."
             )

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from toolkit.experts.moving.migrate import place_experts
     from toolkit.experts.moving.replan import Replanner
     from toolkit.experts.moving.replan_options import ReplanOptions
-    from toolkit.experts.parallel.groups import make_expert_groups
+    from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
     from toolkit.experts.parallel.sync import ExpertSync
     from toolkit.experts.placement.placement import ExpertPlacement
     from toolkit.experts.sharding.shard import shard_experts
     from toolkit.experts.state.checkpoint_files import load, save
 
 _MODULES = {
+    "ExpertGroups": "toolkit.experts.parallel.groups",
     "ExpertPlacement": "toolkit.experts.placement.placement",
     "ExpertSync": "toolkit.experts.parallel.sync",
     "ReplanOptions": "toolkit.experts.moving.replan_options",
@@ -37,6 +38,7 @@ _MODULES = {
     "shard_experts": "toolkit.experts.sharding.shard",
 }
 __all__ = [
+    "ExpertGroups",
     "ExpertPlacement",
     "ExpertSync",
     "ReplanOptions",
