@@ -9,10 +9,10 @@ What they reach: docs/recipes/vae.md.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import nn
 
 import toolkit as tk
@@ -21,8 +21,6 @@ from digits.affine import AffineRange
 from digits.classifier import ConvolutionalClassifier, WeightAverage
 from digits.consistency import ConsistencyRegularization
 from digits.views import Views
-from toolkit.data.images import ImageData
-from toolkit.experts.options import FractionAboveZero, FractionBelowOne
 
 
 class Config(tk.RunConfig):
@@ -37,11 +35,11 @@ class Config(tk.RunConfig):
     """Channels of the first two convolutions; the others have twice as many."""
     labelled_augment: NonNegativeFloat = 0.7
     """Random affine changes of labelled images; 1 is 15 degrees, 15 % in scale, 0.15 in shear and 3 pixels."""
-    weight_average: FractionBelowOne = 0.99
+    weight_average: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """Decay per step of the running mean of the weights, which answers in evaluation and gives pseudo-labels."""
     pseudo_label_weight: NonNegativeFloat = 1.0
     """fixmatch: weight of pseudo-labels, beside the cross-entropy of labelled images."""
-    confidence: FractionAboveZero = 0.98
+    confidence: Annotated[float, Field(gt=0, le=1)] = 0.98
     """fixmatch: probability from which an answer is a pseudo-label."""
     weak_augment: NonNegativeFloat = 0.2
     """Affine changes of images without a label, in the units of --labelled-augment."""
@@ -78,7 +76,7 @@ def supervised() -> Config:
     return fixmatch_vat().replace(method="supervised", lr=1e-3, labelled_augment=1.0)
 
 
-def build(config: Config, data: ImageData) -> tuple[ConvolutionalClassifier, tk.Task]:
+def build(config: Config, data: tk.data.ImageData) -> tuple[ConvolutionalClassifier, tk.Task]:
     """The model and its task."""
     radius = config.smoothness_radius
     model = ConvolutionalClassifier(

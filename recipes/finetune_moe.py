@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt
 
 import toolkit as tk
-from toolkit.errors import require
-from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 
-class Config(tk.ExpertRunConfig, AdapterOptions):
+class Config(tk.ExpertRunConfig, tk.peft.AdapterOptions):
     """The settings of a run; fields shared with other recipes are inherited."""
 
     model: str | None = None
@@ -54,51 +52,62 @@ class Config(tk.ExpertRunConfig, AdapterOptions):
         super().check_together()
         remedy = "experts in four bits are frozen: leave merge=True, compare=True and lora_rank=0 out"
         packs = self.quantize is not None and (self.merge or self.compare or self.lora_rank == 0)
-        require(not packs, "quantize", self.quantize, remedy)
+        tk.require(not packs, "quantize", self.quantize, remedy)
         remedy = "with lora_rank=0 no expert is frozen: leave it out"
-        require(self.offload is None or self.lora_rank > 0, "offload", self.offload, remedy)
+        tk.require(self.offload is None or self.lora_rank > 0, "offload", self.offload, remedy)
 
 
 def full() -> Config:
     """The published table: Shakespeare learns Python's standard library, in three ways."""
-    text: Any = {"dataset": "stdlib", "old_dataset": "prose", "eval_blocks": 1024, "compare": True}
-    steps: Any = {"max_steps": 300, "batch_size": 32, "schedule": tk.ScheduleOptions(warmup_steps=20), "log_every": 20}
-    return Config(**text, **steps, lr=2e-2, expert_hidden_size=64, balance_weight=0.0)
+    return Config(
+        dataset="stdlib",
+        old_dataset="prose",
+        eval_blocks=1024,
+        compare=True,
+        max_steps=300,
+        batch_size=32,
+        schedule=tk.ScheduleOptions(warmup_steps=20),
+        log_every=20,
+        lr=2e-2,
+        expert_hidden_size=64,
+        balance_weight=0.0,
+    )
 
 
 def debug() -> Config:
     """Seconds: adapters of a tiny base."""
-    small: Any = {"experts": 4, "expert_hidden_size": 16, "context": 32, "lora_rank": 2, "eval_blocks": 128}
-    return full().replace(**small, old_dataset="reference", compare=False, max_steps=20, lr=1e-2, log_every=5)
+    small = full().replace(experts=4, expert_hidden_size=16, context=32, lora_rank=2, eval_blocks=128)
+    return small.replace(old_dataset="reference", compare=False, max_steps=20, lr=1e-2, log_every=5)
 
 
 def own() -> Config:
     """Your own --model and --dataset: adapters, no table."""
-    rest: Any = {"dataset": "auto", "old_dataset": None, "eval_blocks": None, "max_steps": None}
-    return full().replace(**rest, compare=False, lr=1e-3)
+    alone = full().replace(dataset="auto", old_dataset=None, eval_blocks=None, max_steps=None)
+    return alone.replace(compare=False, lr=1e-3)
 
 
-CONTROLS: dict[str, dict[str, Any]] = {
-    "attention": {"lora_experts": False, "lr": 4e-2},
-    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "offload": None, "lr": 4e-2},
-}
-"""What --compare trains beside a run. Their rates, and that of `full`, were chosen on validation text."""
+def attention(config: Config) -> Config:
+    """The control: adapters of attention only. The rates of controls, and of `full`, were chosen on validation text."""
+    return config.replace(lora_experts=False, lr=4e-2)
+
+
+def weights(config: Config) -> Config:
+    """The control: all weights."""
+    return config.replace(lora_rank=0, freeze_router=False, merge=False, offload=None, lr=4e-2)
 
 
 def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
     """The base with its adapters."""
     import torch
 
-    from toolkit.data.hub import model_folder
-
     kernel, dtype = tk.transformers.use_toolkit_kernel(), getattr(torch, config.dtype)
     with tk.transformers.experts_in_files(quantize=config.quantize, offload=config.offload):
         plain = tk.transformers.causal_lm(
-            model_folder(base), dtype=dtype, vocab_size=vocab_size, experts_implementation=kernel
+            tk.data.model_folder(base), dtype=dtype, vocab_size=vocab_size, experts_implementation=kernel
         )
     if config.gradient_checkpointing:
         tk.transformers.recompute_blocks(plain)
-    return add_adapters(plain, config, seed=config.seed)
+    return tk.peft.add_adapters(plain, config, seed=config.seed)
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -108,11 +117,10 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 def main(config: Config) -> dict[str, Any]:
     from language import fine_tuning
-    from toolkit.data.hub import model_folder
 
     with tk.start_run("finetune_moe", config) as run:
         if config.model is not None:
-            run.on_main_and_share(partial(model_folder, config.model))
+            run.on_main_and_share(partial(tk.data.model_folder, config.model))
         tokenizer = config.tokenizer or config.model or "bytes"
         load = partial(
             tk.load_text,
@@ -142,7 +150,7 @@ def main(config: Config) -> dict[str, Any]:
             fine_tuning.save_trained(model, run.folder, config, data.tokenizer)
             if config.compare:
                 same = config.replace(model=base, tokenizer=tokenizer, compare=False)
-                rows = fine_tuning.compare(run, same, run.facts | trainer.results, main, CONTROLS)
+                rows = fine_tuning.compare(run, same, run.facts | trainer.results, main, [attention, weights])
                 run.describe(comparison=rows)
 
         return tk.fit(

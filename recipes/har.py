@@ -17,7 +17,6 @@ from activity.activity import ActivityData, load_activity
 from activity.confusion import ConfusionPicture
 from activity.voting import VotedClassification, class_weights
 from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
-from toolkit.experts.options import FractionBelowOne
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,7 @@ class Config(tk.RunConfig):
     """Length of a window; None means 4 s, or the publisher's windows."""
     rate_hz: PositiveFloat | None = None
     """Readings per second of a data set of your own."""
-    overlap: FractionBelowOne = 0.5
+    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Fraction of a window that the next one shares; windows never span two trials."""
     fold: NonNegativeInt | None = None
     """Which volunteers are held out; None means those of the official split, or fold 0."""
@@ -44,7 +43,7 @@ class Config(tk.RunConfig):
     """Channels of the encoder's first convolution; the last has four times as many."""
     hidden_dims: tuple[PositiveInt, ...] = ()
     """Hidden layers of the classifier behind the encoder."""
-    dropout: FractionBelowOne = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout before the classifier."""
     class_balance: Literal["none", "sqrt", "inverse"] = "none"
     """Weight of a class in the loss: 1, or one over (the root of) its number of training windows."""

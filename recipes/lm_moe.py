@@ -51,15 +51,23 @@ class Config(tk.ExpertRunConfig):
 
 def full() -> Config:
     """The published run: two epochs of tinyshakespeare."""
-    mixture: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_hidden_size": 64, "balance_weight": 0.01}
-    schedule = tk.ScheduleOptions(warmup_steps=50)
-    return Config(**mixture, epochs=2, batch_size=32, lr=2e-2, schedule=schedule, log_every=20)
+    return Config(
+        experts=8,
+        top_k=2,
+        expert_hidden_size=64,
+        balance_weight=0.01,
+        epochs=2,
+        batch_size=32,
+        lr=2e-2,
+        schedule=tk.ScheduleOptions(warmup_steps=50),
+        log_every=20,
+    )
 
 
 def debug() -> Config:
     """Seconds: a tiny model on a little of the standard library's sources."""
-    small: dict[str, Any] = {"dim": 16, "experts": 4, "expert_hidden_size": 16, "context": 32, "sample_tokens": 16}
-    return full().replace(**small, max_steps=20, lr=1e-2, log_every=5, dataset="stdlib", export=False)
+    small = full().replace(dim=16, experts=4, expert_hidden_size=16, context=32, sample_tokens=16)
+    return small.replace(max_steps=20, lr=1e-2, log_every=5, dataset="stdlib", export=False)
 
 
 def larger() -> Config:

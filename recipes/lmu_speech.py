@@ -27,8 +27,6 @@ from speech.speech_models import (
     SpeechRecogniser,
     Standardise,
 )
-from toolkit.data.ragged import BucketedOrder
-from toolkit.experts.options import FractionBelowOne
 
 
 class Config(tk.RunConfig):
@@ -46,7 +44,7 @@ class Config(tk.RunConfig):
     """Window of each layer's memory, in steps."""
     stride: PositiveInt = 3
     """Frames per step of `memory`."""
-    dropout: FractionBelowOne = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout rate; drawn on each process by itself."""
     sample_rate: PositiveInt = 8000
     """Hz; other recordings are resampled."""
@@ -81,14 +79,14 @@ def connected() -> Config:
 
 def debug() -> Config:
     """Seconds: synthetic tones, a small model."""
-    small: Any = {"width": 48, "channels": 8, "thetas": (6.0, 12.0), "schedule": tk.ScheduleOptions()}
-    return fsdd().replace(dataset="tones", epochs=6, batch_size=16, lr=5e-3, log_every=10, **small)
+    small = fsdd().replace(width=48, channels=8, thetas=(6.0, 12.0), schedule=tk.ScheduleOptions())
+    return small.replace(dataset="tones", epochs=6, batch_size=16, lr=5e-3, log_every=10)
 
 
 def guide() -> Config:
     """The reference guide's encoder and sizes, 7.16 million parameters, on LibriSpeech at 16 kHz; not measured."""
-    sizes: Any = {"encoder": "attention", "width": 512, "order": 256, "thetas": (1000.0,) * 4, "dropout": 0.1}
-    return fsdd().replace(dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3, **sizes)
+    large = fsdd().replace(encoder="attention", width=512, order=256, thetas=(1000.0,) * 4, dropout=0.1)
+    return large.replace(dataset="librispeech", epochs=24, sample_rate=16000, num_mels=80, lr=1e-3)
 
 
 def build(config: Config, data: SpeechData, letters: Characters) -> tuple[tk.Task, nn.Module]:
@@ -141,7 +139,7 @@ def main(config: Config) -> dict[str, Any]:
             model,
             optimizer,
             data,
-            order=BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed),
+            order=tk.data.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed),
             augment=SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None,
             eval_batch_size=100,
             at_end=save,

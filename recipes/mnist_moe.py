@@ -7,19 +7,15 @@ accelerate launch recipes/mnist_moe.py             the same under Accelerate's l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 import toolkit as tk
-from toolkit.experts.options import FractionBelowOne
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from toolkit.data.images import ImageData
-    from toolkit.experts.parallel.groups import ExpertGroups
 
 
 class Config(tk.dynamic.DynamicRunConfig):
@@ -27,7 +23,7 @@ class Config(tk.dynamic.DynamicRunConfig):
     """auto, mnist, fashion_mnist, digits, a folder of images, or owner/name of the Hub; :validation behind any."""
     dim: PositiveInt = 384
     """Width of the stem and of what the experts read and write."""
-    blank_pixels: FractionBelowOne = 0.0
+    blank_pixels: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each training image's pixels that is hidden, drawn again at each visit."""
     shared_expert: bool = False
     """Add an expert that every image goes through."""
@@ -72,7 +68,7 @@ def dynamic() -> Config:
     return full().replace(experts=4, max_experts=16, lifecycle=lifecycle)
 
 
-def build_model(config: Config, data: ImageData, groups: ExpertGroups) -> nn.Module:
+def build_model(config: Config, data: tk.data.ImageData, groups: tk.experts.ExpertGroups) -> nn.Module:
     """Pixels, a linear stem, a residual block (the mixture, or its dense control), a linear head."""
     hidden = config.expert_hidden_size
     if config.experts == 0:

@@ -7,17 +7,14 @@ python recipes/psmnist.py cell            the nonlinear unit, 102,027 parameters
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import nn
 
 import toolkit as tk
 from speech.lmu import LMU, ParallelLMU, SequenceClassifier
-from toolkit.data.images import ImageData
-from toolkit.experts.options import FractionBelowOne
-from toolkit.experts.parallel.seeding import generator
 
 
 class Config(tk.RunConfig):
@@ -31,9 +28,9 @@ class Config(tk.RunConfig):
     """Coefficients that the memory keeps of the last 784 pixels."""
     hidden_size: PositiveInt = 346
     """Hidden units that read the memory."""
-    dropout: FractionBelowOne = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the hidden units that is dropped in training; drawn on each process by itself."""
-    blank_pixels: FractionBelowOne = 0.0
+    blank_pixels: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the pixels of each training image that is hidden, other ones each time."""
     permutation: int = 0
     """Which order of the pixels; the same for all seeds."""
@@ -51,11 +48,11 @@ def cell() -> Config:
 
 def debug() -> Config:
     """Seconds: the embedded digits, a small memory."""
-    small: Any = {"order": 128, "hidden_size": 64, "dropout": 0.0, "blank_pixels": 0.1}
-    return parallel().replace(dataset="digits", epochs=3, batch_size=32, lr=5e-3, log_every=10, **small)
+    small = parallel().replace(order=128, hidden_size=64, dropout=0.0, blank_pixels=0.1)
+    return small.replace(dataset="digits", epochs=3, batch_size=32, lr=5e-3, log_every=10)
 
 
-def build_model(config: Config, data: ImageData) -> nn.Module:
+def build_model(config: Config, data: tk.data.ImageData) -> nn.Module:
     hidden = config.hidden_size
     make_unit: Any = ParallelLMU
     if config.unit == "cell":
@@ -63,7 +60,7 @@ def build_model(config: Config, data: ImageData) -> nn.Module:
     return SequenceClassifier(
         tk.Pixels(mean=0.0, std=1.0, blank=config.blank_pixels),
         make_unit(1, hidden, config.order, theta=data.num_pixels),
-        order=torch.randperm(data.num_pixels, generator=generator(config.permutation, "order of pixels")),
+        order=torch.randperm(data.num_pixels, generator=tk.generator(config.permutation, "order of pixels")),
         hidden_size=hidden,
         num_classes=data.num_classes,
         dropout=config.dropout,

@@ -9,10 +9,10 @@ A grid of them, with tables and plots: docs/operate/sweeps.md. What it reaches: 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import nn
 
 import toolkit as tk
@@ -22,8 +22,6 @@ from autoencoder.leakage import StyleLeakage
 from autoencoder.relaxed_vae import RelaxedBound, RelaxedVAE
 from autoencoder.semi_supervised import LabelledOnly, SemiSupervised
 from autoencoder.vae import SemiSupervisedVAE
-from toolkit.data.images import ImageData
-from toolkit.experts.options import Fraction
 
 
 class Config(tk.RunConfig):
@@ -34,7 +32,7 @@ class Config(tk.RunConfig):
     confident answers; reference: relaxed classes, and labels by the batch, which shows most labels in time."""
     labels: int = 100
     """Training images that keep their label, evenly over classes, fixed by --seed; the others have none."""
-    corruption_rate: Fraction = 0.0
+    corruption_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of these that are wrong."""
     corruption: Literal["fixed", "resampled"] = "fixed"
     """fixed: an image has one wrong label for good. resampled: another one at each visit, which averages out."""
@@ -76,7 +74,7 @@ def reference() -> Config:
     return known.replace(epochs=40, batch_size=256, schedule=tk.ScheduleOptions(name="constant"), optimizer=plain)
 
 
-def build(config: Config, data: ImageData) -> tuple[SemiSupervisedVAE | RelaxedVAE, tk.Task]:
+def build(config: Config, data: tk.data.ImageData) -> tuple[SemiSupervisedVAE | RelaxedVAE, tk.Task]:
     """The model and its task."""
     sizes = {"num_pixels": data.num_pixels, "num_classes": data.num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":

@@ -228,6 +228,17 @@ def test_toolkit_knows_no_recipe_and_recipes_know_no_tests():
         assert not whole, f"{module_name(path)}: `import toolkit` hides who imports whom"
 
 
+def test_recipe_imports_of_the_toolkit_are_its_public_face():
+    face = {"toolkit", "toolkit.experts"}
+    deep = {
+        f"{module_name(path)} imports {found.module}"
+        for path in RECIPES
+        for found in imports(path)
+        if within(found.module, "toolkit") and found.module not in face
+    }
+    assert not deep, "\n".join(sorted(deep))
+
+
 def test_a_library_is_imported_only_behind_its_fence():
     wrong = []
     for name, path in FILES.items():

@@ -1,5 +1,6 @@
 """The public names, once: `toolkit/__init__.py` loads each on first use; editors and type checkers read them here."""
 
+from . import data as data
 from . import dynamic as dynamic
 from . import experts as experts
 from .data.images import load_images as load_images
@@ -10,6 +11,8 @@ from .data.text import load_text as load_text
 from .data.visit_draws import BlankPixels as BlankPixels
 from .errors import UserError as UserError
 from .errors import require as require
+from .experts.parallel.seeding import generator as generator
+from .integrations import peft as peft
 from .integrations import transformers as transformers
 from .integrations.accelerate.expert_parallel import ExpertParallel as ExpertParallel
 from .run.cli import run_recipe as run_recipe
@@ -18,11 +21,19 @@ from .run.config.experts import MoERunConfig as MoERunConfig
 from .run.config.optimizer_options import OptimizerOptions as OptimizerOptions
 from .run.config.optimizer_options import ScheduleOptions as ScheduleOptions
 from .run.config.run import RunConfig as RunConfig
+from .run.folder import results_of as results_of
+from .run.launch.world import without_launcher as without_launcher
+from .run.pictures.plots import save_figure as save_figure
 from .run.process_settings import process_settings as process_settings
 from .run.run import Run as Run
 from .run.run import start_run as start_run
+from .run.tracking.jsonl import read_metrics as read_metrics
+from .train.batch_size import accumulation_steps as accumulation_steps
 from .train.build import fit as fit
 from .train.callbacks.base import Callback as Callback
+from .train.callbacks.evaluation import Evaluation as Evaluation
+from .train.fine_tuning_memory import Layout as Layout
+from .train.fine_tuning_memory import check_memory as check_memory
 from .train.models.mlp import MLP as MLP
 from .train.models.mlp import Pixels as Pixels
 from .train.models.mlp import ResidualClassifier as ResidualClassifier

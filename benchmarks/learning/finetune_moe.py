@@ -27,12 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks.report import sd, write_report
-from recipes.finetune_moe import CONTROLS, Config, full, main
+from recipes.finetune_moe import Config, full, main
 from toolkit.data.text import split
 from toolkit.run.folder import results_of
 from toolkit.run.tracking.jsonl import read_metrics
 
-ARMS: dict[str, dict[str, Any]] = {"experts": {}, **CONTROLS}
+ARMS: dict[str, dict[str, Any]] = {
+    "experts": {},
+    "attention": {"lora_experts": False, "lr": 4e-2},
+    "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "offload": None, "lr": 4e-2},
+}
+"""Changes of the settings, as those of the recipe's controls."""
 SMALLER: dict[str, dict[str, Any]] = {
     "in bf16": {"dtype": "bfloat16"},
     "in four bits": {"dtype": "bfloat16", "quantize": "4bit"},

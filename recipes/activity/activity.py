@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import toolkit as tk
 from activity.activity_sources import (
     HMP_RATE_HZ,
     PARTS,
@@ -24,11 +25,6 @@ from activity.activity_sources import (
     generate_trials,
     locate,
 )
-from toolkit.data.cache import OnMain, Source, shared_columns, words_column, words_of
-from toolkit.data.files import NotFoundHere
-from toolkit.data.rows import is_own
-from toolkit.data.table import TensorTable
-from toolkit.errors import UserError, require
 
 MADE_UP = "made-up volunteers say nothing about people."
 CACHE_FORMAT = 3
@@ -41,8 +37,8 @@ class ActivityData:
 
     name: str
     """The name of the set: hmp, uci_har, generated, or that of your own."""
-    train: TensorTable
-    test: TensorTable
+    train: tk.TensorTable
+    test: tk.TensorTable
     classes: tuple[str, ...]
     held_out: tuple[str, ...]
     """Volunteers of the test table; none of them is in the training table."""
@@ -54,7 +50,7 @@ class ActivityData:
     """(classes,) training windows of each class."""
     notice: str | None = None
     """A sentence for the user, when this is not a set of people, or how your own was read."""
-    validation: TensorTable | None = None
+    validation: tk.TensorTable | None = None
     """Windows of further volunteers who are not trained on, for choices."""
 
     @property
@@ -89,7 +85,7 @@ def load_activity(
     dataset: str,
     data_dir: Path | None,
     *,
-    on_main: OnMain,
+    on_main: tk.data.OnMain,
     window_seconds: float | None = None,
     overlap: float = 0.5,
     fold: int | None = None,
@@ -118,20 +114,22 @@ def load_activity(
     Raises:
         UserError: On every rank, the set is not there, or holds what cannot be.
     """
-    name, notice, columns = shared_columns(lambda: _find(dataset, data_dir, window_seconds, overlap, rate_hz), on_main)
-    classes = words_of(columns["classes"])
-    volunteers = words_of(columns["volunteers"])
+    name, notice, columns = tk.data.shared_columns(
+        lambda: _find(dataset, data_dir, window_seconds, overlap, rate_hz), on_main
+    )
+    classes = tk.data.words_of(columns["classes"])
+    volunteers = tk.data.words_of(columns["volunteers"])
     volunteer = columns["volunteer"]
     part = columns["part"] if fold is None else torch.zeros_like(volunteer)
     held_out, chosen_on = _held_out(volunteer, part, fold, folds)
     if validation and not chosen_on.any():
         rest = volunteer[~held_out[volunteer]]
         others = len(rest.unique())
-        require(others > 1, "validation", True, "there is one volunteer to train on: leave it out")
+        tk.require(others > 1, "validation", True, "there is one volunteer to train on: leave it out")
         chosen_on = _fold(rest, 0, min(folds, others), len(held_out))
     parts = {"train": ~(held_out | chosen_on), "test": held_out, "validation": chosen_on}
     tables = {
-        part: TensorTable(input=columns["signal"][who[volunteer]], label=columns["label"][who[volunteer]])
+        part: tk.TensorTable(input=columns["signal"][who[volunteer]], label=columns["label"][who[volunteer]])
         for part, who in parts.items()
     }
     std, mean = torch.std_mean(tables["train"].columns["input"], dim=(0, 2))
@@ -158,9 +156,9 @@ def _held_out(volunteer: Tensor, part: Tensor, fold: int | None, folds: int) -> 
     )
     if test.any():
         everybody = "everybody is in the test split or that for validation: give fold=0"
-        require(not (test | validation).all(), "fold", None, everybody)
+        tk.require(not (test | validation).all(), "fold", None, everybody)
         return test, validation & ~test
-    require(folds <= count, "folds", folds, f"take at most {count}, the number of volunteers")
+    tk.require(folds <= count, "folds", folds, f"take at most {count}, the number of volunteers")
     return _fold(volunteer, fold or 0, folds, count), validation
 
 
@@ -175,13 +173,13 @@ def _fold(volunteer: Tensor, fold: int, folds: int, count: int) -> Tensor:
 
 def _find(
     dataset: str, data_dir: Path | None, window_seconds: float | None, overlap: float, rate_hz: float | None
-) -> Source:
+) -> tk.data.Source:
     seconds = window_seconds or 4.0
     notice = None
     if dataset not in ("auto", *get_args(Name)):
-        if not is_own(dataset):
+        if not tk.data.is_own(dataset):
             names = ", ".join(("auto", *get_args(Name)))
-            raise UserError(
+            raise tk.UserError(
                 f"dataset={dataset!r}: there is no such set; choose one of {names}, a file, a folder, or owner/name of "
                 "the Hub."
             )
@@ -194,20 +192,20 @@ def _find(
         wanted = ["hmp", "uci_har"] if dataset == "auto" else [dataset]
         try:
             found = locate(wanted, data_dir)
-        except NotFoundHere as reason:
+        except tk.data.NotFoundHere as reason:
             if data_dir is not None:
-                raise UserError(
+                raise tk.UserError(
                     f"data_dir={str(data_dir)!r}: {reason}; name the folder of the set, or one above it."
                 ) from None
             if dataset != "auto":
-                raise UserError(f"dataset={dataset!r}: {reason}; give data_dir, or take generated.") from None
+                raise tk.UserError(f"dataset={dataset!r}: {reason}; give data_dir, or take generated.") from None
             found = Recordings("generated", "generated", HMP_RATE_HZ, generate_trials)
             notice = f"No hmp (dataset='hmp' says why): {MADE_UP}"
     published = UCI_HAR_STEPS / UCI_HAR_RATE_HZ
     if found.name == "uci_har" and window_seconds not in (None, published):
-        raise UserError(f"window_seconds={window_seconds}: UCI-HAR is published in windows of {published} s.")
+        raise tk.UserError(f"window_seconds={window_seconds}: UCI-HAR is published in windows of {published} s.")
     steps = round(seconds * found.rate_hz)
-    require(steps >= 8, "window_seconds", seconds, f"take at least {8 / found.rate_hz:g}, 8 readings")
+    tk.require(steps >= 8, "window_seconds", seconds, f"take at least {8 / found.rate_hz:g}, 8 readings")
     key = f"{found.name}-{found.key}" + ("" if found.name == "uci_har" else f"-{seconds:g}s-{overlap:g}")
 
     def read() -> dict[str, np.ndarray]:
@@ -218,9 +216,9 @@ def _find(
             "label": windows.label,
             "volunteer": windows.volunteer,
             "part": windows.part,
-            "classes": words_column(windows.classes),
-            "volunteers": words_column(windows.volunteers),
+            "classes": tk.data.words_column(windows.classes),
+            "volunteers": tk.data.words_column(windows.volunteers),
             "rate_hz": np.array([found.rate_hz]),
         }
 
-    return Source(found.name, f"activity-{key}-v{CACHE_FORMAT}", read, notice)
+    return tk.data.Source(found.name, f"activity-{key}-v{CACHE_FORMAT}", read, notice)

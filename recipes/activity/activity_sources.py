@@ -11,10 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from toolkit.data.files import SPLITS, NotFoundHere, all_parts, content_key, damaged, data_folder, read_columns
-from toolkit.data.hub import find_on_hub
-from toolkit.data.rows import find_column, load_splits
-from toolkit.errors import UserError, one_line, require
+import toolkit as tk
 
 Name = Literal["hmp", "uci_har", "generated"]
 PARTS = ("train", "test", "validation")
@@ -89,18 +86,18 @@ def locate(names: Sequence[str], data_dir: Path | None) -> Recordings:
     $TOOLKIT_DATA_DIR; UCI-HAR also in the Hub's cache and on the Hub. Raises NotFoundHere naming every place.
     """
     looks: list[Callable[[], Recordings]] = [
-        partial(lambda name: find_in_folder(data_folder(data_dir), name), name) for name in names
+        partial(lambda name: find_in_folder(tk.data.data_folder(data_dir), name), name) for name in names
     ]
     if data_dir is None and "uci_har" in names:
-        hub = partial(find_on_hub, UCI_HAR_REPO, UCI_HAR_PATTERNS, _uci_har_files)
+        hub = partial(tk.data.find_on_hub, UCI_HAR_REPO, UCI_HAR_PATTERNS, _uci_har_files)
         looks += [partial(hub, ask=False), partial(hub, ask=True)]
     reasons = []
     for look in looks:
         try:
             return look()
-        except NotFoundHere as reason:
+        except tk.data.NotFoundHere as reason:
             reasons.append(str(reason))
-    raise NotFoundHere("; ".join(dict.fromkeys(reasons)))
+    raise tk.data.NotFoundHere("; ".join(dict.fromkeys(reasons)))
 
 
 def find_in_folder(folder: Path, name: str) -> Recordings:
@@ -110,19 +107,19 @@ def find_in_folder(folder: Path, name: str) -> Recordings:
     """
     if name == "hmp":
         for place in (folder / "hmp", folder):
-            if place.name == "hmp" and (paths := tuple(all_parts(place.glob("train-*.parquet")))):
-                return Recordings("hmp", content_key(paths), HMP_RATE_HZ, partial(read_hmp, paths))
-        raise NotFoundHere(f"{folder} does not hold hmp/train-*.parquet")
+            if place.name == "hmp" and (paths := tuple(tk.data.all_parts(place.glob("train-*.parquet")))):
+                return Recordings("hmp", tk.data.content_key(paths), HMP_RATE_HZ, partial(read_hmp, paths))
+        raise tk.data.NotFoundHere(f"{folder} does not hold hmp/train-*.parquet")
     for place in (folder / "UCI HAR Dataset", folder / "uci_har", folder):
         if (place / "train").is_dir():
             return _uci_har_files(place)
-    raise NotFoundHere(f"{folder} does not hold train/Inertial Signals/*.txt of UCI-HAR")
+    raise tk.data.NotFoundHere(f"{folder} does not hold train/Inertial Signals/*.txt of UCI-HAR")
 
 
 def _uci_har_files(folder: Path) -> Recordings:
     paths = tuple(
         folder / split / part
-        for split in SPLITS
+        for split in tk.data.SPLITS
         for part in (
             f"y_{split}.txt",
             f"subject_{split}.txt",
@@ -130,8 +127,8 @@ def _uci_har_files(folder: Path) -> Recordings:
         )
     )
     if missing := [path for path in paths if not path.is_file()]:
-        raise NotFoundHere(f"{folder} has no {missing[0].relative_to(folder)}")
-    return Recordings("uci_har", content_key(paths), UCI_HAR_RATE_HZ, partial(read_uci_har, folder))
+        raise tk.data.NotFoundHere(f"{folder} has no {missing[0].relative_to(folder)}")
+    return Recordings("uci_har", tk.data.content_key(paths), UCI_HAR_RATE_HZ, partial(read_uci_har, folder))
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -158,16 +155,16 @@ def find_own(dataset: str, rate_hz: float | None) -> Recordings:
     Raises:
         UserError: It cannot be loaded, lacks a column, or `rate_hz` is None.
     """
-    require(rate_hz is not None, "rate_hz", rate_hz, f"say how many readings per second {dataset} has")
+    tk.require(rate_hz is not None, "rate_hz", rate_hz, f"say how many readings per second {dataset} has")
     assert rate_hz is not None
-    splits, key = load_splits(dataset)
+    splits, key = tk.data.load_splits(dataset)
     first = next(iter(splits.values()))
-    subject = find_column(dataset, first, "subject", SUBJECT)
-    activity = find_column(dataset, first, "activity", ACTIVITY)
+    subject = tk.data.find_column(dataset, first, "subject", SUBJECT)
+    activity = tk.data.find_column(dataset, first, "activity", ACTIVITY)
     known = (subject, activity, TRIAL, *NO_SIGNALS)
     signals = [name for name, kind in first.features.items() if name not in known and _is_number(kind)]
     if not signals:
-        raise UserError(f"dataset={dataset!r}: no column of {', '.join(first.column_names)} is a signal, a number.")
+        raise tk.UserError(f"dataset={dataset!r}: no column of {', '.join(first.column_names)} is a signal, a number.")
     name = Path(dataset).name if Path(dataset).exists() else dataset
     notice = f"{name} has the signals {', '.join(signals)} at {rate_hz:g} Hz."
     read = partial(_own_trials, dataset, splits, subject, activity, signals)
@@ -188,7 +185,9 @@ def _own_trials(dataset: str, splits: Any, subject: str, activity: str, signals:
         table = rows.select_columns([subject, activity, *signals, *([TRIAL] if TRIAL in rows.column_names else [])])
         table = table.to_pandas()
         for row in np.flatnonzero(table.isna().any(axis=1)):
-            raise UserError(f"dataset={dataset!r}: row {row} of the {split} split lacks a value: fill it or drop it.")
+            raise tk.UserError(
+                f"dataset={dataset!r}: row {row} of the {split} split lacks a value: fill it or drop it."
+            )
         if isinstance(table[signals[0]].iloc[0], np.ndarray):
             pieces = [table.iloc[row : row + 1] for row in range(len(table))]
         else:
@@ -198,7 +197,7 @@ def _own_trials(dataset: str, splits: Any, subject: str, activity: str, signals:
         for piece in pieces:
             readings = [np.concatenate([np.atleast_1d(value) for value in piece[name]]) for name in signals]
             if len({len(axis) for axis in readings}) > 1 or not all(np.isfinite(axis).all() for axis in readings):
-                raise UserError(
+                raise tk.UserError(
                     f"dataset={dataset!r}: row {piece.index[0]} of the {split} split has signals of unequal length or "
                     "readings that are not finite: mend or drop it."
                 )
@@ -220,17 +219,19 @@ def read_uci_har(folder: Path) -> Windows:
     Raises UserError for a file that is damaged or cannot be read.
     """
     signals, labels, subjects, parts = [], [], [], []
-    for split in SPLITS:
+    for split in tk.data.SPLITS:
         label, subject = (_read_table(folder / split / f"{part}_{split}.txt", 1)[:, 0] for part in ("y", "subject"))
         tables = []
         for name in UCI_HAR_SIGNALS:
             path = folder / split / "Inertial Signals" / f"{name}_{split}.txt"
             tables.append(_read_table(path, UCI_HAR_STEPS))
             if not len(tables[-1]) == len(label) == len(subject):
-                raise damaged(path, f"has {len(tables[-1])} rows for {len(label)} labels and {len(subject)} subjects")
+                raise tk.data.damaged(
+                    path, f"has {len(tables[-1])} rows for {len(label)} labels and {len(subject)} subjects"
+                )
         for row in np.flatnonzero(~np.isin(label, range(1, len(UCI_HAR_CLASSES) + 1))):
             path = folder / split / f"y_{split}.txt"
-            raise damaged(path, f"holds the label {label[row]:g} in row {row}, which is not from 1 to 6")
+            raise tk.data.damaged(path, f"holds the label {label[row]:g} in row {row}, which is not from 1 to 6")
         signals.append(np.stack(tables, axis=1))
         labels.append(label.astype(np.int64) - 1)
         subjects.append(subject.astype(np.int64))
@@ -252,13 +253,13 @@ def _read_table(path: Path, columns: int) -> np.ndarray:
         with warnings.catch_warnings(action="ignore"):  # of an empty file, which is refused below
             table = np.loadtxt(path, dtype=np.float32, ndmin=2)
     except (OSError, ValueError) as error:
-        raise damaged(path, f"cannot be read as rows of numbers ({one_line(error)})") from None
+        raise tk.data.damaged(path, f"cannot be read as rows of numbers ({error})") from None
     if not table.size:
-        raise damaged(path, "has no rows")
+        raise tk.data.damaged(path, "has no rows")
     if table.shape[1] != columns:
-        raise damaged(path, f"has {table.shape[1]} numbers in a row where {columns} are needed")
+        raise tk.data.damaged(path, f"has {table.shape[1]} numbers in a row where {columns} are needed")
     for row in np.flatnonzero(~np.isfinite(table).all(1)):
-        raise damaged(path, f"has a number that is not finite in row {row}")
+        raise tk.data.damaged(path, f"has a number that is not finite in row {row}")
     return table
 
 
@@ -269,16 +270,18 @@ def read_hmp(paths: Iterable[Path]) -> list[Trial]:
     """
     trials = []
     for path in paths:
-        columns = read_columns(path, ("activity", "volunteer", "x", "y", "z"))
+        columns = tk.data.read_columns(path, ("activity", "volunteer", "x", "y", "z"))
         for row, (activity, volunteer, *axes) in enumerate(zip(*columns.values(), strict=True)):
             if None in (activity, volunteer) or None in axes:
-                raise damaged(path, f"has a null in row {row}")
+                raise tk.data.damaged(path, f"has a null in row {row}")
             lengths = {len(axis) for axis in axes}
             if len(lengths) != 1 or 0 in lengths:
-                raise damaged(path, f"has axes of {sorted(lengths)} readings in row {row}")
+                raise tk.data.damaged(path, f"has axes of {sorted(lengths)} readings in row {row}")
             codes = np.array(axes, dtype=np.float64)  # in which a null is not a number
             if not np.isin(codes, range(HMP_CODES + 1)).all():
-                raise damaged(path, f"has a reading that is not a whole number from 0 to {HMP_CODES} in row {row}")
+                raise tk.data.damaged(
+                    path, f"has a reading that is not a whole number from 0 to {HMP_CODES} in row {row}"
+                )
             signal = (codes * (2 * HMP_RANGE_G / HMP_CODES) - HMP_RANGE_G).astype(np.float32)
             trials.append(Trial(signal, str(activity), str(volunteer)))
     return trials

@@ -6,36 +6,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.run.pictures.plots import INK, points_of, save_figure
-from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.base import Callback
+import toolkit as tk
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from toolkit.train.trainer import Trainer
 
-
-class ConfusionPicture(Callback):
+class ConfusionPicture(tk.Callback):
     """Draws confusion.png when the run ends, from the last evaluation of a `VotedClassification`.
 
     Labels are the facts `classes` and `test_examples` of the run, where they were described.
     """
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: tk.Trainer) -> None:
         trainer.run.draw_at_finish(draw_last_confusion)
 
 
 def draw_last_confusion(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
     """Draw the last `eval/confusion` of the run in `folder`; returns the picture by name, none where there is none."""
-    evaluations = points_of(read_metrics(folder / "metrics.jsonl"), "eval/confusion")
+    lines = tk.read_metrics(folder / "metrics.jsonl")
+    evaluations = [line["eval/confusion"] for line in lines if "eval/confusion" in line]
     if not evaluations:
         return {}
-    shares = evaluations[-1][1]
+    shares = evaluations[-1]
     classes = results.get("classes", ())
     examples = results.get("test_examples")
     path = folder / "confusion.png"
-    return {"confusion": save_figure(path, lambda figure: draw_confusion(figure, shares, classes, examples))}
+    return {"confusion": tk.save_figure(path, lambda figure: draw_confusion(figure, shares, classes, examples))}
 
 
 def draw_confusion(
@@ -57,7 +54,7 @@ def draw_confusion(
     for row, cells in enumerate(percent):
         for column, value in enumerate(cells):
             if value >= 0.5:
-                ink = "white" if value > 55 else INK
+                ink = "white" if value > 55 else "#30343b"
                 axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=9)
     axes.set_xticks(range(size), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(size), [name + count for name, count in zip(names, counts, strict=True)])

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.data.table import Batch
-from toolkit.errors import require_choice
-from toolkit.train.task import Loss
+import toolkit as tk
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
@@ -33,10 +31,10 @@ class VotedClassification:
     def __init__(self, *, class_weights: Tensor | None = None, label_smoothing: float = 0.0):
         self.class_weights, self.label_smoothing = class_weights, label_smoothing
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: tk.Batch) -> int:
         return len(batch["label"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+    def loss(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         logits = model(batch["input"])
         labels = batch["label"]
         views = logits.shape[1]
@@ -49,9 +47,9 @@ class VotedClassification:
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
-        return Loss(entropy / views, len(labels), sums={"accuracy": (vote(logits).argmax(-1) == labels).sum()})
+        return tk.Loss(entropy / views, len(labels), sums={"accuracy": (vote(logits).argmax(-1) == labels).sum()})
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+    def evaluate(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         logits = model(batch["input"])
         labels = batch["label"]
         votes = vote(logits)
@@ -59,7 +57,7 @@ class VotedClassification:
         choices = votes.argmax(-1)
         table = torch.bincount(labels * classes + choices, minlength=classes**2).view(classes, classes)
         sums = {"accuracy": (choices == labels).sum(), "confusion": table}
-        return Loss(F.nll_loss(votes, labels, reduction="sum"), len(labels), sums=sums)
+        return tk.Loss(F.nll_loss(votes, labels, reduction="sum"), len(labels), sums=sums)
 
     def summarise(self, means: Mapping[str, Any]) -> dict[str, Any]:
         return {**means, "macro_f1": macro_f1(means["confusion"])}
@@ -84,10 +82,8 @@ def macro_f1(confusion: list[list[float]]) -> float:
 def class_weights(counts: Shaped[Tensor, " K"], balance: Balance) -> Float[Tensor, " K"] | None:
     """(classes,) float32 weights of a loss over examples with `counts` of each class, 1 on average over the examples.
 
-    "inverse" makes every class that occurs count alike, "sqrt" goes half the way, "none" is None. Raises UserError for
-    another `balance`.
+    "inverse" makes every class that occurs count alike, "sqrt" goes half the way, "none" is None.
     """
-    require_choice("balance", balance, Balance)
     if balance == "none":
         return None
     occurs = counts > 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import UserError, require_choice
+import toolkit as tk
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -73,7 +73,6 @@ class WindowClassifier(nn.Module):
     std: Tensor
 
     def __init__(self, encoder: nn.Module, head: nn.Module, *, mode: Mode, mean: Tensor, std: Tensor):
-        require_choice("mode", mode, Mode)
         super().__init__()
         self.encoder, self.head, self.mode = encoder, head, mode
         self.register_buffer("mean", mean[:, None].clone(), persistent=False)
@@ -96,7 +95,6 @@ class WindowClassifier(nn.Module):
 
 def view_channels(mode: Mode, channels: int) -> int:
     """How many channels an encoder sees at a time. Raises UserError for an unknown `mode`."""
-    require_choice("mode", mode, Mode)
     return channels if mode == "all_channels" else 1
 
 
@@ -111,7 +109,7 @@ def load_encoder(model: nn.Module, path: Path) -> None:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(
+        raise tk.UserError(
             f"encoder_path={str(path)!r}: it cannot be read as safetensors ({error}): take another."
         ) from None
     weights = {name.removeprefix("encoder."): value for name, value in tensors.items() if name.startswith("encoder.")}
@@ -121,7 +119,7 @@ def load_encoder(model: nn.Module, path: Path) -> None:
         found = weights.get(name)
         if found is None or found.shape != value.shape:
             has = "none of this name" if found is None else f"one of {tuple(found.shape)}"
-            raise UserError(
+            raise tk.UserError(
                 f"encoder_path={str(path)!r}: the encoder's {name} is {tuple(value.shape)} and the file has {has}: "
                 "take one of a run with the same mode, width and channels."
             )

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.data.batches import BatchOrder
-from toolkit.train.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.data.table import Batch
-    from toolkit.train.trainer import Trainer
+import toolkit as tk
 
 
-class WholeBatches(BatchOrder):
+class WholeBatches(tk.data.BatchOrder):
     """An epoch ends before its last, short batch."""
 
     @property
@@ -37,13 +31,13 @@ class WholeBatches(BatchOrder):
         return step * self.batch_size
 
 
-class BatchMask(Callback):
+class BatchMask(tk.Callback):
     """Takes the labels (-1 in their place) from all batches but those at `places` of each epoch."""
 
     def __init__(self, places: Collection[int]):
         self.places = frozenset(places)
 
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
+    def on_step_start(self, trainer: tk.Trainer, micro_batches: list[tk.Batch]) -> None:
         if trainer.state.step % trainer.batches.steps_per_epoch not in self.places:
             for batch in micro_batches:
                 batch["label"] = torch.full_like(batch["label"], -1)

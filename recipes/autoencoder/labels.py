@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from toolkit.data.table import Batch, TensorTable
-from toolkit.data.visit_draws import VisitDraws
-from toolkit.errors import UserError, require_choice
-from toolkit.experts.parallel.seeding import generator
+import toolkit as tk
 
 if TYPE_CHECKING:
     from jaxtyping import Integer
@@ -29,22 +26,22 @@ def balanced_rows(labels: Integer[Tensor, " N"], count: int, num_classes: int, *
     Raises UserError where there are not that many, or not one for each class.
     """
     if not num_classes <= count <= len(labels):
-        raise UserError(f"labels={count}: take {num_classes} to {len(labels)}, at least one of each class.")
-    draws = generator(seed, "labelled images")
+        raise tk.UserError(f"labels={count}: take {num_classes} to {len(labels)}, at least one of each class.")
+    draws = tk.generator(seed, "labelled images")
     shares = torch.full((num_classes,), count // num_classes)
     shares[torch.randperm(num_classes, generator=draws)[: count % num_classes]] += 1
     chosen = []
     for label, share in enumerate(shares.tolist()):
         rows = (labels == label).nonzero()[:, 0]
         if len(rows) < share:
-            raise UserError(f"labels={count}: class {label} has only {len(rows)} images: take fewer labels.")
+            raise tk.UserError(f"labels={count}: class {label} has only {len(rows)} images: take fewer labels.")
         chosen.append(rows[torch.randperm(len(rows), generator=draws)[:share]])
     return torch.cat(chosen).sort().values
 
 
 def corrupted(labels: Integer[Tensor, " N"], rate: float, num_classes: int, *, seed: int) -> Integer[Tensor, " N"]:
     """`labels` with round(rate * N) of them replaced by a wrong class each, drawn evenly: fixed by `seed`."""
-    draws = generator(seed, "fixed corruption")
+    draws = tk.generator(seed, "fixed corruption")
     hit = torch.randperm(len(labels), generator=draws)[: round(rate * len(labels))]
     shift = torch.randint(1, num_classes, (len(hit),), generator=draws)
     wrong = labels.clone()
@@ -67,7 +64,7 @@ class FewLabels:
 
     def __init__(
         self,
-        full: TensorTable,
+        full: tk.TensorTable,
         labels: int | None,
         *,
         num_classes: int,
@@ -77,7 +74,6 @@ class FewLabels:
         noise_shape: Sequence[int] = (),
         directions: bool = False,
     ):
-        require_choice("corruption", corruption, Corruption)
         images = full.columns["input"]
         truth = full.columns["label"]
         rows = torch.arange(len(truth)) if labels is None else balanced_rows(truth, labels, num_classes, seed=seed)
@@ -86,23 +82,23 @@ class FewLabels:
             known = corrupted(known, rate, num_classes, seed=seed)
         label = torch.full((len(full),), UNLABELLED)
         label[rows] = known
-        self.table = TensorTable(input=images, label=label)
+        self.table = tk.TensorTable(input=images, label=label)
         self.rows, self.known, self.num_classes = rows, known, num_classes
         self.images = images[rows]
-        pairs = torch.randint(len(rows), (BANK_SIZES["pairs"],), generator=generator(seed, "pairs"))
-        draws = generator(seed, "resampled corruption")
+        pairs = torch.randint(len(rows), (BANK_SIZES["pairs"],), generator=tk.generator(seed, "pairs"))
+        draws = tk.generator(seed, "resampled corruption")
         size = BANK_SIZES["corruption"]
         hit = torch.rand(2, size, generator=draws) < (rate if corruption == "resampled" else 0)
         shift = torch.randint(1, num_classes, (2, size), generator=draws) * hit
-        self.pairing = VisitDraws(pairs)
-        self.shift_label = VisitDraws(shift[0])
-        self.shift_pair = VisitDraws(shift[1])
+        self.pairing = tk.data.VisitDraws(pairs)
+        self.shift_label = tk.data.VisitDraws(shift[0])
+        self.shift_pair = tk.data.VisitDraws(shift[1])
         self.noise = _normal_draws(*noise_shape, seed=seed, purpose="noise") if noise_shape else None
         pixels = images[0].numel()
         # Fewer rows: where a power iteration begins matters little, and an image is long.
         self.direction = _normal_draws(pixels, seed=seed, purpose="direction") if directions else None
 
-    def __call__(self, batch: Batch, visits: Tensor) -> Batch:
+    def __call__(self, batch: tk.Batch, visits: Tensor) -> tk.Batch:
         """`visits` (int64): epoch * samples + row of each sample of the batch."""
         label = batch["label"]
         pair = self.pairing(visits)
@@ -119,17 +115,22 @@ class FewLabels:
         return {**batch, **more}
 
 
-def with_noise(table: TensorTable, noise_shape: Sequence[int], *, seed: int) -> TensorTable:
+def with_noise(table: tk.TensorTable, noise_shape: Sequence[int], *, seed: int) -> tk.TensorTable:
     """`table` with a column "noise" (N, *noise_shape) of standard normal draws, the same at each evaluation.
 
     Without a shape, `table` as it is.
     """
     if not noise_shape:
         return table
-    noise = torch.randn(len(table), *noise_shape, generator=generator(seed, "evaluation noise"))
-    return TensorTable(**table.columns, noise=noise)
+    noise = torch.randn(len(table), *noise_shape, generator=tk.generator(seed, "evaluation noise"))
+    return tk.TensorTable(**table.columns, noise=noise)
 
 
-def _normal_draws(*shape: int, seed: int, purpose: str) -> VisitDraws:
+def _normal_draws(*shape: int, seed: int, purpose: str) -> tk.data.VisitDraws:
     """Standard normal draws of `shape` per visit."""
-    return VisitDraws(torch.randn(BANK_SIZES[purpose], *shape, generator=generator(seed, purpose)))
+    return tk.data.VisitDraws(torch.randn(BANK_SIZES[purpose], *shape, generator=tk.generator(seed, purpose)))
+
+
+def correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """Number of rows of `logits`, shape (B, C), with their maximum at the label."""
+    return (logits.argmax(-1) == labels).sum()

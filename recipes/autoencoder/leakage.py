@@ -7,30 +7,25 @@ chance is 0 and perfection 1.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.train.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.data.table import TensorTable
-    from toolkit.train.trainer import Trainer
+import toolkit as tk
 
 BINS = 20
 BATCH = 1000
 
 
-class StyleLeakage(Callback):
+class StyleLeakage(tk.Callback):
     """Adds `measure_leakage` of `table` to the results, for a model that returns "style" and "logits"."""
 
-    def __init__(self, table: TensorTable):
+    def __init__(self, table: tk.TensorTable):
         self.table = table
 
     @torch.no_grad()
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: tk.Trainer) -> None:
         trainer.model.eval()
         styles, answers = [], []
         for rows in torch.arange(len(self.table)).split(BATCH):

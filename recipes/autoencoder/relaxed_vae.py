@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoencoder.labels import UNLABELLED
+import toolkit as tk
+from autoencoder.labels import UNLABELLED, correct
 from autoencoder.vae import to_unit
-from toolkit.data.table import Batch
-from toolkit.train.task import Loss
-from toolkit.train.tasks.classification import correct
 
 SAMPLES = 8
 TEMPERATURE = 0.66
@@ -87,18 +85,18 @@ class RelaxedBound:
     def __init__(self, supervision_weight: float):
         self.supervision_weight = supervision_weight
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: tk.Batch) -> int:
         return len(batch["input"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+    def loss(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         label = batch["label"]
         out = model(batch["input"], batch["noise"], label=label)
         elbo = out["log_weight"].mean(-1)
         known = F.cross_entropy(out["logits"], label, ignore_index=-1, reduction="sum")
-        return Loss((1 + self.supervision_weight) * known - elbo.sum(), len(label), sums={"elbo": elbo.sum()})
+        return tk.Loss((1 + self.supervision_weight) * known - elbo.sum(), len(label), sums={"elbo": elbo.sum()})
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+    def evaluate(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         out = model(batch["input"], batch["noise"])
         label = batch["label"]
         hits = {"accuracy": correct(out["mean_class"], label), "logit_accuracy": correct(out["logits"], label)}
-        return Loss(-out["log_weight"].mean(-1).sum(), len(label), sums=hits)
+        return tk.Loss(-out["log_weight"].mean(-1).sum(), len(label), sums=hits)

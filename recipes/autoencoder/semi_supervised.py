@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoencoder.labels import UNLABELLED
-from toolkit.data.table import Batch
-from toolkit.train.task import Loss
-from toolkit.train.tasks.classification import correct
+import toolkit as tk
+from autoencoder.labels import UNLABELLED, correct
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -31,10 +29,10 @@ class SemiSupervised:
     def __init__(self, supervision_weight: float, *, smoothness_weight: float):
         self.supervision_weight, self.smoothness_weight = supervision_weight, smoothness_weight
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: tk.Batch) -> int:
         return len(batch["input"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+    def loss(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         directions = batch["direction"] if self.smoothness_weight else None
         out = model(batch["input"], batch["noise"], paired=batch["paired_input"], directions=directions)
         elbo = evidence_bound(out["logits"], out["bounds"], batch["label"]).sum()
@@ -44,14 +42,14 @@ class SemiSupervised:
         if directions is not None:
             sums["divergence"] = out["divergence"].sum()
             total = total + self.smoothness_weight * sums["divergence"]
-        return Loss(total, len(batch["input"]), sums=sums)
+        return tk.Loss(total, len(batch["input"]), sums=sums)
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+    def evaluate(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         """The loss is the negative evidence bound of x alone, in nats per image; labels judge the accuracy only."""
         out = model(batch["input"], batch["noise"])
         unknown = torch.full_like(batch["label"], UNLABELLED)
         elbo = evidence_bound(out["logits"], out["bounds"], unknown).sum()
-        return Loss(-elbo, len(unknown), sums={"accuracy": correct(out["logits"], batch["label"])})
+        return tk.Loss(-elbo, len(unknown), sums={"accuracy": correct(out["logits"], batch["label"])})
 
 
 def evidence_bound(
@@ -73,10 +71,10 @@ class LabelledOnly:
     def __init__(self, *, pseudo_label_weight: float = 0.0):
         self.pseudo_label_weight = pseudo_label_weight
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: tk.Batch) -> int:
         return len(batch["input"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+    def loss(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         images = batch["input"] if self.pseudo_label_weight else batch["input"][:0]
         out = model(images, paired=batch["paired_input"])
         entropy = F.cross_entropy(out["paired_logits"], batch["paired_label"], reduction="sum")
@@ -85,9 +83,9 @@ class LabelledOnly:
             confidence, answer = out["logits"].detach().softmax(-1).max(-1)
             own = F.cross_entropy(out["logits"], answer, reduction="none")
             total = total + self.pseudo_label_weight * (own * (confidence > CONFIDENT)).sum()
-        return Loss(total, len(batch["input"]), sums={"cross_entropy": entropy})
+        return tk.Loss(total, len(batch["input"]), sums={"cross_entropy": entropy})
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+    def evaluate(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         logits = model(batch["input"])["logits"]
         entropy = F.cross_entropy(logits, batch["label"], reduction="sum")
-        return Loss(entropy, len(logits), sums={"accuracy": correct(logits, batch["label"])})
+        return tk.Loss(entropy, len(logits), sums={"accuracy": correct(logits, batch["label"])})

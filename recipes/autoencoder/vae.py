@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.train.models.mlp import MLP
+import toolkit as tk
 
 if TYPE_CHECKING:
     from jaxtyping import Float, UInt8
@@ -27,7 +27,7 @@ class StyleAutoencoder(nn.Module):
 
     def __init__(self, *, num_pixels: int, num_classes: int, style_dim: int, hidden: int):
         super().__init__()
-        self.stem = MLP(num_pixels, hidden, hidden)
+        self.stem = tk.MLP(num_pixels, hidden, hidden)
         self.stem_of_class = nn.Parameter(0.1 * torch.randn(num_classes, hidden))
         self.posterior = nn.Linear(hidden, 2 * style_dim)
         self.from_style = nn.Linear(style_dim, hidden)
@@ -82,7 +82,7 @@ class SemiSupervisedVAE(nn.Module):
         smoothness_radius: float = 1.0,
     ):
         super().__init__()
-        self.classifier = MLP(num_pixels, classifier_hidden, classifier_hidden // 2, num_classes)
+        self.classifier = tk.MLP(num_pixels, classifier_hidden, classifier_hidden // 2, num_classes)
         self.autoencoder = None
         if style_dim is not None:
             self.autoencoder = StyleAutoencoder(

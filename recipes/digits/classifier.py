@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+import toolkit as tk
 from autoencoder.vae import local_divergence, to_unit
+<<<<<<< HEAD
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from jaxtyping import Float, UInt8
 
     from toolkit.train.trainer import Trainer
+=======
+>>>>>>> train
 
 
 class ConvolutionalClassifier(nn.Module):
@@ -94,7 +97,7 @@ class ConvolutionalClassifier(nn.Module):
         return out
 
 
-class WeightAverage(Callback):
+class WeightAverage(tk.Callback):
     """After each step, moves the averaged weights of a `ConvolutionalClassifier` by 1 - `decay` towards the weights.
 
     At step t the decay is (t + 1) / (t + 10) where that is smaller, so that the initial weights are soon forgotten.
@@ -104,7 +107,7 @@ class WeightAverage(Callback):
     def __init__(self, decay: float):
         self.decay = decay
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: tk.Trainer) -> None:
         step = trainer.state.step
         decay = min(self.decay, (step + 1) / (step + 10))
         model = trainer.raw_model

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import toolkit as tk
 from autoencoder.semi_supervised import LabelledOnly
-from toolkit.data.table import Batch
-from toolkit.train.task import Loss
 
 
 class ConsistencyRegularization(LabelledOnly):
@@ -36,7 +35,7 @@ class ConsistencyRegularization(LabelledOnly):
         self.pseudo_label_weight, self.confidence = pseudo_label_weight, confidence
         self.smoothness_weight, self.entropy_weight = smoothness_weight, entropy_weight
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+    def loss(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         more: dict[str, Tensor] = {}
         if self.pseudo_label_weight:
             with torch.no_grad():
@@ -56,4 +55,4 @@ class ConsistencyRegularization(LabelledOnly):
             log_q = out["logits"].log_softmax(-1)
             sums |= {"divergence": out["divergence"].sum(), "entropy": -(log_q.exp() * log_q).sum()}
             total = total + self.smoothness_weight * sums["divergence"] + self.entropy_weight * sums["entropy"]
-        return Loss(total, len(batch["input"]), sums=sums)
+        return tk.Loss(total, len(batch["input"]), sums=sums)

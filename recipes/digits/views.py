@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+import toolkit as tk
 from autoencoder.labels import FewLabels
 from digits.affine import DRAWS, AffineRange, warp
-from toolkit.data.table import Batch
-from toolkit.data.visit_draws import VisitDraws
-from toolkit.experts.parallel.seeding import generator
 
 if TYPE_CHECKING:
     from jaxtyping import Float, UInt8
@@ -40,11 +38,11 @@ class Views:
     ):
         self.few, self.weak, self.strong, self.labelled, self.blank = few, weak, strong, labelled, blank
         self.draws = {
-            purpose: VisitDraws(2 * torch.rand(size, DRAWS + 2, generator=generator(seed, purpose)) - 1)
+            purpose: tk.data.VisitDraws(2 * torch.rand(size, DRAWS + 2, generator=tk.generator(seed, purpose)) - 1)
             for purpose, size in BANK_SIZES.items()
         }
 
-    def __call__(self, batch: Batch, visits: Tensor) -> Batch:
+    def __call__(self, batch: tk.Batch, visits: Tensor) -> tk.Batch:
         """`visits` (int64): epoch * samples + row of each sample of the batch."""
         batch = self.few(batch, visits)
         images = batch["input"]

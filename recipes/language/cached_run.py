@@ -12,11 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from toolkit.data.cache import cache_dir
-from toolkit.errors import UserError
-from toolkit.run.folder import is_finished
-from toolkit.run.launch.world import without_launcher
-from toolkit.version import __version__
+import toolkit as tk
 
 BUILD_TIMEOUT_S = 600
 """Seconds that a process waits for another process that trains the same model."""
@@ -29,23 +25,24 @@ def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "")
     it lacks the file or folder `needs`. A run that was interrupted is continued. To be called on one process. Raises
     UserError if the run fails.
     """
-    known = repr((recipe.read_text(encoding="utf-8"), list(flags), key, __version__))
-    folder = cache_dir() / f"{recipe.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+    known = repr((recipe.read_text(encoding="utf-8"), list(flags), key, tk.__version__))
+    folder = tk.data.cache_dir() / f"{recipe.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock", timeout=BUILD_TIMEOUT_S):
-            if is_finished(folder) and not (folder / needs).exists():
+            if tk.results_of(folder) is not None and not (folder / needs).exists():
                 shutil.rmtree(folder)
-            if not is_finished(folder):
+            if tk.results_of(folder) is None:
                 _train(recipe, [*flags, "--run-dir", str(folder)])
     except OSError as error:  # a lock that is not given in time is one
-        raise UserError(f"the cache folder {cache_dir()} cannot be used ({error}): set TOOLKIT_CACHE_DIR.") from None
+        folder = tk.data.cache_dir()
+        raise tk.UserError(f"the cache folder {folder} cannot be used ({error}): set TOOLKIT_CACHE_DIR.") from None
     return folder
 
 
 def _train(recipe: Path, words: Sequence[str]) -> None:
     # What `accelerate launch` sets is for the run that asks: this one has its flags.
-    own = without_launcher(os.environ)
+    own = tk.without_launcher(os.environ)
     environment = {name: value for name, value in own.items() if not name.startswith("ACCELERATE_")}
     if code := subprocess.call([sys.executable, str(recipe), *words], env=environment):
-        raise UserError(f"{recipe.name} ended with exit code {code}, see above: run the same command again.")
+        raise tk.UserError(f"{recipe.name} ended with exit code {code}, see above: run the same command again.")

@@ -6,16 +6,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+import toolkit as tk
 from language.small_models import TEMPERATURE
-from toolkit.integrations.transformers.pretrained_files import save_pretrained, write_on_main
-from toolkit.version import __version__
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
 
 CARD = """---
 library_name: transformers
@@ -57,7 +53,7 @@ def export_language_model(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    tokenizer: Tokenizer,
+    tokenizer: tk.data.Tokenizer,
     facts: Mapping[str, Any],
     samples: Sequence[str],
 ) -> None:
@@ -68,8 +64,8 @@ def export_language_model(
         tokenizer.save_pretrained(new)
         (new / "README.md").write_text(model_card(facts, samples), encoding="utf-8")
 
-    save_pretrained(model, folder)
-    write_on_main(folder, write)
+    tk.transformers.save_pretrained(model, folder)
+    tk.transformers.write_on_main(folder, write)
 
 
 def model_card(facts: Mapping[str, Any], samples: Sequence[str]) -> str:
@@ -79,7 +75,7 @@ def model_card(facts: Mapping[str, Any], samples: Sequence[str]) -> str:
     return CARD.format_map(
         {
             **facts,
-            "version": __version__,
+            "version": tk.__version__,
             "perplexity": math.exp(facts["test_loss"]),
             "tokens": facts["samples"] * facts["context"],
             "mixture": experts if facts["experts"] else "",

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import toolkit as tk
-from toolkit.experts.parallel.seeding import generator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -122,7 +121,7 @@ def sample_tokens(
     """
     was_training = model.training
     model.eval()
-    draws, device = generator(seed, "samples"), next(model.parameters()).device
+    draws, device = tk.generator(seed, "samples"), next(model.parameters()).device
     text = prompts.to(device)
     fresh, cache = text, dict[str, Any]()
     for _ in range(length):

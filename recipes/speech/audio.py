@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.errors import UserError, one_line
+import toolkit as tk
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -37,28 +37,28 @@ def decode(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
     elif not RATES_HZ[0] <= rate <= RATES_HZ[1]:
         fault = f"claims {rate:,} samples per second, which is not from {RATES_HZ[0]:,} to {RATES_HZ[1]:,}"
     if fault:
-        raise UserError(f"{name} {fault}: replace the file.")
+        raise tk.UserError(f"{name} {fault}: replace the file.")
     return samples, rate
 
 
 def _decode_any(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
     try:
         return _decode_wav(content, name)
-    except UserError:
+    except tk.UserError:
         raise
     except (wave.Error, EOFError, ValueError):  # another format, or a kind of WAV that the standard library has not
         pass
     try:
         import soundfile
     except ImportError:
-        raise UserError(
+        raise tk.UserError(
             f"{name} is no plain PCM WAV, and soundfile, which reads FLAC, Ogg and the rest, is missing: "
             "pip install 'moe-toolkit[speech]'."
         ) from None
     try:
         samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except Exception as error:
-        raise UserError(f"{name} cannot be read as sound ({one_line(error)}): replace the file.") from None
+        raise tk.UserError(f"{name} cannot be read as sound ({error}): replace the file.") from None
     return samples.mean(1), rate
 
 
@@ -70,7 +70,7 @@ def _decode_wav(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
         claimed = file.getnframes() * channels * width
         data = file.readframes(file.getnframes())
     if len(data) < claimed < STREAMED:
-        raise UserError(f"{name} has {len(data):,} of {claimed:,} bytes of sound: copy it again.")
+        raise tk.UserError(f"{name} has {len(data):,} of {claimed:,} bytes of sound: copy it again.")
     data = data[: len(data) // (channels * width) * channels * width]
     if width == 1:  # the one width that WAV stores unsigned
         samples = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128

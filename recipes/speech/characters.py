@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from toolkit.errors import UserError
+import toolkit as tk
 
 ENGLISH = f" '{string.ascii_uppercase}"
 
@@ -23,7 +23,7 @@ class Characters:
 
     def __post_init__(self) -> None:
         if not self.vocabulary or len(set(self.vocabulary)) < len(self.vocabulary):
-            raise UserError(f"vocabulary {self.vocabulary!r}: take every character once.")
+            raise tk.UserError(f"vocabulary {self.vocabulary!r}: take every character once.")
 
     def __len__(self) -> int:
         """Outputs of a model: the characters and the blank."""
@@ -52,7 +52,7 @@ class Characters:
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
-            raise UserError(
+            raise tk.UserError(
                 f"{text!r} has the character {error.args[0]!r}, which is not in the vocabulary {self.vocabulary!r}: "
                 "use a larger vocabulary, or leave the utterance out."
             ) from None

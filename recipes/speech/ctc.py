@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import toolkit as tk
 from speech.decoding import Lexicon, beam_search, best_path
-from toolkit.data.table import Batch
-from toolkit.errors import UserError
-from toolkit.train.task import Loss
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -38,17 +36,17 @@ class CTC:
         try:
             import jiwer  # noqa: F401
         except ImportError:
-            raise UserError("Word errors are counted by jiwer, which is missing: pip install jiwer.") from None
+            raise tk.UserError("Word errors are counted by jiwer, which is missing: pip install jiwer.") from None
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: tk.Batch) -> int:
         return len(batch["target"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+    def loss(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         log_probs, steps = model(batch["input"], batch["input_length"])
         # A target that does not fit into its steps makes this infinite, and is not to be passed over in silence.
-        return Loss(self._negative_log_likelihood(log_probs, steps, batch), len(batch["target"]))
+        return tk.Loss(self._negative_log_likelihood(log_probs, steps, batch), len(batch["target"]))
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+    def evaluate(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         log_probs, steps = model(batch["input"], batch["input_length"])
         nats = self._negative_log_likelihood(log_probs, steps, batch)
         said = [
@@ -57,7 +55,7 @@ class CTC:
         ]
         heard = [self.decode(ids) for ids in self.recognise(log_probs, steps)]
         sums = {name: torch.tensor(float(n), device=nats.device) for name, n in count_errors(said, heard).items()}
-        return Loss(nats, len(said), sums=sums)
+        return tk.Loss(nats, len(said), sums=sums)
 
     def recognise(self, log_probs: Float[Tensor, "B T V"], steps: Int[Tensor, " B"]) -> list[list[int]]:
         """The ids of each utterance."""
@@ -77,7 +75,7 @@ class CTC:
             "sentence_accuracy": means["correct"],
         }
 
-    def _negative_log_likelihood(self, log_probs: Tensor, steps: Tensor, batch: Batch) -> Tensor:
+    def _negative_log_likelihood(self, log_probs: Tensor, steps: Tensor, batch: tk.Batch) -> Tensor:
         if len(log_probs) == 0:
             return log_probs.sum()
         return F.ctc_loss(

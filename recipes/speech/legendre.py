@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+<<<<<<< HEAD
 from toolkit.errors import require_choice
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+=======
+>>>>>>> train
 Form = Literal["chunks", "fft", "steps"]
 CHUNK = 32
 """Steps per chunk of the chunked form, which costs (CHUNK + D) * D per step and signal."""
@@ -64,7 +67,6 @@ class LegendreMemory(nn.Module):
     over_a_chunk: Tensor
 
     def __init__(self, order: int, theta: float, *, form: Form = "chunks"):
-        require_choice("form", form, Form)
         super().__init__()
         self.order, self.form = order, form
         a, b = delay_system(order, theta)

@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import toolkit as tk
 from speech.audio import LogMel
 from speech.characters import Characters
 from speech.speech_models import MemoryEncoder, SpeechRecogniser, Standardise, States
-from toolkit.errors import UserError, one_line
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -114,7 +114,5 @@ def load_recogniser(folder: Path) -> Recogniser:
         model = SpeechRecogniser(Standardise(bands, bands), encoder, len(characters))
         model.load_state_dict(load_file(folder / WEIGHTS))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{folder} holds no recogniser ({one_line(error)}): take the folder that a run left behind."
-        ) from None
+        raise tk.UserError(f"{folder} holds no recogniser ({error}): take the folder that a run left behind.") from None
     return Recogniser(model.eval(), features, characters, encoder.stride, config["tail_s"])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.data.table import Batch
-from toolkit.data.visit_draws import BANK_SIZE, VisitDraws
-from toolkit.experts.parallel.seeding import generator
+import toolkit as tk
 
 
 class SpecAugment:
@@ -35,9 +33,10 @@ class SpecAugment:
         self.gain = gain
         self.shift = shift
         self.band_fraction, self.time_fraction = band_fraction, time_fraction
-        self.draws = VisitDraws(torch.rand(BANK_SIZE, 2 + 4 * masks, generator=generator(seed, "SpecAugment")))
+        draws = torch.rand(tk.data.BANK_SIZE, 2 + 4 * masks, generator=tk.generator(seed, "SpecAugment"))
+        self.draws = tk.data.VisitDraws(draws)
 
-    def __call__(self, batch: Batch, visits: Tensor) -> Batch:
+    def __call__(self, batch: tk.Batch, visits: Tensor) -> tk.Batch:
         """`visits` (int64): epoch * utterances + row of each utterance of the batch."""
         draws = self.draws(visits)
         features = batch["input"].float()

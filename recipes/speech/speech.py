@@ -12,17 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import toolkit as tk
 from speech import speech_sources as sources
 from speech.audio import LogMel, resample
 from speech.characters import Characters, min_frames
 from speech.speech_sources import Source, Utterance
-from toolkit.data.cache import OnMain, shared_columns, words_column, words_of
-from toolkit.data.cache import Source as Found
-from toolkit.data.files import NotFoundHere, data_folder, unreadable
-from toolkit.data.ragged import RaggedColumn, RaggedTable
-from toolkit.data.rows import is_own
-from toolkit.errors import UserError
-from toolkit.experts.parallel.seeding import generator
 
 CACHE_FORMAT = 2
 """Goes up when what is cached for the same files changes."""
@@ -38,15 +32,15 @@ class SpeechData:
     digit, -1 where an utterance is not one) and "speaker" (a place in `speakers`)."""
 
     name: str
-    train: RaggedTable
-    test: RaggedTable
+    train: tk.data.RaggedTable
+    test: tk.data.RaggedTable
     mean: Tensor
     """(num_mels,) of the training frames."""
     std: Tensor
     speakers: tuple[str, ...]
     notice: str | None = None
     """A sentence for the user, when this is not the set that was wished for, or not all of it."""
-    validation: RaggedTable | None = None
+    validation: tk.data.RaggedTable | None = None
     """Utterances that are neither trained nor tested on, for choices."""
 
     @property
@@ -57,7 +51,7 @@ class SpeechData:
         """How many classes there are. Raises UserError where an utterance is not a single digit."""
         labels = self.train.columns["label"]
         if int(labels.min()) < 0:
-            raise UserError(f"target='digits': {self.name} is not made of single digits: use target='characters'.")
+            raise tk.UserError(f"target='digits': {self.name} is not made of single digits: use target='characters'.")
         return int(labels.max()) + 1
 
     def words(self, space: int) -> set[tuple[int, ...]]:
@@ -72,7 +66,7 @@ class SpeechData:
         """Train on all recordings of the other speakers, test on all of `speaker`'s. Raises UserError for an unknown
         speaker."""
         if speaker not in self.speakers:
-            raise UserError(f"held_out_speaker={speaker!r}: take one of {', '.join(self.speakers)}.")
+            raise tk.UserError(f"held_out_speaker={speaker!r}: take one of {', '.join(self.speakers)}.")
         every = self.train.joined(self.test)
         theirs = every.columns["speaker"] == self.speakers.index(speaker)
         train = every.select((~theirs).nonzero()[:, 0])
@@ -90,7 +84,7 @@ def load_speech(
     stride: int,
     held_out_speaker: str | None = None,
     validation: bool = False,
-    on_main: OnMain,
+    on_main: tk.data.OnMain,
 ) -> SpeechData:
     """Load a set of utterances.
 
@@ -119,21 +113,21 @@ def load_speech(
     """
     settings = hashlib.sha256(repr((features, characters, tail_s, stride)).encode()).hexdigest()[:12]
 
-    def find() -> Found:
+    def find() -> tk.data.Source:
         source, notice = _choose(dataset, data_dir)
         key = f"{source.name}-{source.key}-{settings}-v{CACHE_FORMAT}".replace("/", "-")
-        return Found(source.name, key, lambda: _build(source, features, characters, tail_s, stride), notice)
+        return tk.data.Source(source.name, key, lambda: _build(source, features, characters, tail_s, stride), notice)
 
-    _, notice, built = shared_columns(find, on_main)
-    name, *speakers = words_of(built["names"])
+    _, notice, built = tk.data.shared_columns(find, on_main)
+    name, *speakers = tk.data.words_of(built["names"])
     left_out, total = built["left_out"].tolist()
     if left_out:
         dropped = f"{left_out} of {total} utterances were left out: text empty, not in the vocabulary, or too long."
         notice = f"{notice} {dropped}" if notice else dropped
     tables = {
-        split: RaggedTable(
-            input=RaggedColumn.packed(built[f"{split}_input"], built[f"{split}_input_length"]),
-            target=RaggedColumn.packed(built[f"{split}_target"], built[f"{split}_target_length"]),
+        split: tk.data.RaggedTable(
+            input=tk.data.RaggedColumn.packed(built[f"{split}_input"], built[f"{split}_input_length"]),
+            target=tk.data.RaggedColumn.packed(built[f"{split}_target"], built[f"{split}_target_length"]),
             label=built[f"{split}_label"],
             speaker=built[f"{split}_speaker"],
         )
@@ -147,7 +141,7 @@ def load_speech(
         return data
     if "validation" in tables and held_out_speaker is None:
         return replace(data, validation=tables["validation"])
-    rows = torch.randperm(len(data.train), generator=generator(0, "validation utterances"))
+    rows = torch.randperm(len(data.train), generator=tk.generator(0, "validation utterances"))
     cut = max(1, len(rows) // 10)
     return replace(data, train=data.train.select(rows[cut:].sort().values), validation=data.train.select(rows[:cut]))
 
@@ -155,38 +149,38 @@ def load_speech(
 def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
     name, _, subset = dataset.partition(":")
     try:
-        if name not in KNOWN and is_own(dataset):
+        if name not in KNOWN and tk.data.is_own(dataset):
             return sources.find_own(dataset)
         if name == "tones":
             return sources.tones(), "Synthetic tones in place of speech: good for trying things out, no more."
         if name == "auto":
             try:
-                return sources.find_digits(data_folder(data_dir)), None
-            except NotFoundHere:
+                return sources.find_digits(tk.data.data_folder(data_dir)), None
+            except tk.data.NotFoundHere:
                 if data_dir is not None:
                     raise
                 return sources.tones(), "No spoken digits (dataset='fsdd' says why): training on synthetic tones."
         if name == "fsdd":
-            digits = sources.find_digits(data_folder(data_dir))
+            digits = sources.find_digits(tk.data.data_folder(data_dir))
             return (sources.validation(digits) if subset == "validation" else digits), None
         if name == "connected_digits":
-            return sources.connect(sources.find_digits(data_folder(data_dir)), CONNECTED), None
+            return sources.connect(sources.find_digits(tk.data.data_folder(data_dir)), CONNECTED), None
         if name == "manifest":
-            return sources.find_manifest(data_folder(data_dir)), None
+            return sources.find_manifest(tk.data.data_folder(data_dir)), None
         if name in ("librispeech", "gigaspeech"):
             try:
                 if name == "librispeech":
-                    return sources.find_librispeech(data_folder(data_dir)), None
-                return sources.find_gigaspeech(data_folder(data_dir), subset or "xs"), None
-            except NotFoundHere:
+                    return sources.find_librispeech(tk.data.data_folder(data_dir)), None
+                return sources.find_gigaspeech(tk.data.data_folder(data_dir), subset or "xs"), None
+            except tk.data.NotFoundHere:
                 if data_dir is not None:
                     raise
                 return sources.on_hub(name, subset or None), None
-    except NotFoundHere as reason:
-        raise UserError(f"dataset={dataset!r}: {reason}; give data_dir with the folder that does.") from None
+    except tk.data.NotFoundHere as reason:
+        raise tk.UserError(f"dataset={dataset!r}: {reason}; give data_dir with the folder that does.") from None
     except OSError as error:
-        raise unreadable(error) from None
-    raise UserError(
+        raise tk.data.unreadable(error) from None
+    raise tk.UserError(
         f"dataset={dataset!r}: there is no such set; choose one of {', '.join(KNOWN)}, a folder, or owner/name of the "
         "Hub."
     )
@@ -216,7 +210,9 @@ def _build(
             labels.append(utterance.label)
             voices.append(speakers.setdefault(utterance.speaker, len(speakers)))
         if not frames:
-            raise UserError(f"{source.name} holds no utterance to {split} with: check the folder and the vocabulary.")
+            raise tk.UserError(
+                f"{source.name} holds no utterance to {split} with: check the folder and the vocabulary."
+            )
         columns |= {
             f"{split}_input": np.concatenate(frames),
             f"{split}_input_length": np.array([len(frame) for frame in frames]),
@@ -230,7 +226,7 @@ def _build(
         "mean": every.mean(0),
         "std": every.std(0).clip(min=1e-3),
         "left_out": np.array([left_out, total]),
-        "names": words_column([source.name, *speakers]),
+        "names": tk.data.words_column([source.name, *speakers]),
     }
 
 

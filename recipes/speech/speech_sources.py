@@ -20,12 +20,9 @@ from typing import Any
 
 import numpy as np
 
+import toolkit as tk
 from speech.audio import decode
 from speech.characters import without_tags
-from toolkit.data.files import NotFoundHere, content_key, damaged, parquet_splits, read_columns
-from toolkit.data.hub import why_out_of_reach
-from toolkit.data.rows import find_column, load_splits, train_and_test
-from toolkit.errors import UserError, one_line
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HUB = {"librispeech": "openslr/librispeech_asr", "gigaspeech": "speechcolab/gigaspeech"}
@@ -72,21 +69,25 @@ def find_digits(folder: Path) -> Source:
     `folder` has neither, and UserError for a file that cannot be read; reading raises it for one that is damaged.
     """
     for place in (folder / "fsdd", folder / "free-spoken-digit-dataset", folder):
-        if files := parquet_splits(place):
-            return Source("fsdd", content_key([*files["train"], *files["test"]]), partial(_digits_in_parquet, files))
+        if files := tk.data.parquet_splits(place):
+            return Source(
+                "fsdd", tk.data.content_key([*files["train"], *files["test"]]), partial(_digits_in_parquet, files)
+            )
         if recordings := sorted((place / "recordings").glob("*_*_*.wav")):
-            return Source("fsdd", content_key(recordings), partial(_digits_in_folder, recordings))
-    raise NotFoundHere(f"{folder} holds neither fsdd/train-*.parquet and fsdd/test-*.parquet nor recordings/*.wav")
+            return Source("fsdd", tk.data.content_key(recordings), partial(_digits_in_folder, recordings))
+    raise tk.data.NotFoundHere(
+        f"{folder} holds neither fsdd/train-*.parquet and fsdd/test-*.parquet nor recordings/*.wav"
+    )
 
 
 def _digits_in_parquet(files: Mapping[str, Sequence[Path]], split: str) -> Iterator[Utterance]:
     for path in files[split]:
-        columns = read_columns(path, ["audio", "digit", "speaker"])
+        columns = tk.data.read_columns(path, ["audio", "digit", "speaker"])
         for row, (audio, digit, speaker) in enumerate(zip(*columns.values(), strict=True)):
             if audio is None or audio["bytes"] is None or speaker is None:
-                raise damaged(path, f"has a null in row {row}")
+                raise tk.data.damaged(path, f"has a null in row {row}")
             if digit not in range(len(DIGITS)):
-                raise damaged(path, f"has the digit {digit} in row {row}, which is not from 0 to 9")
+                raise tk.data.damaged(path, f"has the digit {digit} in row {row}, which is not from 0 to 9")
             samples, rate = decode(audio["bytes"], f"row {row} of {path}")
             yield Utterance(samples, rate, DIGITS[digit], speaker, digit)
 
@@ -94,7 +95,7 @@ def _digits_in_parquet(files: Mapping[str, Sequence[Path]], split: str) -> Itera
 def _digits_in_folder(recordings: Sequence[Path], split: str) -> Iterator[Utterance]:
     for path in recordings:
         if not re.fullmatch(r"[0-9]_[^_]+_[0-9]+", path.stem):
-            raise damaged(path, "is not named <digit>_<speaker>_<number>.wav")
+            raise tk.data.damaged(path, "is not named <digit>_<speaker>_<number>.wav")
         digit, speaker, index = path.stem.split("_")
         if (int(index) < 5) == (split == "test"):
             samples, rate = _sound(path)
@@ -170,7 +171,7 @@ def find_manifest(folder: Path) -> Source:
     """
     manifests = {split: folder / f"{split}.jsonl" for split in ("train", "test")}
     if not all(path.is_file() for path in manifests.values()):
-        raise NotFoundHere(f"{folder} holds no train.jsonl and test.jsonl")
+        raise tk.data.NotFoundHere(f"{folder} holds no train.jsonl and test.jsonl")
 
     def read(split: str) -> Iterator[Utterance]:
         for number, line in enumerate(manifests[split].read_text(encoding="utf-8").splitlines(), start=1):
@@ -182,11 +183,13 @@ def find_manifest(folder: Path) -> Source:
                 samples, rate = _sound(path)
                 yield Utterance(samples, rate, record["text"], str(record.get("speaker") or ""))
             except (ValueError, KeyError, TypeError, OSError) as error:
-                if isinstance(error, UserError):
+                if isinstance(error, tk.UserError):
                     raise
-                raise UserError(f"{manifests[split]}, line {number} is not right ({error}): mend or drop it.") from None
+                raise tk.UserError(
+                    f"{manifests[split]}, line {number} is not right ({error}): mend or drop it."
+                ) from None
 
-    return Source("manifest", content_key([*manifests.values(), *_sounds_of(manifests.values())]), read)
+    return Source("manifest", tk.data.content_key([*manifests.values(), *_sounds_of(manifests.values())]), read)
 
 
 def _sounds_of(manifests: Iterable[Path]) -> list[Path]:
@@ -214,10 +217,10 @@ def find_own(dataset: str) -> tuple[Source, str | None]:
     import datasets
 
     here = Path(dataset).expanduser()
-    splits, key = (here.is_dir() and _recordings_in(here)) or load_splits(dataset)
-    train, test, said = train_and_test(splits)
-    audio = find_column(dataset, train, "sound", ("audio",), (datasets.Audio,))
-    text = find_column(dataset, train, "text", TEXT, (datasets.ClassLabel,))
+    splits, key = (here.is_dir() and _recordings_in(here)) or tk.data.load_splits(dataset)
+    train, test, said = tk.data.train_and_test(splits)
+    audio = tk.data.find_column(dataset, train, "sound", ("audio",), (datasets.Audio,))
+    text = tk.data.find_column(dataset, train, "text", TEXT, (datasets.ClassLabel,))
     speaker = next((name for name in SPEAKER if name in train.column_names), None)
     kind = train.features[text]
     words = kind.names if isinstance(kind, datasets.ClassLabel) else None
@@ -236,7 +239,7 @@ def find_own(dataset: str) -> tuple[Source, str | None]:
                 content = Path(sound).read_bytes() if isinstance(sound, str) else sound["bytes"]
                 content = content or Path(sound["path"]).read_bytes()
             except (OSError, TypeError):
-                raise UserError(f"{where} has no sound: give the file, or drop the row.") from None
+                raise tk.UserError(f"{where} has no sound: give the file, or drop the row.") from None
             samples, rate = decode(content, where)
             said = row[text] if words is None else words[row[text]]
             label = -1 if words is None else row[text]
@@ -261,7 +264,7 @@ def _recordings_in(folder: Path) -> tuple[Any, str] | None:
         with table.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file)
             if "file_name" not in (rows.fieldnames or ()):
-                raise UserError(f"{table} has no column file_name: name the recording of each row in one.")
+                raise tk.UserError(f"{table} has no column file_name: name the recording of each row in one.")
             splits[split] = [{**row, "audio": str(table.parent / row["file_name"])} for row in rows]
     if not tables:
         for path in sounds:
@@ -272,7 +275,7 @@ def _recordings_in(folder: Path) -> tuple[Any, str] | None:
     if not tables:
         words = sorted({path.parent.name for path in sounds})
         found = found.cast_column("text", datasets.ClassLabel(names=words))
-    return found, content_key([*tables, *sounds])
+    return found, tk.data.content_key([*tables, *sounds])
 
 
 def find_librispeech(folder: Path) -> Source:
@@ -287,7 +290,7 @@ def find_librispeech(folder: Path) -> Source:
         if train and test:
             break
     else:
-        raise NotFoundHere(f"{folder} holds no LibriSpeech/train-*/ with LibriSpeech/test-clean/ or dev-clean/")
+        raise tk.data.NotFoundHere(f"{folder} holds no LibriSpeech/train-*/ with LibriSpeech/test-clean/ or dev-clean/")
     transcripts = {"train": train, "test": test}
 
     def read(split: str) -> Iterator[Utterance]:
@@ -296,11 +299,11 @@ def find_librispeech(folder: Path) -> Source:
                 name, _, text = line.partition(" ")
                 path = transcript.parent / f"{name}.flac"
                 if not path.is_file():
-                    raise UserError(f"{transcript} speaks of {path.name}, which is not there: unpack the set again.")
+                    raise tk.UserError(f"{transcript} speaks of {path.name}, which is not there: unpack the set again.")
                 samples, rate = _sound(path)
                 yield Utterance(samples, rate, text, transcript.parent.parent.name)
 
-    return Source("librispeech", content_key([*train, *test]), read)
+    return Source("librispeech", tk.data.content_key([*train, *test]), read)
 
 
 def find_gigaspeech(folder: Path, subset: str) -> Source:
@@ -313,7 +316,7 @@ def find_gigaspeech(folder: Path, subset: str) -> Source:
     if not index.is_file():
         index = folder / "gigaspeech" / "GigaSpeech.json"
     if not index.is_file():
-        raise NotFoundHere(f"{folder} holds no GigaSpeech.json")
+        raise tk.data.NotFoundHere(f"{folder} holds no GigaSpeech.json")
     wanted = {"train": f"{{{subset.upper()}}}", "test": "{TEST}"}
 
     def read(split: str) -> Iterator[Utterance]:
@@ -328,7 +331,7 @@ def find_gigaspeech(folder: Path, subset: str) -> Source:
                 if text := without_tags(segment["text_tn"]).strip():
                     yield Utterance(samples[begin:end], rate, text, segment.get("speaker", "N/A"))
 
-    return Source(f"gigaspeech-{subset}", content_key([index]), read)
+    return Source(f"gigaspeech-{subset}", tk.data.content_key([index]), read)
 
 
 def on_hub(name: str, subset: str | None) -> Source:
@@ -343,8 +346,8 @@ def on_hub(name: str, subset: str | None) -> Source:
     splits = {"train": "train.100" if name == "librispeech" else "train", "test": "test"}
 
     def read(split: str) -> Iterator[Utterance]:
-        if not constants.HF_HUB_OFFLINE and (unreachable := why_out_of_reach()):
-            raise UserError(f"dataset={name!r}: {unreachable}: give data_dir with the publisher's folder.")
+        if not constants.HF_HUB_OFFLINE and (unreachable := tk.data.why_out_of_reach()):
+            raise tk.UserError(f"dataset={name!r}: {unreachable}: give data_dir with the publisher's folder.")
         try:
             rows = datasets.load_dataset(HUB[name], config, split=splits[split], streaming=True)
             rows = rows.cast_column("audio", datasets.Audio(decode=False))
@@ -352,12 +355,12 @@ def on_hub(name: str, subset: str | None) -> Source:
                 samples, rate = decode(row["audio"]["bytes"], row["audio"]["path"])
                 if text := without_tags(row["text"]).strip():
                     yield Utterance(samples, rate, text, str(row.get("speaker_id", row.get("speaker", ""))))
-        except UserError:
+        except tk.UserError:
             raise
         # The Hub's client, fsspec and datasets raise their own kinds.
         except Exception as error:
-            raise UserError(
-                f"dataset={name!r}: the Hub does not give {HUB[name]} ({one_line(error)}): give data_dir with "
+            raise tk.UserError(
+                f"dataset={name!r}: the Hub does not give {HUB[name]} ({error}): give data_dir with "
                 "the publisher's folder, or log in with `hf auth login` where the set asks for it."
             ) from None
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+import toolkit as tk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if not args.piece_s > 0:
-            raise UserError(f"--piece-s {args.piece_s}: take a positive number of seconds.")
+            raise tk.UserError(f"--piece-s {args.piece_s}: take a positive number of seconds.")
         transcribe(args.recogniser, args.sound, piece_s=args.piece_s, as_json=args.json)
-    except UserError as error:
+    except tk.UserError as error:
         sys.stderr.write(f"error: {error}\n")
-        return EXIT_USER_ERROR
-    return EXIT_DONE
+        return 2
+    return 0
 
 
 def transcribe(folder: Path, sound: Path, *, piece_s: float, as_json: bool) -> None:
@@ -56,7 +56,7 @@ def transcribe(folder: Path, sound: Path, *, piece_s: float, as_json: bool) -> N
     try:
         samples, rate = decode(sound.read_bytes(), sound)
     except OSError as error:
-        raise UserError(f"{sound} cannot be read ({error.strerror}): give a sound file.") from None
+        raise tk.UserError(f"{sound} cannot be read ({error.strerror}): give a sound file.") from None
     heard_at = recogniser.features.sample_rate
     samples = resample(samples, rate, heard_at)
     listener = recogniser.listen()

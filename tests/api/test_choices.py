@@ -8,21 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import toolkit as tk
-from activity.voting import class_weights
-from activity.window_models import WindowClassifier, view_channels
-from autoencoder.labels import FewLabels
-from speech.legendre import LegendreMemory
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import initial_placement
 
-TABLE = tk.TensorTable(input=torch.rand(20, 4), label=torch.arange(20) % 10)
-SIGNALS: dict[str, Any] = {"mean": torch.zeros(1), "std": torch.ones(1)}
 FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
     ("placement", partial(tk.experts.make_moe, 8, 4, 4, 2)),
     ("activation", partial(tk.experts.make_moe, 8, 4, 4, 2)),
@@ -34,11 +26,6 @@ FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
     ("placement", lambda placement: initial_placement(4, 2, placement)),
     ("exchange", partial(tk.experts.make_expert_groups, 1)),
     ("balance_scope", partial(tk.experts.RouterPenalty, [], balance_weight=0.1)),
-    ("mode", partial(WindowClassifier, nn.Identity(), nn.Identity(), **SIGNALS)),
-    ("mode", partial(view_channels, channels=3)),
-    ("balance", partial(class_weights, torch.ones(3))),
-    ("form", partial(LegendreMemory, 4, 8.0)),
-    ("corruption", partial(FewLabels, TABLE, None, num_classes=10, seed=0)),
 ]
 
 

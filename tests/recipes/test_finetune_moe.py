@@ -20,7 +20,6 @@ from unittest import mock
 import pytest
 import torch
 
-from language import fine_tuning
 from language.small_models import language_model_config
 from recipes import finetune_moe
 from tests.support.equality import IN_FLOAT64, in_float64
@@ -108,7 +107,7 @@ def train(folder: Path, alone: bool) -> None:
     with pytest.raises(Preempted):
         main_in_float64(config(folder, "stopped", **moved))
     Trainer.train_step = train_step  # type: ignore[method-assign]
-    with mock.patch.object(fine_tuning, "save_merged", merge_on_a_full_disk):
+    with mock.patch("toolkit.integrations.peft.merged_weights.save_merged", merge_on_a_full_disk):
         with pytest.raises(UserError, match=r"model folder .*/merged cannot be written \(.*\): make room"):
             main_in_float64(config(folder, "stopped", **moved))
         assert not any((folder / "stopped" / "merged").iterdir())
@@ -229,7 +228,7 @@ def test_what_a_process_will_take_is_said_and_more_than_is_free_is_refused(texts
     assert re.search(
         r"^memory +0\.0\d GiB expected in each process, of [\d.]+ that are free$", capsys.readouterr().out, re.M
     )
-    monkeypatch.setattr("language.fine_tuning.free_memory", lambda *_: 1000)
+    monkeypatch.setattr("toolkit.train.fine_tuning_memory.free_memory", lambda *_: 1000)
     with pytest.raises(UserError, match=r"force=False: each process is expected to take 0\.0 GiB and has 0\.0"):
         finetune_moe.main(config(texts, "any", run_dir=tmp_path / "refused", max_steps=1))
     assert not (tmp_path / "refused" / "checkpoints").exists()
@@ -264,7 +263,7 @@ def test_the_table_has_controls_of_as_many_steps_and_is_completed_after_a_stop(t
     ]
     assert rows[0]["new text"] == done["test_bits_per_byte_at_start"]
     assert rows[1]["old text"] == done["old_bits_per_byte"]
-    for row, name in zip(rows[2:], finetune_moe.CONTROLS, strict=True):
+    for row, name in zip(rows[2:], ("attention", "weights"), strict=True):
         control = results(tmp_path / "run" / "controls" / name)
         assert (row["new text"], row["parameters"]) == (control["test_bits_per_byte"], control["trained_parameters"])
         assert control["steps"] == done["steps"]
@@ -274,7 +273,7 @@ def test_the_table_has_controls_of_as_many_steps_and_is_completed_after_a_stop(t
     assert f"{rows[2]['new text']:.4f}" in summary
     assert "adapters of attention" in summary
     longer = finetune_moe.main(asked.replace(extend=True, max_steps=4))
-    steps = [results(tmp_path / "run" / "controls" / name)["steps"] for name in finetune_moe.CONTROLS]
+    steps = [results(tmp_path / "run" / "controls" / name)["steps"] for name in ("attention", "weights")]
     assert [longer["steps"], *steps] == [4, 4, 4]
 
 

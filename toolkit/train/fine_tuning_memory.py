@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require
+from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.experts.sharding.experts_modules import experts_modules
 from toolkit.experts.sharding.libraries import libraries, library_that_multiplies
 from toolkit.experts.sharding.shard import require_experts, stacked_parameters
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
-from toolkit.integrations.transformers.language_models import causal_lm, recompute_blocks
+from toolkit.integrations.transformers.language_models import causal_lm, read_config, recompute_blocks
 from toolkit.integrations.transformers.lazy_loading import experts_at_a_time
 from toolkit.integrations.transformers.quantization import SCALES, Packed, give_packed_shapes
+from toolkit.run.hardware import free_memory
+from toolkit.run.run import Run
 from toolkit.train.expected_memory import ExpectedMemory, expected_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
@@ -175,3 +178,45 @@ def _frozen_bytes(module: nn.Module) -> int:
         for name, parameter in module.named_parameters(recurse=False)
         if name.removesuffix(SCALES) in matrices and not parameter.requires_grad
     )
+
+
+def check_memory(
+    run: Run,
+    folder: str,
+    layout: Layout,
+    adapt: Callable[[Any], nn.Module],
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    force: bool = False,
+) -> None:
+    """Print the memory that each process is expected to take, before the model in `folder` is loaded. A collective.
+
+    Args:
+        run: The run that trains the model.
+        folder: The model, as `from_pretrained` takes it.
+        layout: See `fine_tuning_memory`, as for the two that follow.
+        force: Do not raise.
+
+    Raises:
+        UserError: If more is expected than is free.
+    """
+
+    def decide() -> str:
+        expected = fine_tuning_memory(read_config(folder), layout, adapt, build_optimizer)
+        needs = {"": (expected.total, run.device)}
+        if layout.offload == "host":
+            needs[" of the host's memory"] = expected.host, torch.device("cpu")
+        found = []
+        for of, (taken, device) in needs.items():
+            here, there = taken / 2**30, free_memory(device, ranks_per_node(run.world_size)) / 2**30
+            require(
+                here <= there or force,
+                "force",
+                force,
+                f"each process is expected to take {here:.1f} GiB{of} and has {there:.1f}: use more processes, "
+                "quantize='4bit', gradient_checkpointing=True or smaller batches, or try with force=True",
+            )
+            found.append(f"{here:.2f} GiB{of} expected in each process, of {there:.1f} that are free")
+        return f"memory      {'; '.join(found)}"
+
+    run.print(run.on_main_and_share(decide))

@@ -1,1 +1,5 @@
 """Integration with PEFT: adapters of sharded experts, saved as PEFT saves them."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -5,7 +5,7 @@ from toolkit.experts.sharding.experts_modules import experts_modules, routers
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import causal_lm, recompute_blocks
 from toolkit.integrations.transformers.lazy_loading import experts_in_files
-from toolkit.integrations.transformers.pretrained_files import save_pretrained
+from toolkit.integrations.transformers.pretrained_files import save_pretrained, write_on_main
 from toolkit.integrations.transformers.router_watch import RouterWatch, watch_routers
 from toolkit.integrations.transformers.upcycle import upcycle
 
@@ -21,4 +21,5 @@ __all__ = [
     "upcycle",
     "use_toolkit_kernel",
     "watch_routers",
+    "write_on_main",
 ]

@@ -1,0 +1,34 @@
+"""The public names of `toolkit.data`, once: what a recipe with data of its own reads them with."""
+
+from .batches import BatchOrder as BatchOrder
+from .cache import OnMain as OnMain
+from .cache import Source as Source
+from .cache import cache_dir as cache_dir
+from .cache import shared_columns as shared_columns
+from .cache import words_column as words_column
+from .cache import words_of as words_of
+from .files import SPLITS as SPLITS
+from .files import NotFoundHere as NotFoundHere
+from .files import all_parts as all_parts
+from .files import content_key as content_key
+from .files import damaged as damaged
+from .files import data_folder as data_folder
+from .files import parquet_splits as parquet_splits
+from .files import read_columns as read_columns
+from .files import unreadable as unreadable
+from .hub import find_on_hub as find_on_hub
+from .hub import model_folder as model_folder
+from .hub import why_out_of_reach as why_out_of_reach
+from .identity import identity as identity
+from .images import ImageData as ImageData
+from .ragged import BucketedOrder as BucketedOrder
+from .ragged import RaggedColumn as RaggedColumn
+from .ragged import RaggedTable as RaggedTable
+from .rows import find_column as find_column
+from .rows import is_own as is_own
+from .rows import load_splits as load_splits
+from .rows import train_and_test as train_and_test
+from .text import TextData as TextData
+from .tokenizer import Tokenizer as Tokenizer
+from .visit_draws import BANK_SIZE as BANK_SIZE
+from .visit_draws import VisitDraws as VisitDraws
