@@ -64,7 +64,7 @@ MOVED = "--replan.planner swap --replan.every 10 --replan.no-guarded"
 DYNAMIC = (
     "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --lifecycle.plateau-threshold 0 "
     "--lifecycle.check-every 1 --lifecycle.check-samples 36 --lifecycle.cooldown-checks 4 "
-    "--lifecycle.sleep-every 14 --lifecycle.min-sleep-every 9 --lifecycle.max-sleep-every 20 "
+    "--lifecycle.sleep-every 14 --lifecycle.min-sleep-every 9 "
     "--lifecycle.memory-size 40 --lifecycle.replay-steps 2 --lifecycle.replay-lr 1e-2 --lifecycle.undo-above "
     "0.1 --lifecycle.prune-below 0.8 --lifecycle.min-age 12 --lifecycle.merge-distance 0.95 "
     "--lifecycle.merge-similarity 0.1"

@@ -28,7 +28,6 @@ TRAINS = ("toolkit/train/", "toolkit/data/")
 MEASURED: dict[str, tuple[str, ...]] = {
     "checkpoint_stall.py": ("toolkit/checkpoint/", f"{EXPERTS}state/"),
     "dynamic_experts.py": ("toolkit/dynamic/",),
-    "each_step.py": PLANS,
     "ep_crossover.py": SPREAD,
     "ep_speed.py": SPREAD,
     "exchanged_bytes.py": LAYER,

@@ -28,6 +28,7 @@ CONTENTS = {
         "docs/experts/prepare",
         "docs/experts/torch_alone",
         "docs/experts/placement",
+        "docs/experts/lab",
         "docs/experts/scaling",
         "docs/experts/transformers",
         "docs/experts/adapters",

@@ -56,16 +56,6 @@ class Config(tk.RunConfig):
     entropy_weight: NonNegativeFloat = 1.0
     """vat: weight of the entropy of the answers."""
 
-    def idle(self) -> dict[str, str]:
-        without = {
-            "fixmatch": ("pseudo_label_weight", "confidence", "strong_augment", "blank"),
-            "vat": ("smoothness_weight", "smoothness_radius", "entropy_weight"),
-        }
-        names = [name for method, fields in without.items() if method not in self.method for name in fields]
-        if self.method == "supervised":
-            names.append("weak_augment")
-        return super().idle() | dict.fromkeys(names, f"with method={self.method!r}")
-
 
 def fixmatch_vat() -> Config:
     """FixMatch and virtual adversarial training together, 100 labels of MNIST."""

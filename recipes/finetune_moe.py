@@ -129,31 +129,33 @@ def main(config: Config) -> dict[str, Any]:
         fine_tuning.foresee_memory(run, config, base, partial(build_optimizer, config))
         model = build_model(config, base, data.tokenizer.vocab_size)
         run.describe(trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad))
-        placement = config.initial_placement or "contiguous"
-        tk.experts.shard_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
+        tk.experts.shard_experts(
+            model, run.expert_groups, spare_slots=config.spare_slots, placement=config.initial_placement
+        )
         optimizer = build_optimizer(config, model)
         routers = tk.transformers.watch_routers(model)
         penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
-        trainer = tk.standard_trainer(
+        task = tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty)
+        blocks = config.eval_blocks
+
+        def save(trainer: tk.Trainer) -> None:
+            fine_tuning.save_trained(model, run.folder, config, data.tokenizer)
+            if config.compare:
+                same = config.replace(model=base, tokenizer=tokenizer, compare=False)
+                rows = fine_tuning.compare(run, same, run.facts | trainer.results, main, CONTROLS)
+                run.describe(comparison=rows)
+
+        return tk.fit(
             run,
-            tk.LanguageModeling(
-                bytes_per_token=data.bytes_per_token, penalty=penalty, may_ignore=config.assistant_only_loss
-            ),
+            task,
             model,
             optimizer,
-            train=data.train,
-            test=data.some_test(config.eval_blocks),
-            validation=data.some_validation(config.eval_blocks),
+            tk.Splits(data.train, data.some_test(blocks), data.some_validation(blocks)),
+            callbacks=fine_tuning.evaluate_known_text(run, old, blocks),
             eval_at_start=True,
-            more_evaluations=fine_tuning.evaluate_known_text(run, old, config.eval_blocks),
             eval_batch_size=fine_tuning.eval_batch_size(run),
+            at_end=save,
         )
-        results = trainer.fit()
-        fine_tuning.save_trained(model, run.folder, config, data.tokenizer)
-        if config.compare:
-            same = config.replace(model=base, tokenizer=tokenizer, compare=False)
-            run.describe(comparison=fine_tuning.compare(run, same, run.facts | results, main, CONTROLS))
-        return run.finish(results)
 
 
 PRESETS = {"full": full, "debug": debug, "own": own}

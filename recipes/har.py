@@ -7,14 +7,13 @@ python recipes/har.py --num-processes 4 --batch-size 128 --scale-lr 32 --schedul
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import nn
 
 import toolkit as tk
 from activity.activity import ActivityData, load_activity
-from activity.activity_sources import Name
 from activity.confusion import ConfusionPicture
 from activity.voting import VotedClassification, class_weights
 from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
@@ -60,11 +59,6 @@ class Config(tk.RunConfig):
         tk.require(fits, "fold", self.fold, f"take 0 to {self.folds - 1}")
         fits = not self.freeze_encoder or self.encoder_path is not None
         tk.require(fits, "freeze_encoder", True, "say which encoder with encoder_path, or train it")
-
-    def idle(self) -> dict[str, str]:
-        known = self.dataset in ("auto", *get_args(Name))
-        names = (["rate_hz"] if known else []) + (["overlap"] if self.dataset == "uci_har" else [])
-        return super().idle() | dict.fromkeys(names, f"with dataset={self.dataset!r}")
 
 
 def full() -> Config:

@@ -104,31 +104,26 @@ def main(config: Config) -> dict[str, Any]:
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **describe_language_model(model))
         if config.experts:
-            placement = config.initial_placement or "contiguous"
-            tk.experts.shard_experts(model, run.expert_groups, spare_slots=config.spare_slots, placement=placement)
+            tk.experts.shard_experts(
+                model, run.expert_groups, spare_slots=config.spare_slots, placement=config.initial_placement
+            )
         optimizer = build_optimizer(config, model)
         routers = tk.transformers.watch_routers(model) if config.experts else []
         penalty = tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight, z_weight=config.z_weight)
-        trainer = tk.standard_trainer(
-            run,
-            tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty),
-            model,
-            optimizer,
-            train=data.train,
-            test=data.test,
-            validation=data.validation,
-            eval_batch_size=4 * config.batch_size,
-        )
-        results = trainer.fit()
-        prompts = data.prompts(3, config.context - config.sample_tokens)
-        ids = sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
-        samples = [data.tokenizer.decode(row) for row in ids.tolist()]
-        run.print("\n\n".join(["", *samples]))
-        if config.export:
-            facts = config.model_dump() | run.facts | results
-            folder = run.folder / "model"
-            export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
-        return run.finish(results)
+        task = tk.LanguageModeling(bytes_per_token=data.bytes_per_token, penalty=penalty)
+
+        def write_samples(trainer: tk.Trainer) -> None:
+            prompts = data.prompts(3, config.context - config.sample_tokens)
+            ids = sample_tokens(model, prompts, length=config.sample_tokens, seed=config.seed)
+            samples = [data.tokenizer.decode(row) for row in ids.tolist()]
+            run.print("\n\n".join(["", *samples]))
+            if config.export:
+                facts = config.model_dump() | run.facts | trainer.results
+                folder = run.folder / "model"
+                export_language_model(model, folder, tokenizer=data.tokenizer, facts=facts, samples=samples)
+
+        size = 4 * config.batch_size
+        return tk.fit(run, task, model, optimizer, data, eval_batch_size=size, at_end=write_samples)
 
 
 PRESETS = {"full": full, "larger": larger, "debug": debug, "dense": dense}

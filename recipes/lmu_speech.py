@@ -68,12 +68,6 @@ class Config(tk.RunConfig):
         tk.require(not self.lexicon or self.beam_size is not None, "lexicon", self.lexicon, "give beam_size, too")
         tk.require(self.encoder == "memory" or self.width % 64 == 0, "width", self.width, "take a multiple of 64")
 
-    def idle(self) -> dict[str, str]:
-        of_memory = ("channels", "stride") if self.encoder == "attention" else ()
-        of_characters = ("beam_size", "lexicon") if self.target == "digits" else ()
-        attention, digits = f"with encoder={self.encoder!r}", f"with target={self.target!r}"
-        return super().idle() | dict.fromkeys(of_memory, attention) | dict.fromkeys(of_characters, digits)
-
 
 def fsdd() -> Config:
     """Single spoken digits, written in letters."""
@@ -136,22 +130,22 @@ def main(config: Config) -> dict[str, Any]:
         run.describe(
             dataset=data.name, dataset_notice=data.notice, parameters=sum(p.numel() for p in model.parameters())
         )
-        trainer = tk.standard_trainer(
+
+        def save(trainer: tk.Trainer) -> None:
+            if run.is_main and config.dense_parallel == "ddp":
+                save_recogniser(run.folder / "recogniser", trainer.raw_model, mel, letters, config.tail_s)
+
+        return tk.fit(
             run,
             task,
             model,
             optimizer,
-            train=data.train,
-            test=data.test,
-            validation=data.validation,
+            data,
             order=BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed),
             augment=SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None,
             eval_batch_size=100,
+            at_end=save,
         )
-        results = trainer.fit()
-        if run.is_main and config.dense_parallel == "ddp":
-            save_recogniser(run.folder / "recogniser", model, mel, letters, config.tail_s)
-        return run.finish(results)
 
 
 PRESETS = {"fsdd": fsdd, "connected": connected, "debug": debug, "guide": guide}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import PositiveInt
 
 import toolkit as tk
-from toolkit.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.experts.options import FractionBelowOne
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.experts.parallel.groups import ExpertGroups
 
 
-class Config(tk.DynamicRunConfig):
+class Config(tk.dynamic.DynamicRunConfig):
     dataset: str = "auto"
     """auto, mnist, fashion_mnist, digits, a folder of images, or owner/name of the Hub; :validation behind any."""
     dim: PositiveInt = 384
@@ -67,8 +66,8 @@ def no_balance() -> Config:
 
 def dynamic() -> Config:
     """Dynamic experts: four at first; one is split every 500 steps, and pruned again unless the loss needs it."""
-    lifecycle = LifecycleOptions(
-        grow_every=500, trial_gain=0.02, min_age=400, sleep_every=1000, adaptive_sleep=False, replay_steps=0
+    lifecycle = tk.dynamic.LifecycleOptions(
+        grow_every=500, trial_gain=0.02, min_age=400, sleep_every=1000, min_sleep_every=None, replay_steps=0
     )
     return full().replace(experts=4, max_experts=16, lifecycle=lifecycle)
 
@@ -80,7 +79,7 @@ def build_model(config: Config, data: ImageData, groups: ExpertGroups) -> nn.Mod
         block: nn.Module = tk.MLP(config.dim, 2 * hidden, config.dim)
     else:
         shared_expert = tk.MLP(config.dim, hidden, config.dim) if config.shared_expert else None
-        block = tk.moe_from_config(config, config.dim, groups=groups, shared_expert=shared_expert)
+        block = tk.dynamic.moe_from_config(config, config.dim, groups=groups, shared_expert=shared_expert)
     pixels = tk.Pixels(mean=data.mean, std=data.std, blank=config.blank_pixels)
     return tk.ResidualClassifier(
         pixels, block, num_pixels=data.num_pixels, dim=config.dim, num_classes=data.num_classes
@@ -102,7 +101,9 @@ def main(config: Config) -> dict[str, Any]:
         if config.blank_pixels:
             grey = round(255 * data.mean)
             augment = tk.BlankPixels(config.blank_pixels, shape=data.shape, grey=grey, seed=config.seed)
-        return tk.fit(run, tk.Classification(), model, optimizer, data, augment=augment)
+        task = tk.Classification()
+        changes = tk.dynamic.lifecycle_callbacks(config, model, task, data.train, data.num_classes)
+        return tk.fit(run, task, model, optimizer, data, augment=augment, callbacks=changes)
 
 
 PRESETS = {preset.__name__: preset for preset in (full, top2, debug, dynamic, dense, bias_balanced, no_balance)}

@@ -51,12 +51,6 @@ class Config(tk.RunConfig):
     classifier_hidden_size: PositiveInt = 512
     """Hidden units of the classifier's first layer; the second has half of them."""
 
-    def idle(self) -> dict[str, str]:
-        smoothness = ("smoothness_weight", "smoothness_radius")
-        control = (*smoothness, "supervision_weight", "style_dim", "hidden_size")
-        names = {"exact": (), "reference": (*smoothness, "classifier_hidden_size")}.get(self.objective, control)
-        return super().idle() | dict.fromkeys(names, f"with objective={self.objective!r}")
-
 
 def full() -> Config:
     """Five epochs of MNIST, 100 labels."""

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import AbstractArray, install_import_hook
+import jaxtyping
+from jaxtyping import AbstractArray, _import_hook, install_import_hook
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,8 +45,20 @@ def modules_with_shapes() -> list[str]:
     )
 
 
+NAMES = ("Bool", "Float", "Int", "Integer", "Num", "Shaped", "UInt8")
+
+
+class _NamingLoader(_import_hook._JaxtypingLoader):
+    """Gives modules the names of jaxtyping, which `toolkit.experts` imports for type checkers only."""
+
+    def exec_module(self, module: Any) -> None:
+        vars(module).update({name: getattr(jaxtyping, name) for name in NAMES})
+        super().exec_module(module)
+
+
 # The functions that ranks call are also called in the tests' own process, and checks would take a third of their time.
 _IN_FORKS = any("multiprocessing.forkserver" in word for word in sys.orig_argv)
 # Benchmarks use helpers of the tests, also where only what training needs is installed.
 if find_spec("beartype") and not _IN_FORKS:
+    _import_hook._JaxtypingLoader = _NamingLoader
     install_import_hook(modules_with_shapes(), "tests.check_shapes")

@@ -1,7 +1,9 @@
 """The public names, once: `toolkit/__init__.py` loads each on first use; editors and type checkers read them here."""
 
+from . import dynamic as dynamic
 from . import experts as experts
 from .data.images import load_images as load_images
+from .data.splits import Splits as Splits
 from .data.table import Batch as Batch
 from .data.table import TensorTable as TensorTable
 from .data.text import load_text as load_text
@@ -11,7 +13,6 @@ from .errors import require as require
 from .integrations import transformers as transformers
 from .integrations.accelerate.expert_parallel import ExpertParallel as ExpertParallel
 from .run.cli import run_recipe as run_recipe
-from .run.config.experts import DynamicRunConfig as DynamicRunConfig
 from .run.config.experts import ExpertRunConfig as ExpertRunConfig
 from .run.config.experts import MoERunConfig as MoERunConfig
 from .run.config.optimizer_options import OptimizerOptions as OptimizerOptions
@@ -20,14 +21,12 @@ from .run.config.run import RunConfig as RunConfig
 from .run.process_settings import process_settings as process_settings
 from .run.run import Run as Run
 from .run.run import start_run as start_run
-from .train.build import Splits as Splits
 from .train.build import fit as fit
-from .train.build import moe_from_config as moe_from_config
-from .train.build import standard_trainer as standard_trainer
 from .train.callbacks.base import Callback as Callback
 from .train.models.mlp import MLP as MLP
 from .train.models.mlp import Pixels as Pixels
 from .train.models.mlp import ResidualClassifier as ResidualClassifier
+from .train.models.moe import moe_from_config as moe_from_config
 from .train.optim import adamw as adamw
 from .train.task import Loss as Loss
 from .train.task import Task as Task

@@ -39,14 +39,16 @@ from toolkit.dynamic.dynamic_router import Hyperplane
 from toolkit.dynamic.expert_rows import ExpertRows
 from toolkit.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.dynamic.plans import Grow, Merge, free_logical_id
+from toolkit.dynamic.setup import lifecycle_callbacks
 from toolkit.dynamic.similarity import output_distances, reordered
 from toolkit.dynamic.surgery import DynamicExperts
 from toolkit.experts.layer.moe_layer import MoE, moe_layers
 from toolkit.experts.parallel.seeding import generator
-from toolkit.train.build import lifecycle_callbacks
 
 MEASURED_TOKENS = 2000
 TASKS = 5
+CHECK_EVERY = 25
+"""Steps between coverage checks, the default."""
 FIXED = "fixed, 8 experts"
 
 
@@ -155,7 +157,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
         kinds = [event.kind for event in lifecycle_callback.history]
         grown = [event.step for event in lifecycle_callback.history if event.kind == "grow"]
         # The coming samples are looked at, so a shift may be seen a look before it begins.
-        look = lifecycle.check_every
+        look = 10  # steps, the lifecycle's `check_every`
         answered = sum(
             any(start - look < step <= end - look for step in grown) for start, end in itertools.pairwise(ends)
         )
@@ -192,9 +194,7 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             task = tk.Classification(penalty=penalty)
             still = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
             with torch.enable_grad():
-                tk.standard_trainer(
-                    run, task, model, tk.adamw(model, run.config), train=data.train, test=data.test, callbacks=still
-                ).fit()
+                tk.fit(run, task, model, tk.adamw(model, config), data, callbacks=still)
         (layer,) = moe_layers(model).values()
         images, labels = data.test.columns["input"], data.test.columns["label"]
         model.eval()
@@ -218,7 +218,7 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 
 def merge_config(folder: str, data_dir: Path | None, seed: int) -> Config:
     """Room for two more experts, of which training makes no use."""
-    unused = LifecycleOptions(grow=False, sleep=False)
+    unused = LifecycleOptions(check_every=None, sleep_every=None)
     return quiet(top2(), folder, data_dir, seed=seed, epochs=1, max_experts=10, lifecycle=unused, cpu=True)
 
 
@@ -280,7 +280,7 @@ class StepClock(tk.Callback):
 def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
     """Processor time of steps of `top2`, the arms in turn. Other jobs on the machine lengthen some blocks, so the
     lower decile of the blocks is shown beside their median; a block has one coverage check."""
-    awake = LifecycleOptions(sleep=False)
+    awake = LifecycleOptions(sleep_every=None)
     arms = {
         FIXED: top2(),
         "growth on, 8 of 8 logical experts active": top2().replace(max_experts=8, lifecycle=awake),
@@ -290,7 +290,8 @@ def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
     for _ in range(rounds):
         for arm, config in arms.items():
             with tempfile.TemporaryDirectory() as folder:
-                blocks[arm] += step_times(quiet(config, folder, data_dir, cpu=True), steps=20 * awake.check_every)
+                steps = 20 * CHECK_EVERY + 1
+                blocks[arm] += step_times(quiet(config, folder, data_dir, cpu=True, max_steps=steps))
     lowest, middle = ({arm: quantile(of_arm, at) for arm, of_arm in blocks.items()} for at in (0.1, 0.5))
     return [
         {
@@ -309,24 +310,16 @@ def quantile(values: list[float], at: float) -> float:
     return float(torch.tensor(values).quantile(at))
 
 
-def step_times(config: Config, steps: int) -> list[float]:
+def step_times(config: Config) -> list[float]:
     """Milliseconds of processor time per step, in blocks of as many steps as lie between two coverage checks."""
     clock = StepClock()
     with tk.start_run("dynamic_experts", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
         model = build_model(config, data, tk.experts.make_expert_groups(1))
-        tk.standard_trainer(
-            run,
-            tk.Classification(),
-            model,
-            tk.adamw(model, config),
-            train=data.train,
-            test=data.test,
-            max_steps=steps + 1,
-            num_classes=data.num_classes,
-            callbacks=[clock],
-        ).fit()
-    return clock.of_block(LifecycleOptions().check_every)
+        task = tk.Classification()
+        changes = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
+        tk.fit(run, task, model, tk.adamw(model, config), data, callbacks=[clock, *changes])
+    return clock.of_block(CHECK_EVERY)
 
 
 if __name__ == "__main__":

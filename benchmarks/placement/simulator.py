@@ -373,8 +373,8 @@ def predicted(config: Config, machine: Machine, load_TLSE: np.ndarray) -> dict[s
     weights = 4 * 2 * config.dim * config.hidden
     cost = machine.cost_model(row_bytes=2 * 4 * config.dim, weight_bytes=weights, optimizer_bytes=2 * weights)
     found = simulate(load_TLSE, placements_of(config), [cost] * LAYERS, machine)
-    parts = {name.removesuffix("_T"): float(part.mean()) for name, part in vars(found).items()}
-    return {"step": float(found.total_T.mean()), **parts}
+    parts = {name: float(part.mean()) for name, part in vars(found).items()}
+    return {"step": float(found.total.mean()), **parts}
 
 
 def row_of(config: Config, rounds: int) -> dict[str, Any]:

@@ -131,7 +131,6 @@ def move(kind: str, ep_size: int) -> Row:
         "migration": kind,
         "experts moved": report.cost.experts,
         "MiB": round(report.cost.bytes / 2**20, 1),
-        "rounds": report.rounds,
         "ms": round(1e3 * took, 1),
         "MB/s, all ranks": round(report.cost.bytes / took / 1e6),
         "x bare": round(statistics.median(s / b for s, b in zip(seconds, bare, strict=True)), 2),

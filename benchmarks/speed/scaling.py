@@ -86,8 +86,8 @@ ON_GPUS = Main(
 )
 REHEARSAL = Main("debug", 2, ("--cpu", "--context", "32"))
 PLACES = {
-    "all on every GPU (DDP)": ("--parallel-strategy", "data_parallel"),
-    "spread over GPUs": ("--parallel-strategy", "expert_parallel"),
+    "all on every GPU (DDP)": ("--ep-size", "1"),
+    "spread over GPUs": (),
 }
 """Where experts are, and the flags for it."""
 

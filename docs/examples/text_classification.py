@@ -88,12 +88,13 @@ def main(config: Config) -> dict[str, Any]:
         run.describe(dataset=" / ".join(names))
         model = build_model(config, names, tokenizer.vocab_size)
         optimizer = tk.adamw(model, config)
-        trainer = tk.standard_trainer(run, tk.Classification(), model, optimizer, train=train, test=test)
-        results = trainer.fit()
-        tk.transformers.save_pretrained(model.encoder, run.folder / "model")
-        if run.is_main:
-            tokenizer.save_pretrained(run.folder / "model")
-        return run.finish(results)
+
+        def save(_: tk.Trainer) -> None:
+            tk.transformers.save_pretrained(model.encoder, run.folder / "model")
+            if run.is_main:
+                tokenizer.save_pretrained(run.folder / "model")
+
+        return tk.fit(run, tk.Classification(), model, optimizer, tk.Splits(train, test), at_end=save)
 
 
 PRESETS = {"full": full, "debug": debug}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.data.table import Batch
 from toolkit.errors import require_choice
 from toolkit.train.task import Loss
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
 
 Balance = Literal["none", "sqrt", "inverse"]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Integer
 from torch import Tensor
 
 from toolkit.data.table import Batch, TensorTable
 from toolkit.data.visit_draws import VisitDraws
 from toolkit.errors import UserError, require_choice
 from toolkit.experts.parallel.seeding import generator
+
+if TYPE_CHECKING:
+    from jaxtyping import Integer
 
 Corruption = Literal["fixed", "resampled"]
 UNLABELLED = -1

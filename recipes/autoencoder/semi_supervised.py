@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -11,6 +12,9 @@ from autoencoder.labels import UNLABELLED
 from toolkit.data.table import Batch
 from toolkit.train.task import Loss
 from toolkit.train.tasks.classification import correct
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 CONFIDENT = 0.95
 

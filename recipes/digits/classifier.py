@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -16,6 +15,8 @@ from autoencoder.vae import local_divergence, to_unit
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, UInt8
+
     from toolkit.train.trainer import Trainer
 
 

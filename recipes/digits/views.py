@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from autoencoder.labels import FewLabels
@@ -11,6 +12,9 @@ from digits.affine import DRAWS, AffineRange, warp
 from toolkit.data.table import Batch
 from toolkit.data.visit_draws import VisitDraws
 from toolkit.experts.parallel.seeding import generator
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, UInt8
 
 BANK_SIZES = {"weak view": 65_479, "strong view": 65_449, "labelled view": 65_447}
 """Views that are drawn once and then looked up: primes, other ones than those of `FewLabels`."""

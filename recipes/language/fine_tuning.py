@@ -25,7 +25,6 @@ from toolkit.run.folder import results_of
 from toolkit.run.hardware import free_memory
 from toolkit.run.run import Run
 from toolkit.train.batch_size import accumulation_steps
-from toolkit.train.build import eval_batches
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
@@ -116,8 +115,8 @@ def evaluate_known_text(run: Run, text: TextData | None, blocks: int | None) -> 
         return []
     run.describe(old_dataset=text.name)
     task = LanguageModeling(bytes_per_token=text.bytes_per_token)
-    batches = eval_batches(run, text.some_test(blocks), eval_batch_size(run))
-    return [Evaluation(batches, name="old", task=task, at_start=True)]
+    size = eval_batch_size(run)
+    return [Evaluation.of(run, text.some_test(blocks), batch_size=size, name="old", task=task, at_start=True)]
 
 
 def save_trained(model: nn.Module, folder: Path, options: AdapterOptions, tokenizer: Tokenizer) -> None:

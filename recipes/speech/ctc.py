@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,6 +13,9 @@ from speech.decoding import Lexicon, beam_search, best_path
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.train.task import Loss
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class CTC:

@@ -15,6 +15,7 @@ from toolkit.errors import Preempted, UserError
 from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.storage import Storage
+from toolkit.train.callbacks import checkpointing
 
 
 def train_on_machines(parent: Path) -> tuple[list[str], int]:
@@ -22,7 +23,8 @@ def train_on_machines(parent: Path) -> tuple[list[str], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         # The first of two evaluations is the best one, and not of the newest checkpoint.
-        best = {"best": "eval/loss", "best_is": "higher", "every_steps": 4, "keep": 1, "in_background": True}
+        patch.setattr(checkpointing, "is_share", lambda _: True)
+        best = {"best": "eval/loss", "every_steps": 4, "keep": 1, "in_background": True}
         kept: Any = {"checkpoint": CheckpointOptions(**best)}
         undisturbed = train(small_config(parent / "shared by both", **kept), ep_size=2)
         mine = "ab"[dist.get_rank()]

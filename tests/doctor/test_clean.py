@@ -61,7 +61,7 @@ def runner(folder: Path, script: str, *args: str) -> Callable[..., Evidence]:
     ("world", "args"),
     [
         (1, []),
-        (2, ["--parallel-strategy", "data_parallel", "--balance", "bias"]),
+        (2, ["--ep-size", "1", "--balance", "bias"]),
         (4, ["--ep-size", "2", "--gradient-accumulation-steps", "2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -17,11 +17,10 @@ from toolkit.data.replay_memory import ReplayMemory
 from toolkit.data.table import TensorTable
 from toolkit.dynamic.callback import Lifecycle
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
-from toolkit.dynamic.lifecycle_options import LifecycleOptions
+from toolkit.dynamic.lifecycle_options import DynamicRunConfig, LifecycleOptions
 from toolkit.dynamic.remember import Remember
 from toolkit.dynamic.report import LifecycleReport
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.run.config.experts import DynamicRunConfig
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.expert_balance import WholeStepBalance
@@ -37,7 +36,6 @@ EVENTFUL = LifecycleOptions(
     cooldown_checks=4,
     sleep_every=14,
     min_sleep_every=9,
-    max_sleep_every=20,
     memory_size=40,
     replay_steps=2,
     replay_lr=1e-2,
@@ -93,7 +91,7 @@ def dynamic_trainer(
         penalty = tk.experts.RouterPenalty(model, balance_weight=0.001)
         task, balance = tk.Classification(penalty=penalty), WholeStepBalance(penalty)
         memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
-        lifecycle = Lifecycle(model, task, memory, config.lifecycle, min_experts=config.min_experts, balance=balance)
+        lifecycle = Lifecycle(model, task, memory, config.lifecycle)
         order = TaskAfterTask(
             tasks=TASKS,
             samples_per_task=PER_TASK,

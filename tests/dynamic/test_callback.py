@@ -27,7 +27,7 @@ def train(folder: Path, ep_size: int, settings: dict[str, Any]) -> Outcome:
     config = dynamic_config(folder, **settings)
     with dynamic_trainer(config, ep_size=ep_size) as (trainer, lifecycle):
         results = trainer.fit()
-        assert_in_bounds(lifecycle, config.min_experts)
+        assert_in_bounds(lifecycle, config.lifecycle.min_experts)
     if dist.is_initialized():
         dist.barrier()
     return history_of(lifecycle), [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")], results
@@ -117,7 +117,7 @@ def test_a_stop_changes_no_bit_on_the_same_ranks(tmp_path: Path, on_two: list[Ou
 
 
 def test_without_sleep_experts_only_grow(tmp_path: Path) -> None:
-    lifecycle = EVENTFUL.replace(sleep=False)
+    lifecycle = EVENTFUL.replace(sleep_every=None)
     history, _, _ = run_distributed(train, 1, tmp_path / "run", 1, {"lifecycle": lifecycle})[0]
     assert {kind for _, kind, _ in history} == {"grow"}
 
@@ -125,7 +125,7 @@ def test_without_sleep_experts_only_grow(tmp_path: Path) -> None:
 def test_an_undone_change_restores_everything(tmp_path: Path) -> None:
     """A harmful replay is undone: weights, moments, router and the sums of the line of metrics. Nothing else happens,
     because it is switched off."""
-    lifecycle = EVENTFUL.replace(grow=False, merge=False, prune=False)
+    lifecycle = EVENTFUL.replace(check_every=None, merge_distance=None, prune_below=0)
     wrecking = lifecycle.replace(replay_lr=10.0, undo_above=0.0)
     history, losses, results = run_distributed(train, 1, tmp_path / "wrecked", 1, {"lifecycle": wrecking})[0]
     kinds = [kind for _, kind, _ in history]
@@ -195,7 +195,7 @@ def test_rows_of_inactive_experts_have_no_gradients_and_are_not_stepped(tmp_path
 
 def test_a_split_expert_is_kept_for_what_it_gains(tmp_path: Path) -> None:
     """Growth on a schedule; each new expert is tried once, and pruned where the loss without it is hardly higher."""
-    scheduled = EVENTFUL.replace(merge=False, prune=False, grow_every=7, trial_gain=0.0)
+    scheduled = EVENTFUL.replace(merge_distance=None, prune_below=0, grow_every=7, trial_gain=0.0)
     alone, _, kept = run_distributed(train, 1, tmp_path / "kept", 1, {"lifecycle": scheduled})[0]
     for history, _, _ in run_distributed(train, 2, tmp_path / "two", 2, {"lifecycle": scheduled}):
         assert history == alone
@@ -212,7 +212,7 @@ def test_a_split_expert_is_kept_for_what_it_gains(tmp_path: Path) -> None:
 def test_the_end_of_a_run_leaves_no_idle_expert_and_none_that_was_split_too_late(tmp_path: Path) -> None:
     """No sleep comes before the end, and one expert is hardly used."""
     late = {"min_sleep_every": 500, "sleep_every": 500, "max_sleep_every": 500}
-    lifecycle = EVENTFUL.replace(**late, grow_every=5, merge=False, min_age=30)
+    lifecycle = EVENTFUL.replace(**late, grow_every=5, merge_distance=None, min_age=30)
     config = dynamic_config(tmp_path / "run", lifecycle=lifecycle, max_experts=32)
     with dynamic_trainer(config) as (trainer, watched):
         trainer.fit()

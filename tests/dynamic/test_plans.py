@@ -117,9 +117,9 @@ def test_an_even_placement_stays(ranks: int) -> None:
     assert plan_placement(ExpertRoster.initial(4, 8), placement) == placement
 
 
-def test_sleep_phases_are_closer_with_more_than_twice_the_initial_experts() -> None:
-    def steps(active: int, adaptive: bool = True) -> int:
-        return plan_sleep(active, 4, every=1000, min_every=500, max_every=2000, adaptive=adaptive)
+def test_plan_sleep_with_more_than_twice_the_initial_experts_shortens_the_interval() -> None:
+    def steps(active: int, least: int | None = 500) -> int:
+        return plan_sleep(active, 4, every=1000, least=least)
 
     assert [steps(active) for active in (2, 4, 6, 8, 9, 12, 40)] == [1000, 1000, 1000, 1000, 889, 667, 500]
-    assert steps(40, adaptive=False) == 1000
+    assert steps(40, least=None) == 1000

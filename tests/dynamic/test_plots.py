@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.dynamic.eventful import write_lifecycle
 from toolkit.dynamic import plots
 from toolkit.dynamic.knowledge_graph_plot import positions_on_circle
-from toolkit.dynamic.plots import draw_lifecycle, for_trackers
+from toolkit.dynamic.performance import performance_summary
+from toolkit.dynamic.plots import draw_dynamic_run, draw_lifecycle, for_trackers
 from toolkit.dynamic.records import describe, read_lifecycle
-from toolkit.run.pictures.performance import performance_summary
 from toolkit.run.pictures.plots import spread
 
 PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution", "lifecycle_timeline"]
@@ -28,9 +29,25 @@ def test_a_run_gets_its_pictures(tmp_path):
         assert (pixels.max(-1) - pixels.min(-1) > 60).sum() > 2000, name
 
 
-def test_a_run_without_dynamic_experts_gets_none(tmp_path):
-    assert draw_lifecycle(tmp_path) == {}
-    assert performance_summary(tmp_path) is None
+def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
+    figures = {}
+
+    def keep(path, draw):
+        draw(figures.setdefault(path.stem, Figure()))
+        return path
+
+    monkeypatch.setattr("toolkit.run.pictures.plots.save_figure", keep)
+    write_lifecycle(tmp_path)
+    (tmp_path / "summary.txt").write_text("")
+    draw_dynamic_run(tmp_path, {})
+    (axes,) = figures["expert_load"].axes
+    lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axes.get_lines()}
+    steps = {label: points[np.isfinite(points[:, 1]), 0].tolist() for label, points in lines.items()}
+    assert list(steps) == ["0", "1", "2", "3", "4", "5", "6", "fair: 20 %"]
+    assert steps["3"] == list(range(20, 240, 20)), "which was merged away after step 230"
+    assert steps["6"] == [400], "which got the logical id of 3 after step 390"
+    (axes,) = figures["expert_placement"].axes
+    assert [text.get_text() for text in axes.texts] == ["0", "1", "2", "6", "4"]
 
 
 def test_experts_are_next_to_those_they_were_split_from(tmp_path):

@@ -12,10 +12,10 @@ import pytest
 import toolkit as tk
 from tests.dynamic.dynamic_run import dynamic_config, dynamic_trainer
 from tests.support.helpers import planted, run_distributed
+from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.pictures import draw_run
 
 STEPS = 66
 """The second task starts after 50."""
@@ -73,9 +73,9 @@ def test_the_record_has_events_loads_and_classes(whole):
 
 def test_the_pictures_are_not_written_to_where_a_link_leads(whole):
     (whole / "summary.txt").write_text("")  # which `Run.finish` leaves
-    precious = [planted(whole / name) for name in ("performance_summary.txt", ".loss.png.partial")]
-    draw_run(whole, {})
-    assert (whole / "loss.png").exists()
+    precious = [planted(whole / name) for name in ("performance_summary.txt", ".expert_load.png.partial")]
+    draw_dynamic_run(whole, {})
+    assert (whole / "expert_load.png").exists()
     assert "Devices" in (whole / "performance_summary.txt").read_text()
     assert {path.read_text() for path in precious} == {"precious"}
 

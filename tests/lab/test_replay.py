@@ -1,38 +1,103 @@
-"""Replays count what a planner would have done."""
+"""Replays count what a planner would have led to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from toolkit.errors import UserError
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
-from toolkit.lab.replay import Replay, replay, worst_span
+from toolkit.lab.replay import (
+    ASSUMED,
+    STAY,
+    Case,
+    Replay,
+    Rules,
+    case_of_workload,
+    on_ranks,
+    replay,
+    try_planner,
+    worst_span,
+)
+from toolkit.lab.workloads import Sizes
 
-# Two steps to a window; experts 0 and 1 are hot in the first, 0 and 2 in the second and third.
-LOADS_TE = np.array([[4, 4, 1, 1]] * 2 + [[4, 1, 4, 1]] * 3)
+# Two steps to a window; experts 0 and 1 are hot in the first, 0 and 2 in the second and third. One rank sends all.
+PAIRS = np.array([[4, 4, 1, 1]] * 2 + [[4, 1, 4, 1]] * 3)
+LOADS = np.stack([PAIRS, np.zeros_like(PAIRS)], axis=1)
 BLOCKS, CROSSED = contiguous(4, 2), ExpertPlacement(((0, 2), (1, 3)))
 
 
-def cross(load_E: np.ndarray, current: ExpertPlacement) -> ExpertPlacement:
-    """Sees the mean of a window, two steps of one kind."""
-    assert load_E.tolist() == (LOADS_TE[0] if current == BLOCKS else LOADS_TE[2]).tolist()
-    return CROSSED
+def test_replay_uses_a_plan_from_the_window_after_its_own():
+    heard = []
 
+    def cross(load_E: np.ndarray, current: ExpertPlacement) -> ExpertPlacement:
+        heard.append((load_E.tolist(), current))
+        return CROSSED
 
-def test_doing_nothing_leaves_experts_where_they_are():
-    run = replay(LOADS_TE, BLOCKS, None, every=2)
-    assert run.imbalance_T.tolist() == [1.6, 1.6, 1.0, 1.0, 1.0]
-    assert run.placements == (BLOCKS,) * 3
-    assert run.experts_moved == [0, 0]
-
-
-def test_a_plan_is_in_force_from_the_window_after_the_one_it_was_made_for():
-    run = replay(LOADS_TE, BLOCKS, cross, every=2)
-    assert run.load_TR.tolist() == [[8, 2], [8, 2], [8, 2], [8, 2], [8, 2]]
+    run = replay(LOADS, BLOCKS, cross, every=2)
+    assert heard == [(PAIRS[0].tolist(), BLOCKS), (PAIRS[2].tolist(), CROSSED)]
+    assert run.rows.tolist() == [[8, 2], [8, 2], [8, 2], [8, 2], [8, 2]]
     assert run.placements == (BLOCKS, CROSSED, CROSSED)
     assert run.experts_moved == [2, 0]
+    stays = replay(LOADS, BLOCKS, None, every=2)
+    assert stays.imbalance.tolist() == [1.6, 1.6, 1.0, 1.0, 1.0]
+    assert stays.placements == (BLOCKS,) * 3
 
 
-def test_the_worst_span_of_two_plans_by_hand():
+def test_worst_span_by_hand():
     cost_model = CostModel(seconds_per_row=1.0, bytes_per_second=100.0, weight_bytes=100)
-    run = Replay(np.zeros((5, 2)), (BLOCKS, CROSSED, CROSSED), every=2)
+    run = Replay(np.zeros((5, 2), dtype=np.int64), (BLOCKS, CROSSED, CROSSED), every=2)
     # Steps 2 to 4 take 8 s each instead of 5, and the first migration 1 s: 25 for 15.
-    assert worst_span(LOADS_TE, run, cost_model) == 25 / 15
+    assert worst_span(LOADS, run, cost_model) == 25 / 15
+
+
+def test_try_planner_by_hand():
+    """Experts 0 and 1 of 4 are hot, and on one rank of two."""
+    loads = np.tile(np.array([[40, 30, 5, 5], [30, 40, 5, 5]]), (12, 1, 1, 1))
+    case = Case("hot", loads, (200,), (10,), (20,), "", 7)
+    rules = Rules(every=4)
+    stay = try_planner(case, STAY, guarded=False, rules=rules)
+    # 140 rows of the busiest rank; 70 of 200 bytes leave rank 1, forward and backward.
+    assert stay["step ms"] == pytest.approx(1e3 * (140e-6 + 70 * 2 * 200 / 25e9))
+    assert (stay["imbalance"], stay["p95"], stay["experts moved"]) == (1.75, 1.75, 0)
+    swap = try_planner(case, "swap", guarded=False, rules=rules)
+    assert (swap["imbalance"], swap["experts moved"], swap["MB moved"]) == (1.0, 2, 2 * (10 + 20) / 1e6)
+    # 80 rows on each rank, 45 of them from the other; in one of eight steps an expert moves each way.
+    moving = (10 + 20) / 25e9 / 8
+    assert swap["step ms"] == pytest.approx(1e3 * (80e-6 + 45 * 2 * 200 / 25e9 + moving))
+    assert swap["worst span"] < 1
+    # A replica of each hot expert, which sends 10 bytes of gradients and of weights.
+    assert try_planner(case, "replicate", guarded=False, rules=rules)["replica MB"] == pytest.approx(2 * 2 * 10 / 1e6)
+    with pytest.raises(UserError, match="--every 12: hot has 12 steps"):
+        try_planner(case, STAY, guarded=False, rules=Rules(every=12))
+
+
+def test_try_planner_with_the_guard_moves_later_or_never():
+    sizes = Sizes(steps=60, ranks=4, experts=16, pairs=512)
+    rules = Rules(every=10, machine=ASSUMED.replace(seconds_per_row=1e-4))
+    case = case_of_workload("W2", sizes)
+    free, guarded, stay = (
+        try_planner(case, name, guarded=guard, rules=rules)
+        for name, guard in (("swap", False), ("swap", True), (STAY, False))
+    )
+    assert free["imbalance"] < guarded["imbalance"] < stay["imbalance"]
+    assert guarded["worst span"] <= 1 + 1e-9
+    balanced = try_planner(case_of_workload("W0", sizes), "lpt", guarded=True, rules=Rules(every=10))
+    assert balanced["experts moved"] == 0
+    # Neighbours that are hot together are on different ranks.
+    turns = replace(rules, initial_placement="round_robin")
+    assert try_planner(case_of_workload("W6", sizes), STAY, guarded=False, rules=turns)["imbalance"] < 1.2
+
+
+def test_on_ranks_splits_or_adds_up_sources_without_loss():
+    load = np.random.default_rng(0).integers(0, 50, (3, 2, 2, 5))
+    more = on_ranks(load, 6)
+    assert more.shape == (3, 2, 6, 5)
+    assert (more.reshape(3, 2, 2, 3, 5).sum(3) == load).all()
+    assert (more.reshape(3, 2, 2, 3, 5).max(3) - more.reshape(3, 2, 2, 3, 5).min(3)).max() == 1
+    assert (on_ranks(load, 1)[:, :, 0] == load.sum(2)).all()
+    with pytest.raises(UserError, match="--ranks 3: the trace has 2 source ranks"):
+        on_ranks(load, 3)

@@ -1,4 +1,4 @@
-"""Made-up loads have the trouble that they are named after."""
+"""Synthetic loads have the imbalance that they are named after."""
 
 import numpy as np
 import pytest
@@ -7,23 +7,23 @@ from toolkit.experts.placement.loads import expert_imbalance, rank_imbalance
 from toolkit.experts.placement.placement import contiguous
 from toolkit.lab.workloads import WORKLOADS, Sizes, burst, drifting, rotating_hotspot
 
-SIZES = Sizes(steps=40, ranks=4, experts=16, assignments=1000)
+SIZES = Sizes(steps=40, ranks=4, experts=16, pairs=1000)
 CONTIGUOUS = contiguous(16, 4)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_is_a_function_of_its_sizes_and_the_seed(name: str):
+def test_workload_is_a_function_of_its_sizes(name: str):
     load = WORKLOADS[name](SIZES)
     assert load.shape == (40, 4, 16)
     assert load.dtype == np.int64
     assert load.min() >= 0
     assert (load == WORKLOADS[name](SIZES)).all()
-    assert (load != WORKLOADS[name](Sizes(steps=40, ranks=4, experts=16, assignments=1000, seed=1))).any()
+    assert (load != WORKLOADS[name](Sizes(steps=40, ranks=4, experts=16, pairs=1000, seed=1))).any()
     assert WORKLOADS[name](Sizes(steps=2, ranks=3, experts=1)).shape == (2, 3, 1)
 
 
 @pytest.mark.parametrize("name", sorted(set(WORKLOADS) - {"W4", "W5"}))
-def test_every_source_sends_all_it_has(name: str):
+def test_workload_sends_all_pairs_of_each_rank(name: str):
     assert (WORKLOADS[name](SIZES).sum(-1) == 1000).all()
 
 
@@ -31,7 +31,7 @@ def imbalance(name: str) -> float:
     return rank_imbalance(WORKLOADS[name](SIZES).sum((0, 1)), CONTIGUOUS)
 
 
-def test_the_same_heat_hurts_on_one_rank_and_not_when_spread():
+def test_hot_experts_on_one_rank_are_uneven_and_spread_experts_are_not():
     assert imbalance("W0") < 1.03
     # 4 hot of 16: 24 of 36 on one rank of 4.
     assert imbalance("W2") == pytest.approx(24 / 36 * 4, rel=0.02)
@@ -40,14 +40,14 @@ def test_the_same_heat_hurts_on_one_rank_and_not_when_spread():
     assert heat == pytest.approx([1.67] * 3, rel=0.05)
 
 
-def test_ragged_sources_send_unevenly_to_experts_that_are_alike():
+def test_ragged_sources_send_unevenly_to_equal_experts():
     load = WORKLOADS["W4"](SIZES)
     sent = load.sum((0, 2))
     assert sent[0] / sent[-1] == pytest.approx(4, rel=0.01)
     assert expert_imbalance(load.sum((0, 1))).max_violation < 0.05
 
 
-def test_some_experts_one_rank_and_one_source_get_and_have_nothing():
+def test_zero_tokens_leaves_experts_and_one_rank_without_pairs():
     load = WORKLOADS["W5"](SIZES)
     assert load[:, -1].sum() == 0
     assert load[:, :, :4].sum() == 0
@@ -55,7 +55,7 @@ def test_some_experts_one_rank_and_one_source_get_and_have_nothing():
     assert load[:, :, 4].min(initial=1, where=np.array([True, True, True, False])) > 0
 
 
-def test_the_hotspot_rotates_and_the_burst_ends():
+def test_hotspot_rotates_and_burst_ends():
     hottest = rotating_hotspot(SIZES, period=10).sum(1).argmax(-1) // 4
     assert hottest.tolist() == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 10
     first_block = burst(SIZES, length=5).sum(1)[:, :4].sum(-1) / 4000
@@ -63,7 +63,7 @@ def test_the_hotspot_rotates_and_the_burst_ends():
     assert hot.tolist() == [20, 21, 22, 23, 24]
 
 
-def test_drifting_load_keeps_its_skew_at_first_and_forgets_it():
+def test_drifting_load_forgets_its_start():
     still, drifted = (drifting(SIZES, skew=1.0, sigma=sigma).sum(1) for sigma in (0.0, 0.2))
     assert np.corrcoef(still[0], still[-1])[0, 1] > 0.98
     assert np.corrcoef(drifted[0], drifted[-1])[0, 1] < 0.9

@@ -90,18 +90,32 @@ def refusal(presets: dict[str, Callable[[], Any]], typed: str) -> str:
     [
         ("--widths a b", "Error parsing --widths: "),
         ("--width 3", "unknown flag --width: did you mean --widths?"),
-        ("--beta1 3", "unknown flag --beta1: did you mean --optimizer.beta1?"),
+        ("--weight-decay 3", "unknown flag --weight-decay: did you mean --optimizer.weight-decay?"),
         ("tinny", "unknown preset 'tinny': did you mean tiny?"),
         ("large", "unknown preset 'large': take one of full, tiny."),
         ("--run-dir=", "--run-dir needs a value."),
         ("--epochs 0", "--epochs 0: input should be greater than 0."),
-        ("--optimizer.beta1 2", "--optimizer.beta1 2.0: input should be less than 1."),
-        ("--resume-from 5 --resume no", "--resume-from 5: leave --resume no out."),
-        ("--extend --resume no", "--extend: leave --resume no out."),
+        ("--optimizer.weight-decay -1", "--optimizer.weight-decay -1.0: input should be greater than or equal to 0."),
     ],
 )
 def test_a_refusal_is_a_sentence_with_the_remedy(typed: str, says: str):
     assert refusal(PRESETS, typed).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("typed", "switch"),
+    [
+        ("--replan.every 10", "--replan.planner swap"),
+        ("--replan.no-guarded", "--replan.planner swap"),
+        ("--lifecycle.merge-distance 0.5", "--max-experts 12"),
+    ],
+)
+def test_parse_option_of_a_group_that_is_off_raises_with_both_flags(typed: str, switch: str):
+    words = typed.split()
+    off = switch.split()[0]
+    said = f"{words[0]}: no effect without {off}. Add {off} or leave {words[0]} out."
+    assert refusal(mnist_moe.PRESETS, typed) == said
+    cli.parse(mnist_moe.PRESETS, [*words, *switch.split()])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +124,7 @@ def test_a_refusal_is_a_sentence_with_the_remedy(typed: str, says: str):
         ("ep_size=3: it does not divide.", "--ep-size 3: it does not divide."),
         ("planner='swapp': take another.", "--replan.planner swapp: take another."),
         ("compile=True: leave it out.", "--compile: leave it out."),
-        ("merge=False, balance='loss'.", "--lifecycle.no-merge, --balance loss."),
+        ("cpu=False, balance='loss'.", "--no-cpu, --balance loss."),
         ("groups=...: leave one of the two out.", "groups=...: leave one of the two out."),
         ("max_steps=None: take 1 to epochs=3", "--max-steps none: take 1 to --epochs 3"),
     ],

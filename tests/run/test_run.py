@@ -64,7 +64,7 @@ def test_run_finish_writes_config_results_and_summary(tmp_path):
         run.describe(dataset="rule", dataset_notice="made up", ep_size=2)
         returned = run.finish({"test_accuracy": 0.5, "steps": 3, "samples": 1920})
     written = json.loads((run.folder / "config.json").read_text())
-    assert (written["recipe"], written["lr"], written["optimizer"]["beta1"]) == ("toy", 0.5, 0.9)
+    assert (written["recipe"], written["lr"], written["optimizer"]["weight_decay"]) == ("toy", 0.5, 0.01)
     results = json.loads((run.folder / "results.json").read_text())
     assert results == returned
     expected = {"recipe": "toy", "dataset": "rule", "test_accuracy": 0.5, "seed": 0, "world_size": 1, "ep_size": 2}

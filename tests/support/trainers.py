@@ -7,8 +7,12 @@ from typing import Any
 from torch import nn
 
 import toolkit as tk
+from toolkit.train.build import standard_trainer as with_optimizer
 
 
-def standard_trainer(run: tk.Run, task: tk.Task, model: nn.Module, **settings: Any) -> tk.Trainer:
-    """`tk.standard_trainer` with AdamW as the run's config says."""
-    return tk.standard_trainer(run, task, model, tk.adamw(model, run.config), **settings)
+def standard_trainer(
+    run: tk.Run, task: tk.Task, model: nn.Module, *, train: Any, test: Any, validation: Any = None, **settings: Any
+) -> tk.Trainer:
+    """`toolkit.train.build.standard_trainer` with AdamW as the run's config says."""
+    data = tk.Splits(train, test, validation)
+    return with_optimizer(run, task, model, tk.adamw(model, run.config), data, **settings)

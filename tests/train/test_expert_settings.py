@@ -15,9 +15,9 @@ from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.integrations.peft.adapters import AdapterOptions
-from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
+from toolkit.train.start import print_warnings
 
 
 def trained_kinds(folder: Path, groups: bool, settings: dict[str, Any]) -> list[type] | str:
@@ -48,7 +48,6 @@ def test_the_callbacks_that_the_config_asks_for_are_added(tmp_path: Path):
     ("world", "groups", "settings", "message"),
     [
         (2, False, {}, "ep_size=2: the model's experts are on 1 processes: build it with run.expert_groups"),
-        (2, True, {"spare_slots": 1}, "spare_slots=1: the model has none"),
         (4, True, {"ep_size": 2, "ep_stride": 2}, "ep_size=2: the model's experts are on 2 processes"),
     ],
 )
@@ -59,16 +58,19 @@ def test_a_model_that_was_built_otherwise_is_refused(
         assert answer.startswith(message)
 
 
-def test_settings_without_effect_on_one_process_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    trained_kinds(tmp_path, True, {"spare_slots": 1, "dense_parallel": "fsdp2", "fsdp_size": 2})
-    lines = capsys.readouterr().out
-    for notice in (
-        "--replan.planner swap: no effect",
-        "--spare-slots 1: no effect because every process has all experts",
-        "--dense-parallel fsdp2: no effect on one process",
-        "--fsdp-size 2: no effect on one process",
-    ):
-        assert notice in lines
+def said_of_seven_experts(folder: Path) -> list[str]:
+    config = tk.MoERunConfig(run_dir=folder, tracker="none", cpu=True, experts=7, batch_size=8)
+    said: list[str] = []
+    with tk.start_run("mine", config) as run:
+        run.print = said.append
+        print_warnings(run, tk.experts.make_moe(8, 16, 7, 2, groups=run.expert_groups), 0, max_steps=5)
+    return said
+
+
+def test_print_warnings_of_experts_that_ranks_cannot_share(tmp_path: Path):
+    for said in run_distributed(said_of_seven_experts, 2, tmp_path):
+        (note,) = said
+        assert note.startswith("--ep-size 1: every process has all experts, because 7 experts and 2 processes")
 
 
 class AdapterConfig(tk.ExpertRunConfig, AdapterOptions):
@@ -88,8 +90,7 @@ def summary(
         with torch.no_grad():
             moe.router.weight.copy_(10 * rows)
         table = tk.TensorTable(input=torch.eye(4).repeat(125, 1), label=torch.arange(500) % 4)
-        callbacks = [ExpertLoad(moe)]
-        trainer = standard_trainer(run, tk.Classification(), moe, train=table, test=table, callbacks=callbacks)
+        trainer = standard_trainer(run, tk.Classification(), moe, train=table, test=table)
         run.finish(trainer.fit())
     return (folder / "summary.txt").read_text()
 

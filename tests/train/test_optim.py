@@ -15,21 +15,19 @@ def test_constant_rises_in_equal_steps_and_stays_at_one():
 
 
 def test_cosine_starts_at_one_after_the_warmup_and_is_halfway_down_in_the_middle():
-    schedule = warmup_cosine(max_steps=12, warmup_steps=2, final=0.2)
+    schedule = warmup_cosine(max_steps=12, warmup_steps=2)
     assert schedule(0) == pytest.approx(1 / 3)
     assert schedule(1) == pytest.approx(2 / 3)
     assert schedule(2) == pytest.approx(1.0)
-    assert schedule(7) == pytest.approx(0.6)  # halfway between 1 and 0.2
-    assert schedule(4) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 0.2)))
-    assert schedule(12) == pytest.approx(0.2)
-    assert schedule(50) == pytest.approx(0.2), "past the end it stays"
+    assert schedule(7) == pytest.approx(0.5)
+    assert schedule(4) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.2)))
+    assert schedule(12) == pytest.approx(0.0)
+    assert schedule(50) == pytest.approx(0.0), "past the end it stays"
 
 
 def test_stable_decay_has_a_plateau_and_falls_in_a_straight_line():
-    schedule = warmup_stable_decay(max_steps=10, warmup_steps=1, decay_steps=4, final=0.0)
-    assert [schedule(step) for step in range(11)] == pytest.approx(
-        [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0], abs=1e-12
-    )
+    schedule = warmup_stable_decay(max_steps=20, warmup_steps=1)
+    assert [schedule(step) for step in (0, 1, 15, 16, 17, 18, 19, 20)] == [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
 
 
 def test_a_rate_does_not_depend_on_which_steps_were_asked_before():
@@ -39,13 +37,11 @@ def test_a_rate_does_not_depend_on_which_steps_were_asked_before():
 
 
 def test_the_config_names_the_schedule():
-    cosine = build_schedule(ScheduleOptions(name="cosine", warmup_steps=2, final=0.1), max_steps=20)
-    assert cosine(20) == pytest.approx(0.1)
+    cosine = build_schedule(ScheduleOptions(name="cosine", warmup_steps=2), max_steps=20)
+    assert cosine(11) == pytest.approx(0.5)
     assert build_schedule(ScheduleOptions(name="constant"), max_steps=20)(19) == 1.0
     decay = build_schedule(ScheduleOptions(name="stable_decay"), max_steps=20)
-    assert [decay(15), decay(16), decay(18)] == pytest.approx([1.0, 1.0, 0.5]), "a fifth of the run, when not given"
-    late = build_schedule(ScheduleOptions(name="stable_decay", decay_steps=10), max_steps=20)
-    assert late(15) == pytest.approx(0.5)
+    assert [decay(15), decay(16), decay(18)] == pytest.approx([1.0, 1.0, 0.5])
 
 
 def test_a_warmup_in_epochs_is_as_long_as_that_many_steps():

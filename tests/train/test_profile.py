@@ -75,12 +75,12 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_model_flops_are_those_of_active_experts_on_all_processes(tmp_path: Path):
-    run_distributed(train, 2, config(tmp_path, expert_hidden_size=HIDDEN, profile=True, peak_flops=1e9))
+    run_distributed(train, 2, config(tmp_path, expert_hidden_size=HIDDEN, profile=True))
     assert len(list((tmp_path / "profile").iterdir())) == 4
     for line in read_metrics(tmp_path / "metrics.jsonl"):
         rate = line["perf/model_flops_per_second"]
         assert math.isclose(rate / line["perf/samples_per_second"], FORWARDS * FORWARD_FLOPS, rel_tol=1e-6)
-        assert math.isclose(line["perf/mfu"], rate / 2e9, rel_tol=1e-6)
+        assert "perf/mfu" not in line, "the peak of a CPU is not known"
         assert "perf/gpu_utilization" not in line
 
 
@@ -89,7 +89,7 @@ def test_what_torch_cannot_count_is_said_and_left_out(tmp_path: Path, monkeypatc
         raise AssertionError("shapes are incompatible")
 
     monkeypatch.setitem(compat.flop_registry, torch.ops.aten.mm, refuses)
-    train(config(tmp_path / "run", peak_flops=1e9))
+    train(config(tmp_path / "run"))
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert all("perf/samples_per_second" in line for line in lines[1:])
     assert not any("perf/model_flops_per_second" in line or "perf/mfu" in line for line in lines)

@@ -8,12 +8,11 @@ CPU, or from its own, is a function of the step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
@@ -27,12 +26,6 @@ from toolkit.experts.compat import new_iterator
 from toolkit.experts.parallel.groups import extremes_over_ranks
 from toolkit.experts.parallel.seeding import derive_seed
 
-Look = Callable[[Mapping[str, Any]], object]
-"""Raises UserError for a global batch that cannot be learned from: on every rank, because each reads all of it."""
-COLUMNS_AS_TABLE = (
-    "pass columns of tensors as tk.TensorTable(input=..., label=...), or a data set whose samples are pairs "
-    '(input, label) or dicts, such as {"input": ..., "label": ...}'
-)
 NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of", "seen"}
 """What `TrainBatches` has beyond `LoaderBatches`: access to single rows."""
 
@@ -54,19 +47,6 @@ def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) 
             "batch_size=config.batch_size, which is the global batch."
         )
     return data
-
-
-def refuse_columns(name: str, data: Any) -> None:
-    """Raise UserError where the `name` data are columns, several sets or one value, and not samples."""
-    samples = (isinstance(data, Iterable) or hasattr(data, "__getitem__")) and not isinstance(data, (str, bytes))
-    by_name = isinstance(data, Mapping) and 0 not in data  # and not samples by their number
-    if not samples or by_name or _is_column(data) or (isinstance(data, tuple) and data and all(map(_is_column, data))):
-        raise UserError(f"the {name} data are of type {type(data).__name__}: {COLUMNS_AS_TABLE}.")
-
-
-def _is_column(value: Any) -> bool:
-    """A tensor, an array or a data frame."""
-    return isinstance(value, (Tensor, np.ndarray)) or hasattr(value, "iloc")
 
 
 def known_length(data: Any) -> int | None:
@@ -91,7 +71,7 @@ class LoaderBatches:
     """This rank's micro-batches of each step, on its device, from a loader of global batches.
 
     `steps_per_epoch`: batches after which the loader begins anew. With `endless` it begins anew where it ends, and
-    `steps_per_epoch` is only what counts as an epoch elsewhere. `look` is called with each global batch.
+    `steps_per_epoch` is only what counts as an epoch elsewhere.
     """
 
     def __init__(
@@ -105,9 +85,7 @@ class LoaderBatches:
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
-        look: Look | None = None,
     ):
-        self.look = look
         self.loader, self.steps_per_epoch, self.endless, self.seed = loader, steps_per_epoch, endless, seed
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.device = torch.device(device)
@@ -136,8 +114,6 @@ class LoaderBatches:
             for batch in read_once(self.loader, self.seed, first, epoch):
                 if step >= start_step:
                     self._size = size_of(batch)
-                    if self.look is not None:
-                        self.look(batch)
                     if not compared:
                         refuse_unequal(batch, self.device)
                         compared = True
@@ -149,8 +125,8 @@ class LoaderBatches:
                 raise UserError("the training data give no batches: pass a data set with samples, not a generator.")
             if not self.endless and step - first < self.steps_per_epoch:
                 raise UserError(
-                    f"the training data ended after {step - first} of {self.steps_per_epoch} steps: "
-                    f"give steps_per_epoch={step - first}, or less."
+                    f"the training data ended after {step - first} of {self.steps_per_epoch} steps, the length of the "
+                    "DataLoader: mend its __len__."
                 )
             epoch += 1
 
@@ -173,8 +149,7 @@ class LoaderBatches:
 
 
 class LoaderEvalBatches:
-    """The global batches of a loader, cut into ranks, so that each sample is on exactly one. `look` is called with each
-    global batch."""
+    """The global batches of a loader, cut into ranks, so that each sample is on exactly one."""
 
     def __init__(
         self,
@@ -184,9 +159,7 @@ class LoaderEvalBatches:
         rank: int,
         world_size: int,
         device: torch.device | str = "cpu",
-        look: Look | None = None,
     ):
-        self.look = look
         self.loader, self.seed, self.rank, self.world_size = loader, seed, rank, world_size
         self.device = torch.device(device)
 
@@ -197,8 +170,6 @@ class LoaderEvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         for batch in read_once(self.loader, self.seed, 0, 0):
             size = size_of(batch)
-            if self.look is not None:
-                self.look(batch)
             yield part_of_rank(batch, 0, size, self.rank, self.world_size, self.device)
 
 

@@ -1,1 +1,8 @@
-"""Dynamic experts: experts that are split, merged and pruned during training."""
+"""Dynamic experts: the experts of a layer are split, merged and pruned while it trains.
+
+The public names are listed in `__init__.pyi` and are imported when they are first used.
+"""
+
+from toolkit.public_names import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -76,8 +76,6 @@ class Lifecycle(Callback):
         task: Gives the loss of each sample.
         memory: The samples to replay, which the callback `Remember` stores.
         config: When to grow and to sleep, and which changes to make.
-        min_experts: So many experts remain active in each layer.
-        balance: Gives replay the balance loss of the global batch, as other steps have; None: no balance loss.
     """
 
     def __init__(
@@ -86,14 +84,13 @@ class Lifecycle(Callback):
         task: ScoresSamples,
         memory: ReplayMemory,
         config: LifecycleOptions,
-        *,
-        min_experts: int,
-        balance: WholeStepBalance | None = None,
     ):
         self.experts = DynamicExperts(model)
         self.layers = self.experts.layers
-        self.task, self.memory, self.config, self.min_experts = task, memory, config, min_experts
-        self.balance = balance
+        self.task, self.memory, self.config = task, memory, config
+        self.min_experts = max([config.min_experts, *(layer.router.top_k for layer in self.layers.values())])
+        self._balance: WholeStepBalance | None = None
+        """Gives replay the balance loss of the global batch, as other steps have."""
         self.knowledge: LifecycleReport | None = None
         """Its graphs are equal on all ranks."""
         self.similarities: dict[str, dict[Pair, Similarity]] = {}
@@ -120,6 +117,7 @@ class Lifecycle(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._rows = self.experts.rows_in_use(trainer.model, trainer.optimizer)
+        self._balance = next((each for each in trainer.callbacks if isinstance(each, WholeStepBalance)), None)
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         if not self._routers_known:
@@ -136,13 +134,15 @@ class Lifecycle(Callback):
         if not self.layers:
             return
         step = trainer.state.step
-        if self.config.grow and step % self.config.check_every == 0:
+        if self.config.check_every and step % self.config.check_every == 0:
             self.check(trainer)
-        if self.config.grow and self.config.grow_every and step % self.config.grow_every == 0:
+        if self.config.grow_every and step % self.config.grow_every == 0:
             self.grow(trainer, "schedule")
-        if self.config.sleep and step >= self.next_sleep:
+        if self.config.sleep_every is None:
+            pass
+        elif step >= self.next_sleep:
             self.sleep(trainer)
-        elif self.config.sleep and step == trainer.max_steps:
+        elif step == trainer.max_steps:
             self.judge(trainer)
         if trainer.at_log_step:
             active = [len(roster) for roster in self.rosters.values()]
@@ -178,7 +178,7 @@ class Lifecycle(Callback):
     def grow(self, trainer: Trainer, lack: Lack) -> None:
         """Splits in each layer the expert with the most routing weight of uncovered tokens; but none so late that the
         new one will not be old enough to be judged before the run ends."""
-        if self.config.sleep and trainer.max_steps - trainer.state.step < self.config.min_age:
+        if self.config.sleep_every and trainer.max_steps - trainer.state.step < self.config.min_age:
             return
         rows = self._with_remembered(trainer, next_rows(trainer, PROBE_SAMPLES), "grow")
         probe = self._probe(trainer, rows, list(self.layers.values()))
@@ -234,15 +234,8 @@ class Lifecycle(Callback):
         return now
 
     def _steps_until_sleep(self) -> int:
-        config = self.config
-        return plan_sleep(
-            self.experts.most_active(),
-            self._initial,
-            every=config.sleep_every,
-            min_every=config.min_sleep_every,
-            max_every=config.max_sleep_every,
-            adaptive=config.adaptive_sleep,
-        )
+        every, least = self.config.sleep_every, self.config.min_sleep_every
+        return 0 if every is None else plan_sleep(self.experts.most_active(), self._initial, every=every, least=least)
 
     def _attempt(self, trainer: Trainer, rows: Tensor, before: Probe, layer: str, change: Callable[[], None]) -> Probe:
         """Makes a change, and undoes it if it made the losses worse; returns the losses afterwards."""
@@ -281,8 +274,8 @@ class Lifecycle(Callback):
         for turn in range(self.config.replay_steps):
             visits = self.memory.draw_visits(trainer.run.config.batch_size, "sleep", trainer.state.step, turn)
             micro_batches = trainer.batches.micro_batches_of(visits)
-            if self.balance is not None:
-                self.balance.on_step_start(trainer, micro_batches)
+            if self._balance is not None:
+                self._balance.on_step_start(trainer, micro_batches)
             trainer.learn(micro_batches, multiplier, record=False)
             self._show_all_rows()
 
@@ -293,8 +286,8 @@ class Lifecycle(Callback):
         config = self.config
         load = {record.uid: float(load_E[record.logical_id]) for record in roster.active}
         merges: list[Merge] = []
-        if config.merge:
-            distance, similarity = self._compare(trainer, name, rows)
+        if config.merge_distance is not None:
+            distance, similarity = self._compare(trainer, name, rows, config.merge_distance)
             self.similarities[name] = {
                 pair: Similarity(weights=weights, outputs=1 - distance[pair]) for pair, weights in similarity.items()
             }
@@ -307,20 +300,20 @@ class Lifecycle(Callback):
                 min_similarity=config.merge_similarity,
                 min_experts=self.min_experts,
             )
-        prunes: list[Prune] = []
-        if config.prune:
-            prunes = plan_prunes(
-                roster,
-                load,
-                step=trainer.state.step,
-                below=config.prune_below,
-                min_age=config.min_age,
-                min_experts=self.min_experts + len(merges),
-                excluded={uid for merge in merges for uid in (merge.uid, merge.into)},
-            )
+        prunes = plan_prunes(
+            roster,
+            load,
+            step=trainer.state.step,
+            below=config.prune_below,
+            min_age=config.min_age,
+            min_experts=self.min_experts + len(merges),
+            excluded={uid for merge in merges for uid in (merge.uid, merge.into)},
+        )
         return [*merges, *prunes]
 
-    def _compare(self, trainer: Trainer, name: str, rows: Tensor) -> tuple[dict[Pair, float], dict[Pair, float]]:
+    def _compare(
+        self, trainer: Trainer, name: str, rows: Tensor, max_distance: float
+    ) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """Returns the distance of outputs of all pairs that are old enough, and the similarity of weights of those that
         may merge."""
         layer = self.layers[name]
@@ -330,7 +323,7 @@ class Lifecycle(Callback):
             return {}, {}
         x_TD = self._probe(trainer, rows, [layer]).views[0].x_TD
         apart = None if graph is None else graph.often_coactivated
-        return compare_experts(layer, x_TD, old, max_distance=self.config.merge_distance, keep_apart=apart)
+        return compare_experts(layer, x_TD, old, max_distance=max_distance, keep_apart=apart)
 
     # --- parts --------------------------------------------------------------------------------------------------
 

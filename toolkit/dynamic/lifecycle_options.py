@@ -1,56 +1,53 @@
-"""When dynamic experts are split, merged and pruned. Names and descriptions are those of a recipe's flags."""
+"""The settings of a run with dynamic experts. Names and descriptions are those of a recipe's flags."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.errors import require
 from toolkit.experts.options import Fraction, Options
+from toolkit.run.config.experts import MoERunConfig
 
 
 class LifecycleOptions(Options):
     """Dynamic experts: growth, and sleep phases with replay, merging and pruning."""
 
-    grow: bool = True
-    """Split experts when coming samples are no longer covered: when many have p(target) < 0.5."""
+    switch: ClassVar[str] = "max_experts"
+
+    min_experts: PositiveInt = 2
+    """Minimum number of experts per layer."""
+    check_every: PositiveInt | None = 25
+    """Optimizer steps between coverage checks, which split experts when many coming samples have p(target) < 0.5; none:
+    no growth."""
     grow_every: PositiveInt | None = None
-    """Split an expert every so many optimizer steps, too, while a coming or remembered sample is not covered; none:
+    """Split an expert every so many optimizer steps, too, while a coming or remembered sample is not covered. Default:
     only when the coverage check asks for it."""
-    check_every: PositiveInt = 25
-    """Optimizer steps between coverage checks."""
     check_samples: PositiveInt = 128
     """Samples per coverage check, over all processes."""
     plateau_threshold: Fraction = 0.1
     """Plateau threshold: tolerated fraction of samples with p(target) < 0.5."""
     cooldown_checks: NonNegativeInt = 8
     """Coverage checks without growth after a growth."""
-    merge: bool = True
-    """In sleep, merge experts with nearly equal outputs and weights."""
-    merge_distance: Fraction = 0.15
-    """Maximum normalised distance between the outputs of experts to merge: 0 equal, 1 unrelated."""
+    merge_distance: Fraction | None = 0.15
+    """Maximum normalised distance between the outputs of experts to merge in sleep: 0 equal, 1 unrelated; none: no
+    merging."""
     merge_similarity: Fraction = 0.8
     """Minimum cosine between the aligned weights of experts to merge."""
-    prune: bool = True
-    """In sleep, prune experts with little load."""
     prune_below: Fraction = 0.05
-    """Prune experts below this fraction of the mean load since the last sleep."""
+    """Prune experts in sleep below this fraction of the mean load since the last sleep; 0: no pruning."""
     trial_gain: NonNegativeFloat | None = None
     """In sleep, prune an expert that was split off unless the loss without it is higher by this fraction; each is
-    tried once, when it is old enough; none: no trial."""
+    tried once, when it is old enough. Default: no trial."""
     min_age: NonNegativeInt = 500
     """Minimum age of experts to merge or prune, in optimizer steps."""
-    graph: bool = True
-    """Leave experts that the same tokens use unmerged, and keep them on one process where possible."""
-    sleep: bool = True
-    """Have sleep phases: replay, merge, prune, and even out the number of experts per process."""
-    sleep_every: PositiveInt = 1000
-    """Optimizer steps between sleep phases."""
-    adaptive_sleep: bool = True
-    """Sleep more often when there are more than twice the initial experts."""
-    min_sleep_every: PositiveInt = 500
-    """Minimum optimizer steps between sleep phases."""
-    max_sleep_every: PositiveInt = 2000
-    """Maximum optimizer steps between sleep phases."""
+    sleep_every: PositiveInt | None = 1000
+    """Optimizer steps between sleep phases: replay, merge, prune, and even out the number of experts per process; none:
+    no sleep."""
+    min_sleep_every: PositiveInt | None = 500
+    """Minimum optimizer steps between sleep phases, which are more frequent with more than twice the initial experts;
+    none: always `sleep_every`."""
     memory_size: PositiveInt = 2000
     """Training samples in the replay memory, evenly over classes."""
     replay_steps: NonNegativeInt = 40
@@ -60,31 +57,22 @@ class LifecycleOptions(Options):
     undo_above: NonNegativeFloat = 0.02
     """Undo a change in sleep that raises the loss by more than this fraction, and than two standard errors."""
 
+
+class DynamicRunConfig(MoERunConfig):
+    """The settings of a run whose experts are split, merged and pruned if `max_experts` is given."""
+
+    max_experts: PositiveInt | None = None
+    """Maximum number of experts per layer: makes them dynamic (split, merged, pruned). Default: a fixed number."""
+    lifecycle: LifecycleOptions = LifecycleOptions()
+
     def check_together(self) -> None:
         super().check_together()
-        fits = self.min_sleep_every <= self.max_sleep_every
-        remedy = f"take at most max_sleep_every={self.max_sleep_every}"
-        require(fits, "min_sleep_every", self.min_sleep_every, remedy)
+        if self.max_experts is None:
+            return
+        for name, required in (("spare_slots", 0), ("compile", False), ("dense_parallel", "ddp")):
+            value = getattr(self, name)
+            require(value == required, name, value, "dynamic experts (max_experts) do not support it, leave it out")
 
-    def idle(self) -> dict[str, str]:
-        found = super().idle()
-        if not self.grow:
-            names = ("grow_every", "check_every", "check_samples", "plateau_threshold", "cooldown_checks")
-            found |= dict.fromkeys(names, "with grow=False")
-        if not self.merge:
-            found |= dict.fromkeys(("merge_distance", "merge_similarity"), "with merge=False")
-        if not self.prune:
-            found["prune_below"] = "with prune=False"
-        if not self.sleep:
-            asleep = (
-                "merge",
-                "merge_distance",
-                "merge_similarity",
-                "prune",
-                "prune_below",
-                "trial_gain",
-                "sleep_every",
-            )
-            more = ("adaptive_sleep", "min_sleep_every", "max_sleep_every", "replay_steps", "replay_lr", "undo_above")
-            found |= dict.fromkeys((*asleep, *more), "with sleep=False")
-        return found
+    @property
+    def logical_experts(self) -> int:
+        return self.max_experts or self.experts

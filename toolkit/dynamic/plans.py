@@ -53,14 +53,13 @@ class Prune:
 Plan: TypeAlias = Grow | Merge | Prune
 
 
-def plan_sleep(active: int, initial: int, *, every: int, min_every: int, max_every: int, adaptive: bool) -> int:
-    """Returns the optimizer steps until the next sleep, between `min_every` and `max_every`.
+def plan_sleep(active: int, initial: int, *, every: int, least: int | None) -> int:
+    """Return the optimizer steps until the next sleep phase.
 
-    They are `every`, or, where `adaptive`, `every` / max(1, growth / 2) with growth = `active` / `initial` experts: a
-    layer with more than twice the initial number sleeps more often.
+    They are `every`, or with a `least` number of steps `every` / max(1, growth / 2), with growth = `active` / `initial`
+    experts: a layer with more than twice the initial number sleeps more often.
     """
-    wanted = every / max(1.0, active / initial / 2) if adaptive else every
-    return round(min(max_every, max(min_every, wanted)))
+    return every if least is None else round(max(least, every / max(1.0, active / initial / 2)))
 
 
 def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | None:

@@ -9,8 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.dynamic.knowledge_graph_plot import draw_knowledge_graph, positions_on_circle
+from toolkit.dynamic.performance import performance_summary
 from toolkit.dynamic.records import Epoch, LayerState, read_lifecycle
-from toolkit.run.pictures.plots import GREY, INK, TRAIN, draw_loss, ink_on, palette, save_figure, spread, step_axis
+from toolkit.run.folder import write_text
+from toolkit.run.pictures.plots import (
+    GREY,
+    INK,
+    TRAIN,
+    draw_experts,
+    draw_loss,
+    expert_loads,
+    ink_on,
+    palette,
+    save_figure,
+    spread,
+    step_axis,
+)
 from toolkit.run.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -29,11 +43,27 @@ MOST_LABELS = 14
 SPLIT, MERGE, SLEEP = "#3ca951", "#ff725c", "#a463f2"
 
 
+def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:  # noqa: ARG001
+    """Draw the finished run in `folder` and write its performance_summary.txt; return the pictures for trackers.
+
+    The pictures of the load and placement of experts are drawn again, with uids: dynamic experts get the logical ids of
+    those that were removed.
+    """
+    last = read_lifecycle(folder)[-1].layers
+    loads = expert_loads(read_metrics(folder / "metrics.jsonl"))
+    of_uids = {
+        name: [(step, state.by_uid(shares, step)) for step, shares in loads.get(name, [])]
+        for name, state in last.items()
+    }
+    placement = {n: [[uid for uid in row if uid is not None] for row in last[n].uids_on_ranks] for n in last}
+    pictures = draw_experts(folder, loads | of_uids, placement) | draw_lifecycle(folder)
+    write_text(folder / "performance_summary.txt", performance_summary(folder))
+    return for_trackers(pictures)
+
+
 def draw_lifecycle(folder: Path) -> dict[str, Path]:
-    """Draw the pictures of the run in `folder`; returns their files by name, none without a lifecycle.jsonl."""
+    """Draw the pictures of the lifecycle of the run in `folder`; return their files by name."""
     epochs = read_lifecycle(folder)
-    if not epochs:
-        return {}
     layers = spread(list(epochs[-1].layers), MOST_LAYERS)
     positions = {layer: positions_on_circle([epoch.layers[layer] for epoch in epochs]) for layer in layers}
     drawings: dict[str, Callable[[Figure], None]] = {

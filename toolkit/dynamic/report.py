@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.dynamic.callback import Lifecycle
 from toolkit.dynamic.graph import KnowledgeGraph
+from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import LIFECYCLE_FILE, graph_file
 from toolkit.dynamic.routing_statistics import Ids, RoutingStatistics
 from toolkit.experts.layer.moe_layer import moe_layers
@@ -53,6 +54,10 @@ class LifecycleReport(Callback):
 
     def _uids_of_logical(self, layer: str) -> Ids:
         return self.lifecycle.rosters[layer].uids_of_logical
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if self.layers:
+            trainer.run.draw_at_finish(draw_dynamic_run)
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         self._clock = self._clock or time.perf_counter()

@@ -1,11 +1,11 @@
-"""Experts that can be anywhere, in anybody's loop: torch and small libraries only, until a host is asked for.
+"""Expert parallelism with movable placement. Imports only torch until an integration is used.
 
     from toolkit import experts
     experts.shard_experts, experts.Replanner, experts.save, ...
 
-The public names are listed in `__init__.pyi` and are imported when they are first used.
+The public names are listed in `__init__.pyi`. Each is imported on first use.
 """
 
-import lazy_loader
+from toolkit.public_names import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -6,7 +6,7 @@ loaded. `toolkit.run.config` composes them into the settings of a run.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -31,6 +31,9 @@ class Options(BaseModel):
         frozen=True, use_attribute_docstrings=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
+    switch: ClassVar[str] = ""
+    """The field, of this group or of the options around it, without which a group has no effect."""
+
     def __init__(self, **values: Any):
         try:
             super().__init__(**values)
@@ -39,12 +42,6 @@ class Options(BaseModel):
 
     def check_together(self) -> None:
         """Raise UserError where fields that are fine alone do not go together. Overrides call `super()`'s first."""
-
-    def idle(self) -> dict[str, str]:
-        """Fields and groups, of parts too, that have no effect beside the values of the others, each with the reason,
-        such as "with method='vat'". Overrides add to `super()`'s. A command line refuses them where they are typed."""
-        parts = {name: part for name in type(self).model_fields if isinstance(part := getattr(self, name), Options)}
-        return {f"{name}.{field}": why for name, part in parts.items() for field, why in part.idle().items()}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -1,85 +1,230 @@
-"""Replays recorded loads under a planner: the placements and rank loads that it would have led to."""
+"""Planners replayed on recorded loads: the placements, rank loads and costs that they would have led to.
+
+Loads are int64 (steps, layers, P, E): pairs of each rank of an EP group for each expert. A plan made from one window is
+used in the next, so all figures leave out the first window.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.errors import UserError
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
-from toolkit.experts.placement.loads import max_over_mean, shares
-from toolkit.experts.placement.placement import ExpertPlacement, moves
+from toolkit.experts.placement.loads import Floats, Ints, max_over_mean, shares
+from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
+from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.placement.planners import PLANNERS
 from toolkit.experts.placement.planners.registry import Planner
+from toolkit.experts.placement.traffic import migration_cost, replica_rows, rows_between_ranks
+from toolkit.experts.routing.traces import Trace
+from toolkit.lab.simulate import Machine, simulate
+from toolkit.lab.workloads import WORKLOADS, Sizes
+
+STAY = "stay"
+"""No planner: the initial placement."""
+ASSUMED = Machine(seconds_per_row=1e-6, bytes_per_second=25e9)
+"""A GPU's time for a pair with an expert of 6 million parameters, and a link of 200 Gbit/s. The rest of a step is left
+out."""
 
 
 @dataclass(frozen=True)
 class Replay:
     """One layer, replayed."""
 
-    load_TR: NDArray[np.float64]
-    """Rows per step and rank; replicas share an expert's rows equally."""
+    rows: Ints
+    """(steps, P): rows that each rank computes."""
     placements: tuple[ExpertPlacement, ...]
-    """The placements in force from step 0, `every`, 2 * `every`, and so on."""
+    """The placements from step 0, `every`, 2 * `every`, and so on."""
     every: int
 
     @property
-    def imbalance_T(self) -> NDArray[np.float64]:
-        """Max over mean of each step."""
-        return max_over_mean(self.load_TR)
+    def imbalance(self) -> Floats:
+        """(steps,): maximum over mean."""
+        return max_over_mean(self.rows)
+
+    @property
+    def changes(self) -> list[tuple[ExpertPlacement, ExpertPlacement]]:
+        return list(zip(self.placements, self.placements[1:], strict=False))
 
     @property
     def experts_moved(self) -> list[int]:
         """Physical experts that left their rank after each window."""
-        pairs = zip(self.placements, self.placements[1:], strict=False)
-        return [sum(move.travels for move in moves(old, new)) for old, new in pairs]
+        return [migration_cost(old, new, weight_bytes=0).experts for old, new in self.changes]
 
 
 def replay(
-    load_TE: NDArray[Any],
+    loads: NDArray[Any],
     start: ExpertPlacement,
     planner: Planner | None,
     *,
     every: int,
     guard: MigrationGuard | None = None,
 ) -> Replay:
-    """Replays recorded loads with a plan after each window of steps, made for the window's mean load.
+    """Replay recorded loads with a plan after each window of steps, made for the window's mean load.
 
     Args:
-        load_TE: int64 (steps, E), the assignments to each expert.
+        loads: int64 (steps, P, E), of one layer.
         start: The placement of the first window.
-        planner: The planner; None plans nothing.
+        planner: The planner. None: no plans.
         every: The steps of a window.
-        guard: Decides whether a plan is carried out; None: all are.
+        guard: Checks that a plan is worth its migration. None: every plan is applied.
     """
-    placement = start
-    placements = [start]
-    loads_TR = []
-    for first in range(0, len(load_TE), every):
-        window_TE = load_TE[first : first + every]
-        loads_TR.append(window_TE @ shares(placement))
-        if planner is not None and first + every < len(load_TE):
-            plan = plan_layer(planner, window_TE.mean(0), placement, guard=guard, steps=every)
-            placement = plan or placement
+    placement, placements, rows = start, [], []
+    for first in range(0, len(loads), every):
         placements.append(placement)
-    return Replay(np.concatenate(loads_TR), tuple(placements[: -(-len(load_TE) // every)]), every)
+        window = loads[first : first + every]
+        rows.append(rows_between_ranks(window, placement).sum(-2))
+        if planner is not None and first + every < len(loads):
+            plan = plan_layer(planner, window.sum(1).mean(0), placement, guard=guard, steps=every)
+            placement = plan or placement
+    return Replay(np.concatenate(rows), tuple(placements), every)
 
 
-def worst_span(load_TE: NDArray[Any], run: Replay, cost_model: CostModel) -> float:
-    """Returns the seconds with plans over those without, in the worst span of two plans: at most 1 where planning was
+def worst_span(loads: NDArray[Any], run: Replay, cost_model: CostModel) -> float:
+    """Return the seconds with plans divided by those without, in the worst span of two plans: at most 1 if planning was
     never worse. Migrations are included; without plans means under the placement before the two."""
+    every = run.every
 
     def compute(loads: NDArray[Any], placement: ExpertPlacement) -> float:
-        return float(cost_model.expert_seconds(loads @ shares(placement), placement.slots_per_rank).sum())
+        rows = loads.sum(1) @ shares(placement)
+        return float(cost_model.expert_seconds(rows, placement.slots_per_rank).sum())
 
     worst = 0.0
-    for before, first, second, start in zip(
-        run.placements, run.placements[1:], run.placements[2:], range(run.every, len(load_TE), run.every), strict=False
-    ):
-        span_TE = load_TE[start : start + 2 * run.every]
-        spent = compute(span_TE[: run.every], first) + compute(span_TE[run.every :], second)
+    for number, (before, first) in enumerate(run.changes[:-1], start=1):
+        second = run.placements[number + 1]
+        middle, end = loads[number * every :][:every], loads[(number + 1) * every :][:every]
+        spent = compute(middle, first) + compute(end, second)
         spent += cost_model.migration_seconds(before, first) + cost_model.migration_seconds(first, second)
-        worst = max(worst, spent / compute(span_TE, before))
+        worst = max(worst, spent / (compute(middle, before) + compute(end, before)))
     return worst
+
+
+# --- a report ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Loads to try planners on, with the bytes of each layer."""
+
+    name: str
+    loads: Ints
+    row_bytes: tuple[int, ...]
+    """Of one pair in dispatch and combine together."""
+    weight_bytes: tuple[int, ...]
+    optimizer_bytes: tuple[int, ...]
+    digest: str
+    seed: Any
+
+    def cost_models(self, machine: Machine) -> list[CostModel]:
+        """Return the cost model of each layer."""
+        return [
+            machine.cost_model(row_bytes=row, weight_bytes=weight, optimizer_bytes=optimizer)
+            for row, weight, optimizer in zip(self.row_bytes, self.weight_bytes, self.optimizer_bytes, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Settings of one report, for all planners."""
+
+    every: int = 20
+    """Steps between plans."""
+    spare_slots: int = 0
+    """Empty slots per rank in the initial placement. The planner `replicate` gets at least one."""
+    initial_placement: InitialPlacement = "contiguous"
+    machine: Machine = ASSUMED
+
+
+def on_ranks(loads: NDArray[Any], ranks: int) -> Ints:
+    """Return `loads` on another number of ranks: source ranks with the same EP rank are added up, or each is split
+    evenly. Raises UserError if neither number divides the other."""
+    steps, layers, sources, experts = loads.shape
+    loads = loads.astype(np.int64)
+    if sources % ranks == 0:
+        return loads.reshape(steps, layers, sources // ranks, ranks, experts).sum(2)
+    if ranks % sources:
+        raise UserError(f"--ranks {ranks}: the trace has {sources} source ranks. Take a divisor or a multiple.")
+    parts = ranks // sources
+    # The remainder of each expert goes to different parts.
+    more = (np.arange(parts)[:, None] + np.arange(experts)) % parts < (loads % parts)[..., None, :]
+    return (loads[..., None, :] // parts + more).reshape(steps, layers, ranks, experts)
+
+
+def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
+    """Return the case of a recorded run, on `ranks` ranks or as many as its EP groups have."""
+    facts = trace.metadata
+    return Case(
+        name,
+        on_ranks(trace.load_TLSE(), ranks or facts["ep_size"]),
+        tuple(size.dispatched + size.combined for size in trace.row_bytes),
+        tuple(facts["weight_bytes"]),
+        tuple(facts["optimizer_bytes"]),
+        trace.digest,
+        facts.get("seed"),
+    )
+
+
+def case_of_workload(name: str, sizes: Sizes) -> Case:
+    """Return one of `toolkit.lab.workloads`, with experts of 6 million bfloat16 weights and float32 Adam state."""
+    loads = WORKLOADS[name](sizes)[:, None]
+    expert = 3 * 2048 * 1024
+    digest = hashlib.sha256(np.ascontiguousarray(loads, dtype="<i8").tobytes()).hexdigest()
+    return Case(name, loads, (2 * 4096,), (2 * expert,), (12 * expert,), digest, sizes.seed)
+
+
+def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[str, Any]:
+    """Return one row of the report, for the planner `name` or `STAY`; `series` is the imbalance of each step."""
+    loads, every = case.loads, rules.every
+    steps, layers, ranks, experts = loads.shape
+    if steps <= every:
+        raise UserError(f"--every {every}: {case.name} has {steps} steps. Take fewer.")
+    spare = max(rules.spare_slots, int(name == "replicate"))
+    start = initial_placement(experts, ranks, rules.initial_placement, spare_slots=spare)
+    cost_models = case.cost_models(rules.machine)
+    seconds: list[float] = []
+
+    def timed(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:
+        began = time.process_time()
+        plan = PLANNERS[name](load_E, current)
+        seconds.append(time.process_time() - began)
+        return plan
+
+    runs = []
+    for layer, cost_model in enumerate(cost_models):
+        guard = MigrationGuard(cost_model) if guarded else None
+        runs.append(replay(loads[:, layer], start, None if name == STAY else timed, every=every, guard=guard))
+    imbalance = np.mean([run.imbalance[every:] for run in runs], axis=0)
+    changes = [
+        (cost_model, change) for cost_model, run in zip(cost_models, runs, strict=True) for change in run.changes
+    ]
+    costs = [
+        migration_cost(old, new, weight_bytes=cost_model.weight_bytes, optimizer_bytes=cost_model.optimizer_bytes)
+        for cost_model, (old, new) in changes
+    ]
+    replicas = [cost_model.weight_bytes * int(replica_rows(new).sum()) for cost_model, (_, new) in changes]
+    total = sum(cost_model.migration_seconds(old, new) for cost_model, (old, new) in changes)
+    for number, placements in enumerate(zip(*(run.placements[1:] for run in runs), strict=True), start=1):
+        window = loads[number * every : (number + 1) * every]
+        total += float(simulate(window, placements, cost_models, rules.machine).total.sum())
+    return {
+        "case": case.name,
+        "planner": name,
+        "guarded": guarded,
+        "imbalance": float(imbalance.mean()),
+        "p95": float(np.percentile(imbalance, 95)),
+        "experts moved": sum(cost.experts for cost in costs),
+        "MB moved": sum(cost.bytes for cost in costs) / 1e6,
+        "replica MB": 2 * sum(replicas) * layers / len(replicas) / 1e6,
+        "worst span": max(worst_span(loads[:, layer], run, cost_models[layer]) for layer, run in enumerate(runs)),
+        "step ms": 1e3 * total / (steps - every),
+        "planner ms": 1e3 * statistics.median(seconds) if seconds else None,
+        "series": imbalance.tolist(),
+    }

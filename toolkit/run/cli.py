@@ -131,13 +131,22 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         culprit = next(iter(re.findall(r"--[a-z][\w.-]*", said)), None)
         is_of_file = culprit in in_file and culprit not in words
         raise UserError(f"{where if is_of_file else ''}{said}") from None
-    for field, reason in config.idle().items():
-        group, dot, name = field.replace("_", "-").rpartition(".")
-        flag = re.compile(rf"--{group}{dot}(no-)?{name}(\..*)?")
-        if typed := next(filter(flag.fullmatch, words), None):
-            raise UserError(as_typed(UserError(f"{typed} has no effect {reason}: leave it out."), config))
+    _refuse_options_of_what_is_off(config, words)
     object.__setattr__(config, "preset", preset)  # which is frozen
     return config
+
+
+def _refuse_options_of_what_is_off(config: RunConfig, words: Iterable[str]) -> None:
+    """Raise UserError for a flag of a group of options that has no effect, because its switch is off."""
+    for group, options in config:
+        if not isinstance(options, Options) or not options.switch:
+            continue
+        is_inside = options.switch in type(options).model_fields
+        prefix = f"--{group.replace('_', '-')}."
+        switch = f"{prefix if is_inside else '--'}{options.switch.replace('_', '-')}"
+        typed = next((word for word in words if word.startswith(prefix) and word != switch), None)
+        if typed and not getattr(options if is_inside else config, options.switch):
+            raise UserError(f"{typed}: no effect without {switch}. Add {switch} or leave {typed} out.")
 
 
 COMMON = ("epochs", "batch_size", "lr", "seed", "dataset", "run_dir", "num_processes", "cpu", "tracker", "experts")

@@ -24,7 +24,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.dynamic.records import LIFECYCLE_FILE
 from toolkit.errors import UserError, one_line
 from toolkit.experts.state import manifest
 from toolkit.run.config.run import RunConfig, to_dict
@@ -117,7 +116,7 @@ def open_folder(
     try:
         if storage is not None:
             _fetch(folder, config, storage)
-        for appended in (folder / "metrics.jsonl", folder / LIFECYCLE_FILE):
+        for appended in folder.glob("*.jsonl"):
             if appended.is_symlink():
                 raise UserError(f"{appended}: is a link, and the run would write to where it leads: remove it.")
         return folder, lock, _run_to_continue(folder, name, config, say)

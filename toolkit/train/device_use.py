@@ -59,15 +59,16 @@ class DeviceUse(Callback):
 
     runs_after = (Throughput,)
 
-    def __init__(self, throughput: Throughput, *, peak_flops: float | None = None):
-        self.throughput, self.peak_flops = throughput, peak_flops
+    def __init__(self, throughput: Throughput):
+        self.throughput = throughput
+        self.peak_flops: float | None = None
         self._counter: FlopCounter | None = None
         self._flops_per_sample: float | None = None
         self._has_nvml = True
 
     def on_fit_start(self, trainer: Trainer) -> None:
         device = trainer.run.device
-        if self.peak_flops is None and device.type == "cuda":
+        if device.type == "cuda":
             self.peak_flops = peak_flops_of(torch.cuda.get_device_name(device))
         self._has_nvml = device.type == "cuda"
         self._counts = not trainer.run.config.compile

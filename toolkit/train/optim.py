@@ -110,8 +110,6 @@ def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerOptions) ->
     return torch.optim.AdamW(
         [{"params": params, "weight_decay": config.weight_decay * decays} for (_, decays), params in groups.items()],
         lr=lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
         fused=True,
     )
 
@@ -133,25 +131,25 @@ def constant(*, warmup_steps: int = 0) -> Schedule:
     return lambda step: min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def warmup_cosine(*, max_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
-    """Linear warm-up, then half a cosine from 1 down to `final` at `max_steps` (Loshchilov and Hutter 2017, eq. 5)."""
+def warmup_cosine(*, max_steps: int, warmup_steps: int = 0) -> Schedule:
+    """Linear warm-up, then half a cosine from 1 down to 0 at `max_steps` (Loshchilov and Hutter 2017, eq. 5)."""
 
     def multiplier(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
         progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
-        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     return multiplier
 
 
-def warmup_stable_decay(*, max_steps: int, warmup_steps: int = 0, decay_steps: int, final: float = 0.0) -> Schedule:
-    """Linear warm-up, a plateau at 1, then a straight line down to `final` over the last `decay_steps`."""
+def warmup_stable_decay(*, max_steps: int, warmup_steps: int = 0) -> Schedule:
+    """Linear warm-up, a plateau at 1, then a straight line down to 0 over the last fifth of `max_steps`."""
 
     def multiplier(step: int) -> float:
         rise = (step + 1) / (warmup_steps + 1)
-        fall = final + (1 - final) * (max_steps - step) / max(1, decay_steps)
-        return max(final, min(1.0, rise, fall))
+        fall = (max_steps - step) / max(1, max_steps // 5)
+        return max(0.0, min(1.0, rise, fall))
 
     return multiplier
 
@@ -166,7 +164,5 @@ def build_schedule(config: ScheduleOptions, *, max_steps: int, steps_per_epoch: 
     rise = warmup_steps(config, steps_per_epoch)
     if config.name == "constant":
         return constant(warmup_steps=rise)
-    if config.name == "cosine":
-        return warmup_cosine(max_steps=max_steps, warmup_steps=rise, final=config.final)
-    decay_steps = config.decay_steps or max(1, max_steps // 5)
-    return warmup_stable_decay(max_steps=max_steps, warmup_steps=rise, decay_steps=decay_steps, final=config.final)
+    make = warmup_cosine if config.name == "cosine" else warmup_stable_decay
+    return make(max_steps=max_steps, warmup_steps=rise)

@@ -1,23 +1,41 @@
-"""What a run prints before its first step: device, processes, precision, data, parameters, steps, idle settings."""
+"""What a run prints before its first step: device, processes, precision, data, parameters, steps, warnings."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
 
+from toolkit.data.batches import TrainBatches
+from toolkit.data.loader import LoaderBatches
 from toolkit.experts.layer.moe_layer import experts_on_ranks
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.experts.options import Options
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.hardware import gpu_names, memory_limit_bytes
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
 
 
+def announce(run: Run, model: nn.Module, data: object, batches: TrainBatches | LoaderBatches, max_steps: int) -> None:
+    """Record and print what is trained, on what and how long. Call it before Accelerate prepares `model`."""
+    config = run.config
+    if (name := getattr(data, "name", None)) is not None:
+        run.describe(dataset=name, dataset_notice=getattr(data, "notice", None))
+    run.describe(effective_batch_size=config.batch_size, peak_learning_rate=config.peak_lr)
+    if config.scale_lr is not None:
+        scaled = f"{config.peak_lr:g}, from {config.lr:g} for {config.scale_lr} samples"
+        run.print(f"learning rate {scaled}: the effective batch is {config.batch_size}")
+    if isinstance(batches, TrainBatches):
+        samples = f"{len(batches.table):,} training samples"
+    else:
+        samples = "batches of unknown number" if batches.endless else f"{batches.steps_per_epoch:,} batches an epoch"
+    dataset = run.facts.get("dataset")
+    epochs = max_steps / batches.steps_per_epoch
+    steps = f"{max_steps:,} of {config.batch_size:,} samples, {epochs:.4g} epoch(s)"
+    run.print(describe_start(run, model, data=f"{dataset}, {samples}" if dataset else samples, steps=steps))
+
+
 def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
-    """Aligned lines; `data` and `steps` in words. Called before Accelerate prepares `model`."""
+    """Aligned lines; `data` and `steps` in words."""
     processes = f"{run.world_size} process{'' if run.world_size == 1 else 'es'}"
     mixed = run.accelerator.mixed_precision
     kind = next(model.parameters()).dtype
@@ -34,81 +52,17 @@ def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:
     return aligned(rows).rstrip()
 
 
-def print_idle_settings(
-    run: Run,
-    model: nn.Module,
-    *,
-    warmup_steps: int,
-    max_steps: int,
-    own_loader: bool = False,
-    own_schedule: bool = False,
-    own_evaluation: object = None,
-    endless: bool = False,
-) -> None:
-    """Print a line for each setting that is not the usual one and does nothing in this run.
-
-    Args:
-        run: Its config has the settings.
-        model: Holds the experts, if there are any.
-        warmup_steps: Optimizer steps of warm-up, as the config says.
-        max_steps: Optimizer steps of the run.
-        own_loader: Training data come from a DataLoader of the recipe's.
-        own_schedule: The recipe has a scheduler of its own.
-        own_evaluation: What evaluates in a recipe that does so by itself; it may have the setting `every_steps`.
-        endless: Nobody knows how long an epoch is.
-    """
-    config = run.config
-    shape, alone = config.schedule.name, run.world_size == 1
-    stacks = list(expert_stacks(model).values())
-    takes_steps = getattr(own_evaluation, "every_steps", None) is not None
-    by_itself = "because the recipe evaluates by itself"
-    spread = "on one process" if alone else f"with dense_parallel={config.dense_parallel!r}"
-    rows = [
-        (shape == "constant", ["schedule.final"], f"with schedule.name={shape!r}"),
-        (shape != "stable_decay", ["schedule.decay_steps"], f"with schedule.name={shape!r}"),
-        (own_schedule, _names(config, "schedule"), "because the recipe has a scheduler of its own"),
-        (
-            config.early_stopping.patience is None,
-            ["early_stopping.metric", "early_stopping.min_delta"],
-            "with early_stopping.patience=None",
-        ),
-        (endless, ["eval_every"], "where nobody knows how long an epoch is: use eval_every_steps"),
-        (config.eval_every_steps is not None, ["eval_every"], "with eval_every_steps"),
-        (own_evaluation is not None, ["eval_every"], by_itself),
-        (own_evaluation is not None and not takes_steps, ["eval_every_steps"], by_itself),
-        (alone, ["sync_bn"], "on one process"),
-        (own_loader, ["num_workers"], "because the DataLoader has its own"),
-        (alone, ["dense_parallel"], spread),
-        (alone or config.dense_parallel == "ddp", ["fsdp_size"], spread),
-        (alone or config.dense_parallel != "ddp", _names(config, "ddp"), spread),
-        (
-            bool(stacks) and stacks[0].groups.ep_size == 1,
-            ["replan.planner", "spare_slots", "ep_stride"],
-            "because every process has all experts",
-        ),
-    ]
-    idle = {name: why for holds, names, why in rows if holds for name in names}
-    for name, why in idle.items():
-        if (value := _changed(config, name)) is not None:
-            run.note(f"{name}={value!r}: no effect {why}.")
-    if warmup_steps >= max_steps and not own_schedule:
+def print_warnings(run: Run, model: nn.Module, warmup_steps: int, max_steps: int) -> None:
+    """Print what is probably not meant: a run of warm-up only, and experts that the ranks cannot share."""
+    config, stacks = run.config, list(expert_stacks(model).values())
+    if warmup_steps >= max_steps:
         given = "warmup_steps" if config.schedule.warmup_steps else "warmup_epochs"
         value = getattr(config.schedule, given)
         run.note(f"schedule.{given}={value:g}: all of the run, of {max_steps} steps, is warm-up below the peak lr.")
-
-
-def _names(config: Options, group: str) -> list[str]:
-    return [f"{group}.{name}" for name in type(getattr(config, group)).model_fields]
-
-
-def _changed(config: Options, name: str) -> Any:
-    """The setting of this dotted name, or None where `config` lacks it or has its class's default."""
-    group, _, rest = name.partition(".")
-    field = type(config).model_fields.get(group)
-    value = getattr(config, group, None)
-    if rest and isinstance(value, Options):
-        return _changed(value, rest)
-    return None if field is None or value == field.default else value
+    may_share = isinstance(config, ExpertRunConfig) and config.ep_size is None and run.world_size > 1
+    if may_share and stacks and stacks[0].groups.ep_size == 1:
+        why = f"{stacks[0].num_experts} experts and {run.world_size} processes have no common divisor"
+        run.note(f"ep_size=1: every process has all experts, because {why}.")
 
 
 def _gpus(run: Run) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from toolkit.data.table import Batch
+from toolkit.data.table import Batch, TensorTable
 from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ def as_loss(result: object, method: str) -> Loss:
 class Task(Protocol):
     """Computes a `Loss` from a model and a batch. Holds no model: the trainer passes the prepared one.
 
-    A task whose metrics are no means, such as an F1 score or a word error rate, has a fourth method:
-    `summarise(means) -> metrics` gets the means of what `evaluate` summed, over all batches and ranks, and returns what
-    to report in their place.
+    A task may have two more methods. `summarise(means) -> metrics`, for metrics that are no means, such as an F1 score
+    or a word error rate, gets the means of what `evaluate` summed, over all batches and ranks, and returns what to
+    report instead. `for_run` is that of `AdaptsToRun`.
     """
 
     def count(self, batch: Batch) -> int | Int[Tensor, ""]:
@@ -68,4 +70,14 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         """The loss and sums to report on held-out data; called without gradients."""
+        ...
+
+
+@runtime_checkable
+class AdaptsToRun(Protocol):
+    """A task that can be adapted to the data and the routers of a run."""
+
+    def for_run(self, tables: Mapping[str, TensorTable], penalty: Callable[[], Tensor | None] | None) -> Task:
+        """Return the task whose first forward pass checks the labels of `tables` (by name: training, test, validation)
+        and that adds `penalty` to the training loss, unless it has a penalty of its own."""
         ...

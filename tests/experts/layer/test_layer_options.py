@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ import torch
 from recipes.mnist_moe import Config, debug, main
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
+from toolkit.experts.layer.capacity import DropPolicy
+from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.build import moe_from_config
+from toolkit.train.models.moe import moe_from_config
 
 CASES: dict[str, dict[str, Any]] = {
     "sigmoid scores": {
@@ -24,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 2,
     },
     "lowest weights dropped": {"capacity_factor": 0.9, "z_weight": 0.01},
-    "latest tokens dropped": {"capacity_factor": 0.8, "drop_policy": "position", "gradient_accumulation_steps": 2},
+    "latest tokens dropped": {"capacity_factor": 0.8, "gradient_accumulation_steps": 2},
 }
 COMPARED = ("train/loss", "train/penalty", "train/grad_norm", "moe/dropped_fraction", "eval/loss")
 
@@ -36,7 +40,9 @@ def curves(folder: Path, recompute: str) -> dict[str, list[float]]:
     for name, settings in CASES.items():
         run_dir = folder / name
         common: dict[str, Any] = {"tracker": "none", "cpu": True, "max_steps": 8, "log_every": 1, "run_dir": run_dir}
-        with in_float64():
+        policy: DropPolicy = "position" if name == "latest tokens dropped" else "probs"
+        made = mock.patch("toolkit.train.models.moe.make_moe", partial(make_moe, drop_policy=policy))
+        with in_float64(), made:
             main(debug().replace(**common, **settings, recompute=recompute))
         lines = list(read_metrics(run_dir / "metrics.jsonl"))
         found[name] = [line[key] for line in lines for key in COMPARED if key in line]

@@ -14,19 +14,17 @@ from toolkit.experts.placement.placement import (
     ExpertPlacement,
     Move,
     Place,
-    bytes_moved,
-    bytes_on_busiest_rank,
     contiguous,
     moves,
     owner_moves,
     with_spare_slots,
 )
 
-# Rank 0 has 3 slots, rank 1 has 2, rank 2 none. Expert 1 has two copies, slot 1 of rank 0 is spare.
+# Rank 0 has 3 slots, rank 1 has 2, rank 2 none. Expert 1 has two replicas, slot 1 of rank 0 is spare.
 UNEVEN = ExpertPlacement(((1, EMPTY_ROW, 0), (2, 1), ()))
 
 
-def test_copies_owners_and_slots_of_an_uneven_placement_with_a_replica():
+def test_uneven_placement_with_a_replica_by_hand():
     assert (UNEVEN.ranks, UNEVEN.num_experts, UNEVEN.stride, UNEVEN.empty_slots) == (3, 3, 3, 1)
     assert UNEVEN.replicas(1) == (Place(0, 0), Place(1, 1))
     assert UNEVEN.owner(1) == Place(0, 0)
@@ -37,7 +35,7 @@ def test_copies_owners_and_slots_of_an_uneven_placement_with_a_replica():
     assert UNEVEN.experts_on(2) == []
 
 
-def test_tables_for_a_dispatcher_count_slots_in_strides_and_are_padded():
+def test_dispatcher_tables_count_slots_in_strides_and_are_padded():
     # Global slot = rank * 3 + slot.
     assert UNEVEN.slots_of_experts().tolist() == [[2, EMPTY_ROW], [0, 4], [3, EMPTY_ROW]]
     assert UNEVEN.num_replicas().tolist() == [1, 2, 1]
@@ -46,7 +44,7 @@ def test_tables_for_a_dispatcher_count_slots_in_strides_and_are_padded():
     assert UNEVEN.slots_of_experts().dtype == UNEVEN.expert_of_slot().dtype == torch.int64
 
 
-def test_a_picture_marks_empty_slots_and_copies_whose_owner_is_elsewhere():
+def test_str_marks_empty_slots_and_replicas_with_another_owner():
     assert str(UNEVEN) == "rank 0 | 1  .  0\nrank 1 | 2  1'\nrank 2 |"
 
 
@@ -60,12 +58,12 @@ def test_a_picture_marks_empty_slots_and_copies_whose_owner_is_elsewhere():
         (((0, -2),), "expert id -2 is negative"),
     ],
 )
-def test_a_map_that_makes_no_sense_is_refused(slots: tuple[tuple[int, ...], ...], message: str):
+def test_placement_of_an_impossible_map_raises(slots: tuple[tuple[int, ...], ...], message: str):
     with pytest.raises(ValueError, match=message):
         ExpertPlacement(slots)
 
 
-def test_contiguous_deals_blocks_and_leaves_spare_slots_where_experts_do_not_divide_ranks():
+def test_contiguous_for_experts_that_do_not_divide_leaves_spare_slots():
     assert contiguous(6, 3).slots == ((0, 1), (2, 3), (4, 5))
     assert contiguous(7, 3, slots_per_rank=3).slots == ((0, 1, 2), (3, 4, EMPTY_ROW), (5, 6, EMPTY_ROW))
     with pytest.raises(UserError, match="ep_size=3: 7 experts cannot be spread equally"):
@@ -74,7 +72,7 @@ def test_contiguous_deals_blocks_and_leaves_spare_slots_where_experts_do_not_div
         contiguous(7, 3, slots_per_rank=2)
 
 
-def test_a_list_of_slots_per_expert_is_the_same_placement():
+def test_from_slot_of_expert_by_hand():
     placement = ExpertPlacement.from_slot_of_expert((3, 0, 2, 1), 2)
     assert placement.slots == ((1, 3), (2, 0))
     assert placement.slot_of_expert == (3, 0, 2, 1)
@@ -84,7 +82,7 @@ def test_a_list_of_slots_per_expert_is_the_same_placement():
 
 
 @given(placements())
-def test_a_placement_survives_json(placement: ExpertPlacement):
+def test_placement_survives_json(placement: ExpertPlacement):
     data = json.loads(json.dumps(placement.to_dict()))
     assert ExpertPlacement.from_dict(data) == placement
     with pytest.raises(ValueError, match="slots hold"):
@@ -92,7 +90,7 @@ def test_a_placement_survives_json(placement: ExpertPlacement):
 
 
 @given(placements())
-def test_tables_agree_with_the_map(placement: ExpertPlacement):
+def test_dispatcher_tables_agree_with_the_map(placement: ExpertPlacement):
     expert_of_slot = placement.expert_of_slot().flatten()
     for expert, row in enumerate(placement.slots_of_experts().tolist()):
         slots = [slot for slot in row if slot != EMPTY_ROW]
@@ -102,39 +100,33 @@ def test_tables_agree_with_the_map(placement: ExpertPlacement):
         assert len(slots) == placement.num_replicas()[expert]
 
 
-def test_moves_name_what_travels_what_changes_slot_and_nothing_that_stays():
+def test_moves_by_hand():
     old = ExpertPlacement(((0, 1), (2, 3), (4, EMPTY_ROW)))
     new = ExpertPlacement(((1, 3), (2, 0), (4, 2)))
-    # Expert 1 changes its slot, 3 and 0 swap ranks, 2 gets a second copy, 4 stays.
+    # Expert 1 changes its slot, 3 and 0 swap ranks, 2 gets a second replica, 4 stays.
     assert moves(old, new) == [Move(1, 0, 1, 0, 0), Move(3, 1, 1, 0, 1), Move(0, 0, 0, 1, 1), Move(2, 1, 0, 2, 1)]
     assert [move.travels for move in moves(old, new)] == [False, True, True, True]
-    assert bytes_moved(moves(old, new), 10) == 30
-    # Rank 1 sends 3 and 2.
-    assert bytes_on_busiest_rank([(moves(old, new), 10)]) == 20
     # Expert 2's owner stays on rank 1, so its optimizer rows do too.
     assert owner_moves(old, new) == [Move(0, 0, 0, 1, 1), Move(1, 0, 1, 0, 0), Move(3, 1, 1, 0, 1)]
 
 
-def test_when_the_owners_copy_goes_the_optimizer_rows_travel_and_the_weights_do_not():
+def test_owner_moves_when_the_owner_leaves_send_optimizer_rows_only():
     old, new = ExpertPlacement(((0, 1), (2, 1))), ExpertPlacement(((0, EMPTY_ROW), (2, 1)))
     assert moves(old, new) == []
     assert owner_moves(old, new) == [Move(1, 0, 1, 1, 1)]
 
 
-def test_a_new_expert_has_nothing_to_copy_and_ranks_must_be_the_same():
+def test_moves_of_new_experts_and_spare_slots_are_none():
     assert moves(ExpertPlacement(((0, EMPTY_ROW),)), ExpertPlacement(((0, 1),))) == []
+    spare = with_spare_slots(contiguous(4, 2), 1)
+    assert spare.slots == ((0, 1, EMPTY_ROW), (2, 3, EMPTY_ROW))
+    assert moves(contiguous(4, 2), spare) == []
     with pytest.raises(ValueError, match=r"from 1 rank\(s\) to 2"):
         moves(contiguous(2, 1), contiguous(2, 2))
 
 
-def test_spare_slots_move_nothing():
-    placement = contiguous(4, 2)
-    assert with_spare_slots(placement, 1).slots == ((0, 1, EMPTY_ROW), (2, 3, EMPTY_ROW))
-    assert moves(placement, with_spare_slots(placement, 1)) == []
-
-
 @given(st.data())
-def test_carrying_out_moves_turns_the_old_placement_into_the_new(data: st.DataObject):
+def test_moves_turn_the_old_placement_into_the_new(data: st.DataObject):
     old = data.draw(placements())
     new = data.draw(placements(ranks=old.ranks))
     rows = {(r, s): e for r, row in enumerate(old.slots) for s, e in enumerate(row)}

@@ -57,7 +57,7 @@ def check(changes: list[Move], old: ExpertPlacement) -> list[Round]:
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8))
 @settings(max_examples=1000)
-def test_every_change_of_placement_completes_with_one_buffer_per_rank(seed: int, ranks: int) -> None:
+def test_schedule_of_any_change_completes_with_one_buffer_per_rank(seed: int, ranks: int) -> None:
     rng = random.Random(seed)
     sizes = [rng.randint(0, 6) for _ in range(ranks - 1)] + [rng.randint(1, 6)]
     experts = rng.randint(1, sum(sizes))
@@ -66,21 +66,21 @@ def test_every_change_of_placement_completes_with_one_buffer_per_rank(seed: int,
     check(owner_moves(old, new), old)
 
 
-def test_experts_that_trade_places_across_ranks_need_one_round() -> None:
+def test_schedule_of_a_swap_across_ranks_takes_one_round() -> None:
     old, new = ExpertPlacement(((0, 1), (2, 3), (4, 5))), ExpertPlacement(((2, 1), (0, 5), (4, 3)))
     assert len(check(moves(old, new), old)) == 2, "rank 1 takes part in both swaps and has one buffer"
     new = ExpertPlacement(((2, 1), (0, 3), (4, 5)))
     assert len(check(moves(old, new), old)) == 1
 
 
-def test_a_ring_through_all_ranks_needs_one_round() -> None:
+def test_schedule_of_a_ring_takes_one_round_without_parking() -> None:
     old = ExpertPlacement(tuple((rank,) for rank in range(8)))
     new = ExpertPlacement(tuple(((rank + 3) % 8,) for rank in range(8)))
     (only,) = check(moves(old, new), old)
     assert not only.parked
 
 
-def test_what_goes_to_free_slots_goes_at_once_and_without_a_buffer() -> None:
+def test_schedule_into_free_slots_uses_no_buffer() -> None:
     old = ExpertPlacement(((0, 1, 2, 3), (-1, -1, -1, -1)))
     new = ExpertPlacement(((-1, -1, 2, 3), (0, 1, 3, 2)))
     (only,) = check(moves(old, new), old)
@@ -88,12 +88,12 @@ def test_what_goes_to_free_slots_goes_at_once_and_without_a_buffer() -> None:
     assert not any(t.from_buffer or t.into_buffer for t in only.transfers)
 
 
-def test_experts_that_trade_places_within_a_rank_park_one() -> None:
+def test_schedule_of_a_swap_within_a_rank_parks_one() -> None:
     old, new = ExpertPlacement(((0, 1), (2, 3))), ExpertPlacement(((1, 0), (2, 3)))
     assert [now.parked for now in check(moves(old, new), old)] == [(Place(0, 0),), ()]
 
 
-def test_the_schedule_does_not_depend_on_the_order_of_the_moves() -> None:
+def test_schedule_does_not_depend_on_the_order_of_moves() -> None:
     rng = random.Random(0)
     old, new = random_placement(rng, [5] * 6, 28), random_placement(rng, [5] * 6, 28)
     changes = moves(old, new)

@@ -32,7 +32,7 @@ replan:
   every: 20
 optimizer:
   weight_decay: 0.5
-lifecycle.no-merge: true
+lifecycle.merge-distance: 0.3
 """
 
 
@@ -52,7 +52,7 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path):
         max_experts=12,
         replan=ReplanOptions(planner="swap", guarded=False, every=20),
         optimizer=OptimizerOptions(weight_decay=0.5),
-        lifecycle=full().lifecycle.replace(merge=False),
+        lifecycle=full().lifecycle.replace(merge_distance=0.3),
     )
     assert config == expected
     (tmp_path / "mine.yaml").write_text(YAML)

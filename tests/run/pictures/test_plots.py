@@ -9,7 +9,6 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from tests.dynamic.eventful import write_lifecycle
 from toolkit.run.pictures import plots
 from toolkit.run.pictures.plots import _draw_loads, draw_loss, draw_plots, save_figure
 
@@ -48,26 +47,6 @@ def test_inactive_experts_are_no_lines_of_the_load_and_do_not_lower_the_fair_sha
     _draw_loads(figure, {"block": points}, {"block": [[0], [1, 3]]})
     labels = [line.get_label() for line in figure.axes[0].get_lines()]
     assert labels == ["0", "1", "2", "3", "fair: 33.3 %"], "2 was removed, 3 is active and without load, 4 never was"
-
-
-def test_dynamic_experts_keep_their_number_in_all_pictures(tmp_path, monkeypatch):
-    figures = {}
-
-    def keep(path, draw):
-        draw(figures.setdefault(path.stem, Figure()))
-        return path
-
-    monkeypatch.setattr(plots, "save_figure", keep)
-    write_lifecycle(tmp_path)
-    draw_plots(tmp_path, {"moe": [[0, 1, 2, 3, 4]]})
-    (axes,) = figures["expert_load"].axes
-    lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axes.get_lines()}
-    steps = {label: points[np.isfinite(points[:, 1]), 0].tolist() for label, points in lines.items()}
-    assert list(steps) == ["0", "1", "2", "3", "4", "5", "6", "fair: 20 %"]
-    assert steps["3"] == list(range(20, 240, 20)), "which was merged away after step 230"
-    assert steps["6"] == [400], "which got the logical id of 3 after step 390"
-    (axes,) = figures["expert_placement"].axes
-    assert [text.get_text() for text in axes.texts] == ["0", "1", "2", "6", "4"]
 
 
 def test_rows_of_a_heat_map_have_the_numbers_of_their_experts():

@@ -65,7 +65,7 @@ def test_trackio_gets_every_line_and_a_continued_run_goes_on(tmp_path: Path):
     for name, logs, config in found:
         assert name.startswith("toy one ")
         assert config["batch_size"] == 64
-        assert config["optimizer.beta1"] == 0.9
+        assert config["optimizer.weight_decay"] == 0.01
         by_step = {log["step"]: log for log in logs if "train/loss" in log}
         assert sorted(by_step) == list(range(2, 21, 2))
         assert by_step[20]["moe/load/block/03"] == 0.1

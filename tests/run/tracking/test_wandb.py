@@ -150,8 +150,7 @@ def test_name_group_and_tags_say_recipe_and_preset_or_what_flags_or_a_sweep_have
     by_default = {"project": "toy", "display_name": "toy offline", "run_group": "toy", "tags": ["toy"]}
     assert labels(folder) == by_default
     program = "object.__setattr__(config, 'preset', 'tiny'); train(config)"
-    flags = "config = config.replace(project='digits', run_name='first')\n"
-    run_program(flags + program, tmp_path / "alone", WANDB_PROJECT="other", WANDB_NAME="other")
+    run_program(program, tmp_path / "alone", WANDB_PROJECT="digits", WANDB_NAME="first")
     named = {"project": "digits", "display_name": "first", "run_group": "toy tiny", "tags": ["toy", "tiny"]}
     assert labels(tmp_path / "alone") == named
     of_a_sweep = {"WANDB_RUN_GROUP": "few", "WANDB_NAME": "labels=100 seed=0", "WANDB_TAGS": "sweep few"}

@@ -10,7 +10,6 @@ from tests.traps.toys import toy_data, toy_trainer
 from toolkit.data.batches import EvalBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.run.config.callback_options import EarlyStoppingOptions
 from toolkit.train.callbacks import base
 from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -19,7 +18,7 @@ from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.trainer import Trainer
 
-STOPPING = EarlyStopping(EarlyStoppingOptions(patience=1))
+STOPPING = EarlyStopping(1, "eval/loss")
 
 
 def hooks_in_the_drawing() -> list[str]:

@@ -10,8 +10,7 @@ import torch
 import toolkit as tk
 from tests.support.small_run import small_config
 from tests.support.trainers import standard_trainer
-from toolkit.errors import UserError
-from toolkit.run.config.callback_options import EarlyStoppingOptions
+from toolkit.run.config.callback_options import CheckpointOptions, EarlyStoppingOptions
 from toolkit.train.callbacks.early_stopping import EarlyStopping
 
 
@@ -28,8 +27,8 @@ class StandIn(SimpleNamespace):
         self.stopped = reason
 
 
-def evaluations_until_stop(values, **settings) -> int | None:
-    stopping, trainer = EarlyStopping(EarlyStoppingOptions(**settings)), StandIn()
+def evaluations_until_stop(values, patience, metric="eval/loss") -> int | None:
+    stopping, trainer = EarlyStopping(patience, metric), StandIn()
     for number, value in enumerate(values, 1):
         stopping.on_evaluate_end(trainer, "eval", {"eval/loss": value, "eval/accuracy": value})
         if trainer.stopped:
@@ -42,41 +41,25 @@ def evaluations_until_stop(values, **settings) -> int | None:
     [
         ([5, 4, 4, 4, 3, 2], {"patience": 2}, 4),
         ([5, 4, 4, 3, 3, 2], {"patience": 2}, None),
-        ([5, 4.9, 4.8, 3, 2, 1], {"patience": 2, "min_delta": 0.5}, 3),
-        ([1, 2, 3, 3, 3, 3], {"patience": 3, "metric": "accuracy"}, 6),
+        ([1, 2, 3, 3, 3, 3], {"patience": 3, "metric": "eval/accuracy"}, 6),
         ([float("nan")] * 6, {"patience": 2}, 2),
         ([3, float("nan"), 2, 2], {"patience": 2}, None),
         ([1, 1, 1, 1, 1, 1], {"patience": None}, None),
+        ([1, 1, 1, 1, 1, 1], {"patience": 1, "metric": "other/loss"}, None),
     ],
 )
-def test_a_run_stops_when_it_has_waited_long_enough(values, settings, evaluations):
+def test_early_stopping_without_improvement_stops_after_patience(values, settings, evaluations):
     assert evaluations_until_stop(values, **settings) == evaluations
 
 
-def test_a_metric_that_no_evaluation_gives_is_refused():
-    with pytest.raises(UserError, match="metric='wer': an evaluation gives accuracy, loss"):
-        evaluations_until_stop([1], patience=1, metric="wer")
-
-
-def test_evaluations_of_other_data_do_not_count():
-    stopping, trainer = EarlyStopping(EarlyStoppingOptions(patience=1)), StandIn()
-    for _ in range(3):
-        stopping.on_evaluate_end(trainer, "first task", {"first task/loss": 1.0})
-    assert trainer.stopped is None
-
-
-def test_a_run_that_ended_while_it_stopped_does_not_train_on():
-    stopping, again, trainer = (
-        EarlyStopping(EarlyStoppingOptions(patience=2)),
-        EarlyStopping(EarlyStoppingOptions(patience=2)),
-        StandIn(),
-    )
+def test_early_stopping_resumed_at_its_end_stops_again():
+    stopping, again, trainer = EarlyStopping(2, "eval/loss"), EarlyStopping(2, "eval/loss"), StandIn()
     for _ in range(3):
         stopping.on_evaluate_end(StandIn(), "eval", {"eval/loss": 1.0})
     again.load_state_dict(stopping.state_dict())
     again.on_fit_start(trainer)
-    assert trainer.results == {"stopped_early": "loss was no better for 2 evaluations"}
-    assert trainer.said == ["stopping at step 7: loss was no better for 2 evaluations"]
+    assert trainer.results == {"stopped_early": "eval/loss was no better for 2 evaluations"}
+    assert trainer.said == ["stopping at step 7: eval/loss was no better for 2 evaluations"]
 
 
 class Note(tk.Callback):
@@ -96,9 +79,10 @@ class Note(tk.Callback):
         ({"eval_every": 1}, [1, 2, 3]),
         ({"eval_every": 2}, [2, 3]),
         ({"eval_every": 5}, [3]),
+        ({"eval_every": 0.5}, [0, 1, 1, 2, 2, 3]),
         ({"early_stopping": EarlyStoppingOptions(patience=1)}, [1, 2]),
     ],
-    ids=["each epoch", "every other", "at the end at least", "until it stops"],
+    ids=["each epoch", "every other", "at the end at least", "twice an epoch", "until it stops"],
 )
 def test_evaluations_come_every_few_epochs_until_the_run_ends(settings, epochs, tmp_path):
     note = Note()
@@ -122,9 +106,16 @@ class NoBetter(tk.Callback):
         metrics[f"{name}/loss"] = 1.0 if name == self.name else self.loss
 
 
-@pytest.mark.parametrize(("no_better", "epochs"), [("validation", 2), ("eval", 3)])
-def test_validation_data_decide_where_there_are_some(no_better, epochs, tmp_path):
-    config = small_config(tmp_path / "run", epochs=3, early_stopping=EarlyStoppingOptions(patience=1))
+@pytest.mark.parametrize(
+    ("no_better", "best", "epochs"), [("validation", None, 2), ("eval", None, 3), ("eval", "test/loss", 2)]
+)
+def test_early_stopping_goes_by_validation_data_or_the_metric_of_the_best_checkpoint(no_better, best, epochs, tmp_path):
+    config = small_config(
+        tmp_path / "run",
+        epochs=3,
+        early_stopping=EarlyStoppingOptions(patience=1),
+        checkpoint=CheckpointOptions(best=best),
+    )
     with tk.start_run("small", config) as run:
         table = tk.TensorTable(input=torch.randn(20, 4), label=torch.arange(20) % 2)
         model = tk.MLP(4, 2)

@@ -66,7 +66,7 @@ def test_tokens_that_are_no_targets_are_read_and_counted_by_nobody():
     learned = torch.arange(36).view(4, 9) % 5 == 2
     learned[3] = False
     marked = torch.where(learned, tokens, ~tokens).int()
-    task = LanguageModeling(may_ignore=True)
+    task = LanguageModeling()
     every = nn.functional.cross_entropy(
         model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
     )

@@ -9,15 +9,17 @@ shared expert and the residual connection.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.rows import place_within_slot
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 DropPolicy = Literal["probs", "position"]
 

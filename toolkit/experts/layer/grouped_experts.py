@@ -7,10 +7,9 @@ that never come.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.experts.layer.feed_forward import GroupedFeedForward, LaterGradients, TakeLater
@@ -18,6 +17,9 @@ from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, gr
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.parallel.seeding import generator
 from toolkit.experts.placement.placement import EMPTY_ROW
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 Activation = Literal["relu", "swiglu"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def cast_as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:

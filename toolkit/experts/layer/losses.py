@@ -7,11 +7,10 @@ towards balance on its own few tokens. In scope "global" the fractions come from
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 from weakref import WeakSet, ref
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -19,6 +18,9 @@ from toolkit.errors import UserError, require_choice
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.layer.router import Routing
 from toolkit.experts.parallel.groups import sum_over_ranks
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 BalanceScope = Literal["global", "local", "sequence"]
 

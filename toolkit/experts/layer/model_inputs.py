@@ -7,10 +7,12 @@ tokens are padding, and whether the loss that the model returns has a balance lo
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxtyping import Bool
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 CACHES = ("cache", "past_key_values")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from toolkit.errors import require_choice, require_count
@@ -24,6 +23,9 @@ from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 class MoE(nn.Module):

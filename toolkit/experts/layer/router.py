@@ -10,15 +10,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from toolkit.errors import require
 from toolkit.experts.layer.recompute import decide, in_region
 from toolkit.experts.layer.router_options import RouterOptions
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 @dataclass(frozen=True, slots=True)

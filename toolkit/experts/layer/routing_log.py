@@ -22,17 +22,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.experts.parallel.collectives import gather_objects
 from toolkit.experts.parallel.groups import ExpertGroups, sum_over_ranks
 from toolkit.experts.placement.placement import ExpertPlacement
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
 
 MOST_ASSIGNMENTS = 2**18
 """Assignments of a layer whose expert ids a reader keeps (8 bytes each) before it counts pairs."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from toolkit.experts.compat import embedding_bag_weights_grad
 from toolkit.experts.parallel.waits import waits
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
@@ -183,6 +185,24 @@ class WeightedSum(torch.autograd.Function):
             grad_rows = grad_rows.mul_(weights.unsqueeze(1))
         grad_weights_TK.view(-1).index_copy_(0, pair, grad_weights)
         return grad_rows, grad_weights_TK, None
+
+
+def scale_gradient(rows: Tensor, factor: float) -> Tensor:
+    """The rows. The backward pass multiplies their gradients by `factor`."""
+    return ScaledGradient.apply(rows, factor)
+
+
+class ScaledGradient(torch.autograd.Function):
+    """See `scale_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.factor, None
 
 
 # --- all-to-all -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Migration of experts: weights and optimizer rows are sent from one placement to another, in place.
+"""Migration of experts: weights and optimizer rows go from one placement to another, in place.
 
 A schedule of rounds says what each rank sends, receives and copies; every rank computes the same one. In a round
 
@@ -11,7 +11,7 @@ so a swap of two experts takes one round, and no rank ever stores more than one 
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 import warnings
 import zlib
@@ -27,56 +27,53 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
-from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
-from toolkit.experts.placement.cost_model import LINK_BYTES_PER_SECOND
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, Transfer, schedule
-from toolkit.experts.placement.traffic import MigrationCost
+from toolkit.experts.placement.traffic import MigrationCost, migration_cost
 
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """What one migration did, counted while it was done."""
+    """What one migration sent, and how long it took."""
 
     cost: MigrationCost
-    """What the ranks of this EP group sent each other; every group sends as much. `traffic.migration_cost` predicts it
-    exactly."""
-    bytes_sent: int
-    """By this rank."""
-    staging_bytes: int
-    """Memory this rank took for the time of the migration: at most the rows of one expert, and, of rows that are kept
-    in the host's memory, those that it exchanges in a round."""
-    rounds: int
+    """Within one EP group; every group sends as much."""
     seconds: float
-    """On this rank, until it knew what the others sent."""
+    """On this rank."""
 
 
 @torch.no_grad()
 def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | None) -> MigrationReport:
-    """Move the rows of `stack` to where `new` has them, and route by it. A collective of each EP group.
+    """Move the rows of `stack` to their slots under `new`, and dispatch by it. A collective of each EP group.
 
-    Call it between an optimizer step and the next backward: gradients of the stack are dropped. Every replica gets the
-    weights; optimizer rows go from owner to owner. Slots that `new` leaves empty are zeroed, as are the optimizer rows
-    of all but owners. Storages stay, so references to the parameters and the optimizer's state remain valid.
+    Call it between an optimizer step and the next backward pass: gradients of the stack are dropped. Every replica gets
+    the weights; optimizer rows go from owner to owner. Slots that `new` leaves empty are zeroed, as are the optimizer
+    rows of all but owners. Storages stay, so references to the parameters and the optimizer's state remain valid.
 
-    Raises ValueError, on every rank alike, where `new` has other slots or experts than the stack, or ranks disagree on
-    it, and UserError for optimizer state without a row for each expert.
+    Args:
+        stack: The experts of one layer.
+        new: A placement of the same experts in the same slots per rank.
+        optimizer: The optimizer of the experts, or None.
+
+    Returns:
+        The bytes and the time.
+
+    Raises:
+        UserError: On every rank alike, for a placement of other experts or slots, and for optimizer state without a row
+            per expert.
+        ValueError: On every rank alike, if ranks disagree on the placement.
     """
     started = time.perf_counter()
-    _check(stack.placement, new)
-    unknown = [each for each in stack.copies if not each.is_known_to_stay]
-    if unknown and stack.placement != new:
-        for each in unknown:
-            each.is_known_to_stay = True
-        warnings.warn(
-            "experts move, and those of a copy of this model (an EMA, a reference model) stay where they are, which is "
-            "right for what it computes. Before weights of the two are averaged or exchanged, call "
-            "toolkit.experts.moving.migrate.place_experts(copy, placements, None).",
-            stacklevel=2,
+    old = stack.placement
+    if old.slots_per_rank != new.slots_per_rank or old.num_experts != new.num_experts:
+        raise UserError(
+            f"placement: {new.num_experts} experts in {new.slots_per_rank} slots, the layer has {old.num_experts} in "
+            f"{old.slots_per_rank}. Move experts between the slots there are."
         )
-    groups, old = stack.groups, stack.placement
+    _warn_of_copies(stack, new)
+    groups = stack.groups
     weights = rows_of_weights(stack)
     states = rows_of_states(stack, optimizer)
     _agree(stack, new, weights | states)
@@ -94,13 +91,12 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     for parameter in stack.parameters.values():
         parameter.grad = None
     stack.place(new)
-    return MigrationReport(
-        cost=_total(payloads, groups, stack.device),
-        bytes_sent=sum(payload.bytes_sent for payload in payloads),
-        staging_bytes=sum(sum(row.nbytes for row in each.buffer) + each.most_staged for each in payloads),
-        rounds=max(len(payload.rounds) for payload in payloads),
-        seconds=time.perf_counter() - started,
+    weight_bytes, optimizer_bytes = (
+        sum(math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in rows.values())
+        for rows in (weights, states)
     )
+    cost = migration_cost(old, new, weight_bytes=weight_bytes, optimizer_bytes=optimizer_bytes)
+    return MigrationReport(cost, time.perf_counter() - started)
 
 
 def place_experts(
@@ -108,42 +104,53 @@ def place_experts(
     placement: ExpertPlacement | Mapping[str, ExpertPlacement],
     optimizer: Optimizer | None,
 ) -> dict[str, MigrationReport]:
-    """Move the experts of all layers, or of those named, between a step and the next forward. A collective.
+    """Move experts to a new placement, between a step and the next forward pass. A collective.
 
     Gradients of experts are dropped.
 
     Args:
         model: The model.
-        placement: Where all layers' experts go, or those of the layers that it names.
-        optimizer: The optimizer of the experts, whose rows move with them; None for a model that none trains. Without
-            it each expert would go on with the moments of the one that was in its slot.
+        placement: The placement of all layers, or of the layers that it names.
+        optimizer: The optimizer of the experts, whose rows move with them. None for a model that is not trained.
+
+    Returns:
+        A report for each layer, by its name.
 
     Raises:
-        UserError: On every rank alike, for a model or layer without experts of ours to move; for a placement with other
-            slots or experts than the layer has; under `ExpertParallel` where there are gradients that no step has
-            taken, without the optimizer that has stepped, and with another than the one that was prepared.
+        UserError: On every rank alike, for a model without experts of ours; for a placement of other slots or experts;
+            and under `ExpertParallel` if gradients wait for a step, or for another optimizer than the prepared one.
+
+    Example:
+        ```python
+        from toolkit.experts import ExpertPlacement, place_experts
+
+        place_experts(model, ExpertPlacement(((0, 2), (1, 3))), optimizer)
+        ```
     """
     stacks = expert_stacks(model)
     if not stacks:
         raise UserError(
-            f"model {type(model).__name__} has no experts that can move: make them with make_moe, ExpertParallel or "
+            f"model: {type(model).__name__} has no experts that can move. Make them with make_moe, ExpertParallel or "
             "shard_experts."
         )
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(stacks, placement)
-    for name, new in wanted.items():
-        if name not in stacks:
-            raise UserError(f"model {type(model).__name__} has no experts at {name!r}: use one of {list(stacks)}.")
-        slots = stacks[name].placement.slots_per_rank
-        experts = stacks[name].num_experts
-        if new.slots_per_rank != slots or new.num_experts != experts:
-            raise UserError(
-                f"a placement of {new.num_experts} experts with {new.slots_per_rank} slots per rank cannot be used for "
-                f"{name!r}, which has {experts} experts and {slots} slots: move experts between the slots there are."
-            )
     _refuse_new_gradients(stacks.values())
     for name in wanted:
         _require_prepared(optimizer, stacks[name])
     return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
+
+
+def _warn_of_copies(stack: ExpertStack, new: ExpertPlacement) -> None:
+    unknown = [each for each in stack.copies if not each.is_known_to_stay]
+    if unknown and stack.placement != new:
+        for each in unknown:
+            each.is_known_to_stay = True
+        warnings.warn(
+            "the experts of a copy of this model (an EMA, a reference model) stay in their slots while experts move. "
+            "Before weights of the two are averaged or exchanged, call "
+            "toolkit.experts.moving.migrate.place_experts(copy, placements, None).",
+            stacklevel=3,
+        )
 
 
 def _require_prepared(optimizer: Optimizer | None, stack: ExpertStack) -> None:
@@ -166,29 +173,21 @@ def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
     most, _ = extremes_over_ranks(torch.tensor(int(mine), device=next(iter(stacks)).device))
     if most:
         raise UserError(
-            "experts cannot be placed between a backward and optimizer.step(), which would lose their gradients: place "
-            "them after the step, or call optimizer.zero_grad() before."
+            "placement: experts have gradients that would be lost. Move experts after optimizer.step(), or call "
+            "optimizer.zero_grad() before."
         )
 
 
 # --- what has rows -----------------------------------------------------------------------------------------------
 
 
-def _check(old: ExpertPlacement, new: ExpertPlacement) -> None:
-    before, after = old.slots_per_rank, new.slots_per_rank
-    if before != after:
-        raise ValueError(f"experts cannot migrate from {before} slots per rank to {after}: the slots must be the same")
-    if old.num_experts != new.num_experts:
-        raise ValueError(f"a placement of {new.num_experts} experts for a stack of {old.num_experts}")
-
-
 def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
-    """Name -> (S, ...), the rows that this rank stores."""
+    """Return name -> (S, ...), the rows that this rank stores."""
     return {name: _with_contiguous_rows(name, p) for name, p in stack.parameters.items()}
 
 
 def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """ "<parameter>.<state>" -> (S, ...): moments, master weights, and other optimizer state with a row per slot.
+    """Return "<parameter>.<state>" -> (S, ...): moments, master weights, and other optimizer state with a row per slot.
 
     Scalars, such as Adam's step, are shared by all rows. Raises UserError for tensors without a row per slot.
     """
@@ -211,7 +210,7 @@ def _with_contiguous_rows(name: str, tensor: Tensor) -> Tensor:
 
 
 def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) -> None:
-    """Raise ValueError where ranks would run different schedules, which would deadlock.
+    """Raise ValueError if ranks would run different schedules, which would deadlock.
 
     It is also the collective that NCCL needs before the first exchange in which not all ranks take part.
     """
@@ -230,23 +229,17 @@ def _agree(stack: ExpertStack, new: ExpertPlacement, rows: dict[str, Tensor]) ->
 
 @dataclass
 class _Payload:
-    """Tensors whose rows move by the same schedule, and what was counted meanwhile."""
+    """Tensors whose rows move by the same schedule."""
 
     tensors: list[Tensor]
     rounds: list[Round]
     groups: ExpertGroups
     device: torch.device
-    """Where rows are exchanged, also those that are kept in the host's memory."""
+    """Where rows are exchanged, also rows that are kept in the host's memory."""
     buffer: list[Tensor] = field(default_factory=list)
     """One row of each tensor, allocated when first needed."""
     staged: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    """What is exchanged on the device in this round for rows that are kept elsewhere, and the row if it receives."""
-    most_staged: int = 0
-    """Bytes."""
-    sends: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    receivers: set[int] = field(default_factory=set)
+    """Device copies of this round for rows that are kept elsewhere, and the row if it receives."""
 
     def park(self, now: Round) -> None:
         for rank, slot in now.parked:
@@ -254,25 +247,18 @@ class _Payload:
                 _copy(self._buffer(), self._rows(slot))
 
     def exchange(self, now: Round) -> list[dist.P2POp]:
-        """Returns what this rank sends and receives; both sides list the transfers between them in the same order."""
+        """Return what this rank sends and receives; both sides list the transfers between them in the same order."""
         operations = []
         for transfer in now.transfers:
             move = transfer.move
             if move.travels and move.source_rank == self.groups.ep_rank:
-                rows = self._origin(transfer)
-                operations += [self._operation(dist.isend, row, move.rank) for row in rows]
-                self.sends += 1
-                self.bytes_sent += sum(row.nbytes for row in rows)
-                self.receivers.add(move.rank)
+                operations += [self._operation(dist.isend, row, move.rank) for row in self._origin(transfer)]
             elif move.travels and move.rank == self.groups.ep_rank:
-                rows = self._goal(transfer)
-                operations += [self._operation(dist.irecv, row, move.source_rank) for row in rows]
-                self.bytes_received += sum(row.nbytes for row in rows)
-        self.most_staged = max(self.most_staged, sum(here.nbytes for here, _ in self.staged))
+                operations += [self._operation(dist.irecv, row, move.source_rank) for row in self._goal(transfer)]
         return operations
 
     def copy_within(self, now: Round) -> None:
-        """Moves within this rank."""
+        """Make the moves within this rank."""
         for transfer in now.transfers:
             if transfer.move.rank == self.groups.ep_rank and not transfer.move.travels:
                 _copy(self._goal(transfer), self._origin(transfer))
@@ -333,55 +319,3 @@ def _carry(payloads: list[_Payload]) -> None:
             wait_for(work, operation.tensor.device)
         for payload, now in due:
             payload.settle(now)
-
-
-def _total(payloads: list[_Payload], groups: ExpertGroups, device: torch.device) -> MigrationCost:
-    """Returns what all ranks counted."""
-    weights, states = payloads
-    counts_RC = torch.zeros(groups.ep_size, 5, dtype=torch.int64, device=device)
-    received = weights.bytes_received + states.bytes_received
-    peers = len(weights.receivers | states.receivers)
-    counted = [weights.sends, weights.bytes_sent, states.bytes_sent, received, peers]
-    counts_RC[groups.ep_rank] = torch.tensor(counted, device=device)
-    if groups.ep_group is not None:
-        dist.all_reduce(counts_RC, group=groups.ep_group)
-    experts, weight_bytes, optimizer_bytes, _, pairs = counts_RC.sum(0).tolist()
-    busiest = int(torch.maximum(counts_RC[:, 1] + counts_RC[:, 2], counts_RC[:, 3]).max())
-    return MigrationCost(experts, weight_bytes, optimizer_bytes, busiest, pairs)
-
-
-def link_bytes_per_second(
-    group: dist.ProcessGroup | None, device: torch.device, *, megabytes: int = 16, repeats: int = 3
-) -> float:
-    """Measures how fast a rank of `group` sends to the next one while it receives from the one before. A collective.
-
-    Args:
-        group: The process group; None is all ranks.
-        device: Where the bytes that are sent lie.
-        megabytes: How many mebibytes one measurement sends.
-        repeats: How often it is measured.
-
-    Returns:
-        Bytes per second: the median of `repeats`, of the slowest rank, hence the same on all ranks;
-        `LINK_BYTES_PER_SECOND` where there is no other rank.
-    """
-    ranks = world_size(group)
-    if ranks == 1:
-        return LINK_BYTES_PER_SECOND
-    size = megabytes * 2**20
-    me = dist.get_rank(group)
-    sizes_out = [0] * ranks
-    sizes_in = [0] * ranks
-    sizes_out[(me + 1) % ranks] = sizes_in[(me - 1) % ranks] = size
-    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
-    incoming = torch.empty_like(outgoing)
-    seconds = []
-    for _ in range(1 + repeats):
-        dist.barrier(group)
-        began = time.perf_counter()
-        dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group)
-        float(incoming[-1])  # waits for the device
-        seconds.append(time.perf_counter() - began)
-    slowest = torch.tensor(statistics.median(seconds[1:]), device=device)  # The first one opens connections.
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return size / float(slowest)

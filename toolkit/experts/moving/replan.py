@@ -1,4 +1,4 @@
-"""Replanning while training: between two steps, loads are read, plans made, and experts moved."""
+"""Rebalancing while training: between two steps, loads are read, plans made, and experts moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from toolkit.experts.layer.routing_log import Sample, sample_forwards, take_loads
 from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
-from toolkit.experts.moving.migrate import MigrationReport, link_bytes_per_second, migrate
+from toolkit.experts.moving.migrate import MigrationReport, migrate
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.placement.cost_model import CostModel
@@ -45,11 +45,10 @@ class Migration:
 
 
 class Replanner:
-    """Every so many optimizer steps, asks a planner where each layer's experts should be, and moves them there.
+    """Every `options.every` optimizer steps, asks a planner for a new placement of each layer, and moves experts there.
 
     The loads of the window are summed over all ranks, so all make the same plans. With `options.guarded`, each layer
-    has a guard, which refuses a plan whose gain does not pay for its migration, and returns to an earlier placement
-    that proved better; without it every plan is carried out. The first refusal for each reason is printed.
+    has a guard (`toolkit.experts.placement.guard`). The first refusal for each reason is printed.
 
     Args:
         stacks: The experts to plan for, by layer.
@@ -60,7 +59,6 @@ class Replanner:
         self.options = options
         planner = options.planner or "contiguous"
         self.planner: Planner = PLANNERS[planner] if isinstance(planner, str) else planner
-        self.link_gbytes_per_second = options.link_gbytes_per_second
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
         """Those of this process."""
@@ -80,39 +78,47 @@ class Replanner:
         """When the steps of this window ended, for the guard."""
 
     def after_step(self, step: int, optimizer: Optimizer) -> list[Migration]:
-        """Call it after each optimizer step, the `step`-th, on all ranks; returns what moved. A collective."""
+        """Plan and migrate after the `step`-th optimizer step, if a plan is due. A collective: call it on all ranks.
+
+        Returns:
+            The migrations.
+        """
         if self.options.guarded:
             self._ends.append(time.perf_counter())
         if step % self.options.every or not self.stacks:
             return []
-        done = []
-        loads = self._window()
-        placed = zip(loads, (stack.placement for stack in self.stacks.values()), strict=True)
-        self.window_imbalance = fmean(rank_imbalance(load_E, placement) for load_E, placement in placed)
+        stacks = list(self.stacks.values())
+        groups = world_size() // stacks[0].groups.ep_size
+        # Mean pairs per step and EP group.
+        sums = take_loads(list(self._cursors.values()))
+        loads = [load_E.cpu().double() / (self.options.every * groups) for load_E in sums]
+        self.window_imbalance = fmean(
+            rank_imbalance(load_E, stack.placement) for load_E, stack in zip(loads, stacks, strict=True)
+        )
         samples: list[Sample | None] = [None] * len(loads)
         if self.options.guarded:
-            logs = [stack.log for stack in self.stacks.values()]
-            samples = sample_forwards(logs, max(MOST_SAMPLED // world_size(), FEWEST_SAMPLED))
+            samples = sample_forwards(
+                [stack.log for stack in stacks], max(MOST_SAMPLED // world_size(), FEWEST_SAMPLED)
+            )
             self._set_cost_model(loads, samples, optimizer)
+        done = []
         for (name, stack), load_E, sample in zip(self.stacks.items(), loads, samples, strict=True):
-            current = stack.placement
             guard = self.guards.get(name)
             began = time.perf_counter()
             new = plan_layer(
                 self.planner,
                 load_E,
-                current,
+                stack.placement,
                 guard=guard,
                 steps=self.options.every,
-                choices_STK=None if sample is None else sample.choices_STK,
+                choices_PTK=None if sample is None else sample.choices_STK,
             )
             self.planner_seconds += time.perf_counter() - began
             if guard is not None and guard.refused:
                 self._explain(step, name, guard.reason)
-            if new is None:
-                continue
-            report = migrate(stack, new, optimizer)
-            done.append(Migration(step, name, new, rank_imbalance(load_E, new), report))
+            if new is not None:
+                report = migrate(stack, new, optimizer)
+                done.append(Migration(step, name, new, rank_imbalance(load_E, new), report))
         self.migrations += done
         return done
 
@@ -130,25 +136,13 @@ class Replanner:
             sys.stdout.flush()
         self._explained.add(kind)
 
-    def _window(self) -> list[Tensor]:
-        """float64 (E) of each layer: mean assignments per step and EP group since the last plan. A collective."""
-        stacks = list(self.stacks.values())
-        groups = world_size() // stacks[0].groups.ep_size
-        return [
-            load_E.cpu().double() / (self.options.every * groups) for load_E in take_loads(list(self._cursors.values()))
-        ]
-
     def _set_cost_model(self, loads: list[Tensor], samples: list[Sample | None], optimizer: Optimizer) -> None:
-        """Give the guards the median step time of this window, that of the slowest rank. A collective.
+        """Give the guards the median step time of this window, of the slowest rank. A collective.
 
-        Each assignment of the busiest rank, over all layers, has its part of the step."""
+        Each pair of the busiest rank, over all layers, has its part of the step."""
         gaps = [after - before for before, after in pairwise(self._ends)]
         self._ends = []
         stacks = list(self.stacks.values())
-        if self.link_gbytes_per_second is None:
-            group = stacks[0].groups.ep_group
-            device = stacks[0].log.load_E.device
-            self.link_gbytes_per_second = link_bytes_per_second(group, device) / 1e9
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
         kept = [optimizer_bytes(stack, optimizer) for stack in stacks]
         agreed = torch.tensor([median(gaps) if gaps else 0.0, *kept], dtype=torch.float64)
@@ -162,18 +156,16 @@ class Replanner:
         for (name, stack), most, sample in zip(self.stacks.items(), most_kept, samples, strict=True):
             cost_model = CostModel(
                 seconds_per_row=self.options.expert_time_share * seconds / max(rows, 1.0),
-                bytes_per_second=self.link_gbytes_per_second * 1e9,
+                bytes_per_second=self.options.link_gbytes_per_second * 1e9,
                 weight_bytes=weight_bytes(stack),
                 optimizer_bytes=int(most),
                 row_bytes=0 if sample is None else sample.row_bytes,
             )
-            if name in self.guards:
-                self.guards[name].cost_model = cost_model
-            else:
-                self.guards[name] = MigrationGuard(cost_model)
+            guard = self.guards.setdefault(name, MigrationGuard(cost_model))
+            guard.cost_model = cost_model
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values; where experts are is in the checkpoint's manifest. A collective."""
+        """Return JSON values. Where experts are is in the checkpoint's manifest. A collective."""
         return {
             "slots_per_rank": {name: stack.placement.slots_per_rank for name, stack in self.stacks.items()},
             "window": {name: cursor.state_dict() for name, cursor in self._cursors.items()},
@@ -181,7 +173,7 @@ class Replanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken. On other ranks or slots the guards start without a history."""
+        """Continue from `state_dict`. On other ranks or slots the guards start without a history."""
         for name, stack in self.stacks.items():
             if name not in state["window"]:
                 continue

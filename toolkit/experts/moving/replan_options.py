@@ -1,9 +1,9 @@
-"""When experts are moved while training, and what a plan has to be worth."""
+"""When experts are moved while training, and what a plan has to save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import PlainValidator, PositiveFloat, PositiveInt
 
@@ -15,8 +15,7 @@ from toolkit.experts.placement.placement_options import PLANNER_NAMES
 def _known_planner(planner: Any) -> Any:
     if planner is None or callable(planner) or planner in PLANNER_NAMES:
         return planner
-    known = ", ".join(sorted(PLANNER_NAMES))
-    raise UserError(field="planner", value=planner, remedy=f"take one of {known}, or none to leave experts")
+    raise UserError(field="planner", value=planner, remedy=f"take one of {', '.join(sorted(PLANNER_NAMES))}")
 
 
 if TYPE_CHECKING:
@@ -26,27 +25,21 @@ else:  # a command line gives names
 
 
 class ReplanOptions(Options):
-    """Replanning: experts are moved between processes while training.
+    """Rebalancing: experts move between ranks while training.
 
-    The guard measures the time of a step and counts bytes. Two of its numbers are assumptions, for you to correct:
-    `link_gbytes_per_second` and `expert_time_share`. Too high a share or too fast a link has experts moved for less
-    than they gain.
+    By default a guard applies a plan only if its predicted saving outweighs its migration. The guard measures the time
+    of a step and counts bytes; `link_gbytes_per_second` and `expert_time_share` are assumptions, for you to correct.
     """
 
+    switch: ClassVar[str] = "planner"
+
     planner: AnyPlanner = None
-    """Move experts between processes: swap, lpt, replicate, ...; none leaves them where they are."""
+    """Planner that rebalances experts: swap, lpt, replicate, ... Default: none, experts stay."""
     every: PositiveInt = 200
     """Optimizer steps between plans."""
     guarded: bool = True
-    """Skip plans whose expected gain, from measured step times, does not pay for the transfer."""
-    link_gbytes_per_second: PositiveFloat | None = 10.0
-    """What the guard assumes that a process sends and receives; 10 is a 100 Gbit/s network card. None measures it."""
+    """Apply only plans whose predicted saving, from measured step times, outweighs the migration."""
+    link_gbytes_per_second: PositiveFloat = 10.0
+    """Assumed link speed of a rank, GB/s in each direction. 10 is a 100 Gbit/s network card."""
     expert_time_share: FractionAboveZero = 0.5
-    """What the guard assumes of a step to be spent in experts and their transfers, as a fraction."""
-
-    def idle(self) -> dict[str, str]:
-        if self.planner is None:
-            others = [name for name in type(self).model_fields if name != "planner"]
-            return super().idle() | dict.fromkeys(others, "with planner=None")
-        of_guard = () if self.guarded else ("link_gbytes_per_second", "expert_time_share")
-        return super().idle() | dict.fromkeys(of_guard, "with guarded=False")
+    """Assumed share of step time spent in experts and their transfers."""

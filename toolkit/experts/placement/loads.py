@@ -1,6 +1,6 @@
 """The load of experts, and how evenly it is spread over experts and ranks; live counters and recorded traces alike.
 
-Letters: `E` experts, `R` ranks. A load is a number of assignments (token-expert pairs), over any window of steps.
+Letters: `E` experts, `P` ranks of an EP group. A load is a number of (token, expert) pairs, over any window of steps.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from toolkit.experts.placement.placement import ExpertPlacement
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Load = Tensor | NDArray[Any] | Sequence[float]
-"""(E): assignments (token-expert pairs) per expert, over any window of steps. Only proportions matter."""
+"""(E,): (token, expert) pairs per expert, over any window of steps. Only proportions matter."""
 
 
 def as_floats(load_E: Load) -> Floats:
-    """Returns `load_E` as float64 (E) on the host, wherever it was counted."""
+    """Return `load_E` as float64 (E,) on the host."""
     return np.asarray(load_E.cpu() if isinstance(load_E, Tensor) else load_E, dtype=np.float64)
 
 
 def checked_load(load_E: Load, current: ExpertPlacement) -> Floats:
-    """Returns `load_E` as float64 (E), scaled so that the largest is in [0.5, 1), or all are 0: no sum or quotient of
+    """Return `load_E` as float64 (E,), scaled so that the largest is in [0.5, 1), or all are 0: no sum or quotient of
     them can overflow. The factor is a power of two, so scaling rounds nothing.
 
-    Raises ValueError unless there is a finite number, at least 0, for each expert.
+    Raises:
+        ValueError: Unless there is a finite number, at least 0, for each expert.
     """
     load = as_floats(load_E)
     if load.shape != (current.num_experts,):
@@ -41,16 +42,16 @@ def checked_load(load_E: Load, current: ExpertPlacement) -> Floats:
 
 
 def shares(placement: ExpertPlacement) -> Floats:
-    """Returns (E, R), the fraction of each expert's load that each rank computes; replicas share it equally."""
-    share_ER = np.zeros((placement.num_experts, placement.ranks))
+    """Return (E, P), the fraction of each expert's load that each rank computes; replicas share it equally."""
+    share_EP = np.zeros((placement.num_experts, placement.ranks))
     for expert in range(placement.num_experts):
         places = placement.replicas(expert)
-        share_ER[expert, [place.rank for place in places]] = 1 / len(places)
-    return share_ER
+        share_EP[expert, [place.rank for place in places]] = 1 / len(places)
+    return share_EP
 
 
 def max_over_mean(load: NDArray[Any]) -> Floats:
-    """Returns max / mean over the last axis (1 where there is no load), for each step or layer.
+    """Return max / mean over the last axis (1 without load), for each step or layer.
 
     Average the result over steps, not the loads: a mean of loads hides the imbalance of each step.
     """
@@ -59,13 +60,13 @@ def max_over_mean(load: NDArray[Any]) -> Floats:
 
 
 def rank_imbalance(load_E: Load, placement: ExpertPlacement) -> float:
-    """Returns max / mean of the load per rank: how much longer the busiest rank computes than with a balanced load."""
+    """Return max / mean of the load per rank: how much longer the busiest rank computes than with a balanced load."""
     return float(max_over_mean(checked_load(load_E, placement) @ shares(placement)))
 
 
 @dataclass(frozen=True)
 class ExpertImbalance:
-    """How evenly the router spreads assignments over experts, whatever their placement."""
+    """How evenly the router spreads pairs over experts, whatever their placement."""
 
     max_violation: float
     """MaxVio: max / mean - 1."""
@@ -76,7 +77,7 @@ class ExpertImbalance:
 
 
 def expert_imbalance(load_E: Load) -> ExpertImbalance:
-    """Returns the measures of one load (E). Without any assignments it counts as balanced, and each expert as dead."""
+    """Return the measures of one load (E,). A load of zeros counts as balanced."""
     load = as_floats(load_E)
     mean = float(load.mean())
     if not mean:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -278,24 +278,3 @@ def owner_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
 def _same_ranks(old: ExpertPlacement, new: ExpertPlacement) -> None:
     if old.ranks != new.ranks:
         raise ValueError(f"experts cannot move from {old.ranks} rank(s) to {new.ranks}: the ranks must be the same")
-
-
-def bytes_moved(moves: Iterable[Move], bytes_per_expert: int) -> int:
-    """Returns the bytes that leave their rank."""
-    return bytes_per_expert * sum(move.travels for move in moves)
-
-
-def bytes_on_busiest_rank(parts: Iterable[tuple[Sequence[Move], int]]) -> int:
-    """Returns the most bytes that one rank sends, or that one receives, whichever is more: links work both ways at
-    once.
-
-    `parts`: moves, and the bytes of each of them.
-    """
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for moved, bytes_per_expert in parts:
-        for move in moved:
-            if move.travels:
-                sent[move.source_rank] += bytes_per_expert
-                received[move.rank] += bytes_per_expert
-    return max([*sent.values(), *received.values()], default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-PLANNER_NAMES = {"contiguous", "few_swaps", "lpt", "replicate", "round_robin", "swap"}
+PLANNER_NAMES = {"contiguous", "lpt", "replicate", "round_robin", "swap"}
 """The names of planners. `register_planner` adds a user's own, so that a name is checked before torch is loaded."""
 InitialPlacement = Literal["contiguous", "round_robin"]
 """Blocks of consecutive experts on each rank, or expert e on rank e modulo ranks."""

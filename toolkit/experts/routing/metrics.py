@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from toolkit.experts.layer.routing_log import RowBytes
 from toolkit.experts.placement.loads import Floats, Ints, expert_imbalance, max_over_mean, rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.planners.bounds import lower_bound
 from toolkit.experts.placement.traffic import Traffic, hierarchical_rows, rows_between_ranks
 
 PER_FORWARD = {"received_FLW", "imbalance_FL"}
@@ -186,7 +185,7 @@ def usage_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
 
 
 def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> dict[str, float]:
-    """Returns the balance over ranks, and the lower bound of their imbalance in the slots of `placements`."""
+    """Return the balance over ranks under `placements`."""
     # Without forwards that a layer was not called in.
     imbalance_FL = np.where(window.imbalance_FL > 0, window.imbalance_FL, np.nan)
     imbalance_FL = imbalance_FL.compress(window.imbalance_FL.any(1), 0).compress(window.imbalance_FL.any(0), 1)
@@ -200,9 +199,6 @@ def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> di
         "moe/rank_imbalance_worst_layer": float(np.nanmean(imbalance_FL, 0).max()),
         "moe/rank_balancedness": float(np.nanmean(1 / imbalance_FL)),
         "moe/rank_imbalance_of_sum": float(np.mean([rank_imbalance(load, place) for load, place in pairs])),
-        "moe/rank_imbalance_bound": float(
-            np.mean([lower_bound(load, place, replicas=place.has_replicas) for load, place in pairs])
-        ),
     }
 
 
@@ -236,12 +232,12 @@ def traffic_metrics(
             exchanges = [part]
             if hierarchical:
                 crossings_RM = window.crossings_LWR[layer, ranks, : len(set(nodes))]
-                exchanges = [Traffic(rows_RR) for rows_RR in hierarchical_rows(part.rows_SR, crossings_RM)]
+                exchanges = [Traffic(rows_RR) for rows_RR in hierarchical_rows(part.rows_PP, crossings_RM)]
             for exchange in exchanges:
                 sent_W[ranks] += exchange.bytes_trained(size.dispatched, size.combined)
                 between += exchange.cross_node_rows(nodes) * 2 * (size.dispatched + size.combined)
-            home += int(part.rows_SR.trace()) * 2 * (size.dispatched + size.combined)
-            in_group = int(assignments.rows_SR.sum())
+            home += int(part.rows_PP.trace()) * 2 * (size.dispatched + size.combined)
+            in_group = int(assignments.rows_PP.sum())
             rows += in_group
             crossed += assignments.cross_node_fraction(nodes) * in_group
     return {

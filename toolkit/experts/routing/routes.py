@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing, replaying
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 NO_ROUTE = -1
 """What is in each of a token's places where it has no recorded experts, so that its router chooses."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
@@ -23,6 +22,9 @@ from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
 from toolkit.experts.layer.routing_log import Choices
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.placement.placement import contiguous
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class LowRank(NamedTuple):

@@ -13,15 +13,17 @@ import copy
 import inspect
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.grouped_mm import padded_places
 from toolkit.experts.sharding.experts_modules import in_order_of_slots
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def stack_experts(experts: Iterable[nn.Module]) -> StackedExperts:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from toolkit.errors import require
-from toolkit.experts.options import Fraction, FractionBelowOne, Options
+from toolkit.experts.options import Options
 
 
 class OptimizerOptions(Options):
     """Optimizer: AdamW, with gradient clipping."""
 
-    beta1: FractionBelowOne = 0.9
-    """EMA decay of gradients."""
-    beta2: FractionBelowOne = 0.999
-    """EMA decay of squared gradients."""
-    eps: PositiveFloat = 1e-8
-    """Added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices, times the learning rate; vectors have none."""
     max_grad_norm: PositiveFloat | None = 1.0
@@ -29,15 +23,11 @@ class ScheduleOptions(Options):
     """Learning rate schedule."""
 
     name: Literal["constant", "cosine", "stable_decay"] = "cosine"
-    """Shape after the warm-up."""
+    """Shape after the warm-up: constant, half a cosine to 0, or constant with a decay to 0 in the last fifth."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     warmup_epochs: NonNegativeFloat = 0.0
     """Epochs of linear warm-up, instead of steps."""
-    final: Fraction = 0.0
-    """Final learning rate, as a fraction of the peak."""
-    decay_steps: PositiveInt | None = None
-    """Optimizer steps of the decay of stable_decay; none: a fifth of the run."""
 
     def check_together(self) -> None:
         super().check_together()

@@ -62,8 +62,6 @@ class RunConfig(DenseOptions):
     """Start all processes again, from the newest checkpoint, up to this many times after a crash."""
     profile: bool = False
     """Profile five steps after the first ten: a trace, and a table of the longest operations."""
-    peak_flops: PositiveFloat | None = None
-    """Dense FLOPs per second of a device, for perf/mfu; none: those of common GPUs in bf16."""
     num_workers: NonNegativeInt = 0
     """Worker processes that load batches; 0 loads in the training process."""
     compile: bool = False
@@ -83,21 +81,15 @@ class RunConfig(DenseOptions):
     extend: bool = False
     """Continue a run, finished or not, up to a larger --epochs or --max-steps."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio", "all"] = "wandb"
-    """Log metrics there, too."""
-    project: str | None = None
-    """Project of the run in W&B or Trackio; none: $WANDB_PROJECT, which W&B reads, else the recipe's name."""
-    run_name: str | None = None
-    """Name of the run there; none: $WANDB_NAME, else recipe, preset and folder."""
+    """Log metrics there, too, in the project $WANDB_PROJECT (else the recipe's name), as $WANDB_NAME."""
     log_every: PositiveInt = 50
     """Optimizer steps between lines of metrics."""
     validation: bool = False
     """Hold out a part of the training data, too, and evaluate on it: for choices, which the test data must not make.
     Early stopping and a best checkpoint by validation/... do so by themselves."""
-    eval_every: PositiveInt = 1
-    """Epochs between evaluations; the end of the run is always evaluated. A stream without a known length, and one of
-    tasks, has --eval-every-steps alone."""
-    eval_every_steps: PositiveInt | None = None
-    """Optimizer steps between evaluations, in place of epochs."""
+    eval_every: PositiveFloat = 1
+    """Epochs between evaluations, also a fraction of one; the end of the run is always evaluated. The steps of a run on
+    data of unknown length are one epoch."""
     sync_bn: bool = False
     """On several GPUs, take batch norm's mean and variance over the batch of all, with torch's SyncBatchNorm."""
     optimizer: OptimizerOptions = OptimizerOptions()
@@ -108,23 +100,13 @@ class RunConfig(DenseOptions):
 
     def check_together(self) -> None:
         super().check_together()
-        world, shares = self.num_processes, self.fsdp_size
-        if shares is not None and world not in (None, 1):
-            require(world % shares == 0, "fsdp_size", shares, f"it must divide num_processes={world}")
         warms_up = self.schedule.warmup_steps > 0 or self.schedule.warmup_epochs > 0
         remedy = f"a learning rate raised to {self.peak_lr:g} needs a warm-up: add schedule.warmup_epochs=2"
         require(self.peak_lr <= self.lr or warms_up, "scale_lr", self.scale_lr, remedy)
-        begins = self.resume == "no"
-        require(self.resume_from is None or not begins, "resume_from", self.resume_from, "leave resume='no' out")
         remedy = "leave storage out, which has later checkpoints"
         require(self.resume_from is None or self.storage is None, "resume_from", self.resume_from, remedy)
-        require(not (self.extend and begins), "extend", self.extend, "leave resume='no' out")
-        pieces = (world or 1) * self.gradient_accumulation_steps
-        require_divisible(self.batch_size, world or 1, self.gradient_accumulation_steps, pieces)
-
-    def idle(self) -> dict[str, str]:
-        of_projects = ("project", "run_name") if self.tracker in ("none", "tensorboard") else ()
-        return super().idle() | dict.fromkeys(of_projects, f"with tracker={self.tracker!r}")
+        world, accumulation = self.num_processes or 1, self.gradient_accumulation_steps
+        require_divisible(self.batch_size, world, accumulation, world * accumulation)
 
     @property
     def validates(self) -> bool:

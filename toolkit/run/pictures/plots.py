@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.folder import write_bytes
 from toolkit.run.tracking.jsonl import read_metrics
 
@@ -69,29 +68,33 @@ def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
 def draw_plots(
     folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | None = None, moves: str | None = None
 ) -> dict[str, Path]:
-    """Draw what the metrics of the run in `folder` allow; returns picture files by name.
+    """Draw what the metrics of the run in `folder` allow; return picture files by name.
 
-    `placement` maps each layer to the logical experts on each rank; `moves` says how experts moved. The pictures number
-    experts by uid, as those of `lifecycle_plots` do, because dynamic experts get the logical ids of those that were
-    removed.
+    `placement` maps each layer to the experts on each rank; `moves` says how experts moved.
     """
     lines = list(read_metrics(folder / "metrics.jsonl"))
-    layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
-    loads = {layer.removeprefix(LOAD_PREFIX): points_of(lines, layer) for layer in layers}
-    if epochs := read_lifecycle(folder):
-        last = epochs[-1].layers
-        loads |= {
-            name: [(step, state.by_uid(shares, step)) for step, shares in loads[name]]
-            for name, state in last.items()
-            if name in loads
-        }
-        of_uids = {n: [[uid for uid in row if uid is not None] for row in last[n].uids_on_ranks] for n in last}
-        placement = {**(placement or {}), **of_uids}
-    drawings: dict[str, Callable[[Figure], None]] = {}
+    drawn = {}
     if any(points_of(lines, name) for name in ("train/loss", "eval/loss")):
-        drawings["loss"] = lambda figure: draw_loss(figure, lines, moves)
+        drawn["loss"] = save_figure(folder / "loss.png", lambda figure: draw_loss(figure, lines, moves))
+    return drawn | draw_experts(folder, expert_loads(lines), placement or {})
+
+
+def expert_loads(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, Any]]]:
+    """Step and load of each logical expert on the lines of metrics, by layer."""
+    lines = list(lines)
+    layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
+    return {layer.removeprefix(LOAD_PREFIX): points_of(lines, layer) for layer in layers}
+
+
+def draw_experts(
+    folder: Path,
+    loads: Mapping[str, Sequence[tuple[int, list[float | None]]]],
+    placement: Mapping[str, Sequence[Sequence[int]]],
+) -> dict[str, Path]:
+    """Draw the load of experts and their placement, as far as there are any; return picture files by name."""
+    drawings: dict[str, Callable[[Figure], None]] = {}
     if loads:
-        drawings["expert_load"] = lambda figure: _draw_loads(figure, loads, placement or {})
+        drawings["expert_load"] = lambda figure: _draw_loads(figure, loads, placement)
     if placement:
         drawings["expert_placement"] = lambda figure: _draw_placement(figure, placement)
     return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}

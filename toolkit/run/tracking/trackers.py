@@ -258,12 +258,12 @@ class Labels(NamedTuple):
 
 
 def labels_of(config: RunConfig, recipe: str, folder: Path) -> Labels:
-    """The labels of the recipe, its preset and the folder, or what `config`, a sweep or the environment says."""
+    """Return the labels of the recipe, its preset and the folder, or those of W&B's environment variables."""
     words = [word for word in (recipe, config.preset) if word]
     tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
     return Labels(
-        config.project or os.environ.get("WANDB_PROJECT", recipe),
-        config.run_name or os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
+        os.environ.get("WANDB_PROJECT", recipe),
+        os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
         os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
         [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
     )

@@ -48,8 +48,7 @@ class Checkpointing(Callback):
     def __init__(self, options: CheckpointOptions | None = None):
         options = options or CheckpointOptions()
         self.every_steps, self.keep, self.metric = options.every_steps, options.keep, options.best
-        higher = is_share(self.metric or "") if options.best_is is None else options.best_is == "higher"
-        self._sign = -1 if higher else 1
+        self._sign = -1 if is_share(self.metric or "") else 1
         self._best: dict[str, Any] | None = None
         """`metric`, `step`, and `evaluated`: all metrics of that step."""
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from toolkit.errors import UserError
-from toolkit.run.config.callback_options import EarlyStoppingOptions
+from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.metric_names import is_share
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -16,34 +15,39 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Stops after a number of evaluations in a row whose metric did not beat the best, as `options` say.
+    """Stops after `patience` evaluations in a row that did not improve on the best.
 
-    Accuracies and F1 are better when higher, all other metrics when lower; NaN is never an improvement. `by` is the
-    name of the evaluation: "validation", or "eval" in a run without validation data, whose test set then decides when
-    training ends.
+    Accuracies and F1 are better when higher, all other metrics when lower; NaN is never an improvement.
+
+    Args:
+        patience: Evaluations without improvement; None: never stop.
+        metric: The metric of an evaluation to compare, such as validation/loss.
     """
 
     runs_after = (Checkpointing,)
     """A run that stopped early and is continued loads that before it would train another step."""
 
-    def __init__(self, options: EarlyStoppingOptions, by: str = "eval"):
-        self.by = by
-        self.patience, self.metric, self.min_delta = options.patience, options.metric, options.min_delta
-        self._sign = -1 if is_share(options.metric) else 1
+    def __init__(self, patience: int | None, metric: str):
+        self.patience, self.metric = patience, metric
+        self._sign = -1 if is_share(metric) else 1
         self._best: float | None = None
         self._waited = 0
+
+    @classmethod
+    def from_config(cls, config: RunConfig, *, validates: bool) -> Self:
+        """Compare the metric of the best checkpoint, or the loss on validation data, or on test data if there are no
+        others."""
+        usual = "validation/loss" if validates else "eval/loss"
+        return cls(config.early_stopping.patience, config.checkpoint.best or usual)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._stop_if_due(trainer)
 
     def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:
-        if self.patience is None or name != self.by:
+        if self.patience is None or name != self.metric.partition("/")[0]:
             return
-        if f"{name}/{self.metric}" not in metrics:
-            known = ", ".join(sorted(key.removeprefix(f"{name}/") for key in metrics))
-            raise UserError(field="metric", value=self.metric, remedy=f"an evaluation gives {known}: take one of them")
-        value = self._sign * metrics[f"{name}/{self.metric}"]
-        if not math.isnan(value) and (self._best is None or value < self._best - self.min_delta):
+        value = self._sign * metrics[self.metric]
+        if not math.isnan(value) and (self._best is None or value < self._best):
             self._best, self._waited = value, 0
         else:
             self._waited += 1

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from torch.utils.data import DataLoader
+
+from toolkit.data.batches import EvalBatches
+from toolkit.data.loader import AnyEvalBatches, LoaderEvalBatches, make_loader
+from toolkit.data.table import TensorTable
 from toolkit.run.data import record_data
 from toolkit.run.tracking.metric_names import is_share, result_name
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.throughput import Throughput
 
 if TYPE_CHECKING:
-    from toolkit.data.loader import AnyEvalBatches
     from toolkit.data.table import Batch
+    from toolkit.run.run import Run
     from toolkit.train.task import Task
     from toolkit.train.trainer import Trainer
 
@@ -46,6 +51,31 @@ class Evaluation(Callback):
             self.state_key = name
         self._last_step = -1
         self._results: dict[str, Any] = {}
+
+    @classmethod
+    def of(
+        cls,
+        run: Run,
+        data: Any,
+        *,
+        batch_size: int,
+        every: int | None = None,
+        name: str = "eval",
+        task: Task | None = None,
+        at_start: bool = False,
+    ) -> Self:
+        """Evaluate a table, a data set or a DataLoader, in batches of `batch_size` samples over all ranks; the other
+        arguments are those of the class."""
+        where: Any = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
+        workers = run.config.num_workers
+        batches: AnyEvalBatches
+        if isinstance(data, TensorTable):
+            batches = EvalBatches(data, batch_size=batch_size, num_workers=workers, **where)
+        else:
+            size = data.batch_size or batch_size if isinstance(data, DataLoader) else batch_size
+            loader = make_loader(data, batch_size=size, num_workers=workers, shuffle=False)
+            batches = LoaderEvalBatches(loader, seed=run.config.seed, **where)
+        return cls(batches, every, name=name, task=task, at_start=at_start)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         record_data(trainer.run, **{self.state_key or "test": self.batches.identity()})

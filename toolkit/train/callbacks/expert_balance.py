@@ -10,10 +10,12 @@ from torch import nn
 from toolkit.experts.layer.losses import RouterPenalty, global_load
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.layer.routing_log import take_loads
+from toolkit.run.config.experts import MoERunConfig
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from toolkit.data.table import Batch
+    from toolkit.run.run import Run
     from toolkit.train.trainer import Trainer
 
 
@@ -70,3 +72,20 @@ class WholeStepBalance(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:  # noqa: ARG002
         self.penalty.step_load_LE = None
+
+
+def router_penalty(run: Run, model: nn.Module, steps: int) -> RouterPenalty:
+    """Return the losses of the routers in `model` that the config asks for, in a run of `steps` optimizer steps."""
+    config = run.config
+    assert isinstance(config, MoERunConfig)
+    weight = config.balance_weight_in(steps)
+    if weight > config.balance_weight:
+        run.print(f"the balance loss has the weight {weight:.2g}, because the run has {steps:,} steps only")
+    return RouterPenalty(model, balance_weight=weight, z_weight=config.z_weight)
+
+
+def balance_callbacks(model: nn.Module, task: object) -> list[Callback]:
+    """Return what balances the experts in `model` besides the penalty of `task`."""
+    penalty = getattr(task, "penalty", None)
+    whole_step = [WholeStepBalance(penalty)] if isinstance(penalty, RouterPenalty) else []
+    return [*whole_step, BiasBalancing(model)]

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.dynamic.plots import draw_lifecycle, for_trackers
-from toolkit.run.folder import write_text
-from toolkit.run.pictures.performance import performance_summary
 from toolkit.run.pictures.plots import draw_plots
 from toolkit.run.summary import moves
 from toolkit.train.callbacks.base import Callback
@@ -18,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Pictures(Callback):
-    """Has `Run.finish` draw loss, accuracy, expert load, placement and lifecycle, as far as the run recorded them.
+    """Has `Run.finish` draw loss, accuracy, expert load and placement, as far as the run recorded them.
 
-    They lie in the run's folder as *.png, with performance_summary.txt for dynamic experts, and go to trackers.
+    They lie in the run's folder as *.png, and go to trackers.
     """
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -28,8 +25,5 @@ class Pictures(Callback):
 
 
 def draw_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
-    """Draw the finished run in `folder`; returns the pictures that trackers get, by name."""
-    pictures = draw_plots(folder, results.get("expert_placement"), moves(results)) | draw_lifecycle(folder)
-    if (summary := performance_summary(folder)) is not None:
-        write_text(folder / "performance_summary.txt", summary)
-    return for_trackers(pictures)
+    """Draw the finished run in `folder`; return the pictures by name."""
+    return draw_plots(folder, results.get("expert_placement"), moves(results))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Self
 
-import torch
-from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.data.table import Batch
+from toolkit.data.table import Batch, TensorTable
 from toolkit.errors import UserError
 from toolkit.train.task import Loss
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Integer
 
 IGNORED = -100
 """A label that torch's cross-entropy leaves out."""
@@ -21,8 +23,10 @@ IGNORED = -100
 class Classification:
     """Cross-entropy in nats and accuracy, as means over the labels other than `IGNORED`.
 
-    The model gets the columns `inputs` of the batch. `penalty` is called after each training forward and returns a term
-    to add, such as `toolkit.experts.layer.losses.RouterPenalty`; `label_smoothing` applies to training only.
+    Args:
+        penalty: Called after each training forward pass; returns a term to add, such as `RouterPenalty`.
+        label_smoothing: Of the training loss.
+        inputs: The columns of a batch that the model gets.
     """
 
     def __init__(
@@ -33,54 +37,25 @@ class Classification:
         inputs: Sequence[str] = ("input",),
     ):
         self.penalty, self.label_smoothing, self.inputs = penalty, label_smoothing, inputs
-        self.may_ignore = True
-        """Whether a training label may be `IGNORED`: then each micro-batch's labels are counted where they are."""
-        self._unchecked: dict[tuple[str, bool], Integer[Tensor, " _"]] = {}
-        """By the name of the data set, and whether they are all of its labels."""
+        self._unchecked: dict[str, Integer[Tensor, " _"]] = {}
 
-    def check_columns(self, batch: Mapping[str, Any]) -> None:
-        """Raise UserError unless `batch` has the columns `inputs`, and in `label` (N) one class of each sample."""
-        for name in (*self.inputs, "label"):
-            if name not in batch:
-                raise UserError(
-                    f"the data have no column `{name}`, only {', '.join(batch)}: rename one of them, or name what the "
-                    "model gets in Classification(inputs=...)."
-                )
-        labels = batch["label"]
-        if not isinstance(labels, Tensor):
-            raise UserError(f"the column `label` is a {type(labels).__name__}: give each sample a class, 0 or more.")
-        if labels.ndim != 1 or labels.dtype not in (torch.int64, torch.uint8):
-            shape = ", ".join(["N", *map(str, labels.shape[1:])])
-            raise UserError(
-                f"the column `label` is {labels.dtype} of shape ({shape}): give one class per sample, torch.int64 of "
-                "shape (N)."
-            )
-
-    def expect_batch(self, name: str, batch: Mapping[str, Any]) -> None:
-        """`check_columns`, and `expect` of the labels of a global batch of the `name` data, before ranks divide it."""
-        self.check_columns(batch)
-        if batch["label"].device.type == "cpu":
-            self.expect({name: batch["label"]}, whole=False)
-        elif name == "training":
-            self.may_ignore = True
-
-    def expect(self, labels: Mapping[str, Integer[Tensor, " _"]], *, whole: bool = True) -> None:
-        """Have the next forward, which tells the number of classes, raise UserError where `labels`, by the name of
-        their data set, have one that is no class; or, if they are those of the `whole` set, only such that are left
-        out. Every rank raises it, and a GPU does not wait for it. The labels of "training" tell `may_ignore`, too."""
-        self._unchecked |= {(name, whole): column for name, column in labels.items()}
-        if "training" in labels:
-            self.may_ignore = len(labels["training"]) > 0 and int(labels["training"].min()) < 0
+    def for_run(self, tables: Mapping[str, TensorTable], penalty: Callable[[], Tensor | None] | None) -> Self:
+        """See `toolkit.train.task.AdaptsToRun`. Every rank checks the labels on the CPU, so a GPU does not wait."""
+        adapted = copy.copy(self)
+        adapted.penalty = penalty if self.penalty is None else self.penalty
+        columns = {name: table.columns.get("label") for name, table in tables.items()}
+        adapted._unchecked = {name: labels for name, labels in columns.items() if labels is not None}
+        return adapted
 
     def count(self, batch: Batch) -> int | Int[Tensor, ""]:
-        return counted(batch["label"]) if self.may_ignore else len(batch["label"])
+        return counted(batch["label"])
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         logits = self._logits(model, batch)
         labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         penalty = self.penalty() if self.penalty is not None else None
-        return Loss(entropy, self.count(batch), penalty, {"accuracy": correct(logits, labels)})
+        return Loss(entropy, counted(labels), penalty, {"accuracy": correct(logits, labels)})
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         logits = self._logits(model, batch)
@@ -94,26 +69,17 @@ class Classification:
 
     def _logits(self, model: nn.Module, batch: Batch) -> Float[Tensor, "N C"]:
         logits: Tensor = model(*(batch[name] for name in self.inputs))
-        self._check(logits.shape[-1])
-        return logits
-
-    def _check(self, classes: int) -> None:
-        for (name, whole), labels in self._unchecked.items():
-            low, high = labels.aminmax() if len(labels) else (0, 0)
-            if low >= 0 and high < classes:  # the usual case, in few operations: a DataLoader comes here in each step
-                continue
-            if whole and (labels == IGNORED).all():
-                raise UserError(
-                    f"the {name} data have only labels of {IGNORED}, which the loss leaves out: give some a class."
-                )
+        classes = logits.shape[-1]
+        for name, labels in self._unchecked.items():
             wrong = (labels >= classes) | ((labels < 0) & (labels != IGNORED))
             if wrong.any():
-                row, place = int(wrong.nonzero()[0]), "the column `label`" if whole else "a batch"
+                row = int(wrong.nonzero()[0])
                 raise UserError(
-                    f"the {name} data have the label {int(labels[row])} in row {row} of {place}: "
-                    f"the model has {classes} classes, 0 to {classes - 1}."
+                    f"label: row {row} of the {name} data has {int(labels[row])}. The model has {classes} classes, 0 "
+                    f"to {classes - 1}."
                 )
         self._unchecked = {}
+        return logits
 
 
 def counted(labels: Integer[Tensor, " N"]) -> int | Int[Tensor, ""]:

@@ -2,53 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Self
 
 import torch
-from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.data.table import Batch
+from toolkit.data.table import Batch, TensorTable
 from toolkit.data.text import IGNORED, input_ids
 from toolkit.train.task import Loss
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Integer
 
 
 class LanguageModeling:
     """Cross-entropy in nats per token, and in bits per byte of the text.
 
     The model takes `input_ids` (B, T) and returns an object with `logits` (B, T, V), as those of transformers do.
-    Tokens below 0 are no targets: `toolkit.data.text.input_ids` says what is read there. Those of training are counted
-    where `may_ignore` is given, else there are none. `bytes_per_token` is that of the held-out text: on average for a
-    tokenizer, 1 for bytes. `penalty` is called after each training forward and returns a term to add.
+    Tokens below 0 are no targets: `toolkit.data.text.input_ids` says what is read there.
+
+    Args:
+        bytes_per_token: Of the held-out text: on average for a tokenizer, 1 for bytes.
+        penalty: Called after each training forward pass; returns a term to add.
     """
 
-    def __init__(
-        self,
-        *,
-        bytes_per_token: float = 1.0,
-        penalty: Callable[[], Tensor | None] | None = None,
-        may_ignore: bool = False,
-    ):
+    def __init__(self, *, bytes_per_token: float = 1.0, penalty: Callable[[], Tensor | None] | None = None):
         self.bits_per_nat = 1 / (math.log(2) * bytes_per_token)
-        self.penalty, self.may_ignore = penalty, may_ignore
+        self.penalty = penalty
+
+    def for_run(self, tables: Mapping[str, TensorTable], penalty: Callable[[], Tensor | None] | None) -> Self:  # noqa: ARG002
+        """See `toolkit.train.task.AdaptsToRun`; text has no labels to check."""
+        adapted = copy.copy(self)
+        adapted.penalty = penalty if self.penalty is None else self.penalty
+        return adapted
 
     def count(self, batch: Batch) -> int | Int[Tensor, ""]:
-        targets = batch["tokens"][:, 1:]
-        if not self.may_ignore:
-            return targets.numel()
-        counted = (targets >= 0).sum()
-        return int(counted) if targets.device.type == "cpu" else counted
+        counted = targets_of(batch)
+        return int(counted) if counted.device.type == "cpu" else counted
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         nats = self._nats(model, batch["tokens"])
         penalty = self.penalty() if self.penalty is not None else None
-        return Loss(nats, self.count(batch), penalty)
+        return Loss(nats, targets_of(batch), penalty)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         nats = self._nats(model, batch["tokens"])
-        return Loss(nats, (batch["tokens"][:, 1:] >= 0).sum(), sums={"bits_per_byte": nats * self.bits_per_nat})
+        return Loss(nats, targets_of(batch), sums={"bits_per_byte": nats * self.bits_per_nat})
 
     def _nats(self, model: nn.Module, tokens: Integer[Tensor, "B S"]) -> Float[Tensor, ""]:
         """Summed over all targets."""
@@ -67,3 +70,8 @@ class LanguageModeling:
         nothing = model(input_ids=token).logits.sum() * 0
         model.train(was_training)
         return nothing
+
+
+def targets_of(batch: Batch) -> Int[Tensor, ""]:
+    """Number of targets of a batch, as a tensor: `expected_memory` computes the loss without values."""
+    return (batch["tokens"][:, 1:] >= 0).sum()

@@ -2,13 +2,12 @@
 
 from toolkit.experts.placement.planners.registry import PLANNERS, Planner, register_planner
 from toolkit.experts.placement.planners.replicas import replicate
-from toolkit.experts.placement.planners.simple import contiguous, few_swaps, lpt, round_robin, swap
+from toolkit.experts.placement.planners.simple import contiguous, lpt, round_robin, swap
 
 __all__ = [
     "PLANNERS",
     "Planner",
     "contiguous",
-    "few_swaps",
     "lpt",
     "register_planner",
     "replicate",

@@ -1,6 +1,6 @@
 """What planners share: slots as arrays, packing, and exchanges that even out the load.
 
-Letters: `E` experts, `R` ranks, `G` slots counted through all ranks.
+Letters: `E` experts, `P` ranks of an EP group. Arrays `..._of_slot` count the slots of all ranks.
 """
 
 from __future__ import annotations
@@ -13,17 +13,11 @@ import numpy as np
 
 from toolkit.experts.placement.loads import Floats, Ints
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
-from toolkit.experts.placement.planners.exact import SearchTooLong, fit
 
 NO_GAIN = 1e-9
 """Gains below this fraction of a load are rounding."""
 LITTLE_GAIN = 1e-3
 """Least gain that planners from scratch follow, as a fraction of the mean load of a rank."""
-GOOD_ENOUGH = 1.01
-"""Imbalance below which no repacking is tried."""
-PARTNERS, REPACK_NODES = 3, 30
-"""Ranks with which the busiest one is repacked, and nodes of each search: limits that keep a plan within
-milliseconds."""
 
 
 class PackingState:
@@ -31,161 +25,85 @@ class PackingState:
 
     def __init__(self, placement: ExpertPlacement, load_E: Floats):
         sizes = placement.slots_per_rank
-        self.expert_G: Ints = np.array(list(itertools.chain.from_iterable(placement.slots)), dtype=np.int64)
-        self.rank_G: Ints = np.repeat(np.arange(len(sizes)), sizes)
+        self.expert_of_slot: Ints = np.array(list(itertools.chain.from_iterable(placement.slots)), dtype=np.int64)
+        self.rank_of_slot: Ints = np.repeat(np.arange(len(sizes)), sizes)
         self.first_slot = np.cumsum([0, *sizes])
-        held = self.expert_G != EMPTY_ROW
-        replicas_E = np.bincount(self.expert_G[held], minlength=len(load_E))
+        held = self.expert_of_slot != EMPTY_ROW
+        replicas_E = np.bincount(self.expert_of_slot[held], minlength=len(load_E))
         self.has_replicas = bool((replicas_E > 1).any())
         # EMPTY_ROW indexes the last element: an empty slot has weight 0, and no rank holds it.
-        self.weight_G: Floats = np.append(load_E / replicas_E, 0.0)[self.expert_G]
-        self.load_R: Floats = np.zeros(len(sizes))
-        np.add.at(self.load_R, self.rank_G, self.weight_G)
+        self.weight_of_slot: Floats = np.append(load_E / replicas_E, 0.0)[self.expert_of_slot]
+        self.load_P: Floats = np.zeros(len(sizes))
+        np.add.at(self.load_P, self.rank_of_slot, self.weight_of_slot)
         # Only replicas need it: an expert has one slot otherwise, which no exchange adds to.
-        self.holds_RE = np.zeros((len(sizes) if self.has_replicas else 0, len(load_E) + 1), dtype=bool)
+        self.holds_PE = np.zeros((len(sizes) if self.has_replicas else 0, len(load_E) + 1), dtype=bool)
         if self.has_replicas:
-            self.holds_RE[self.rank_G[held], self.expert_G[held]] = True
+            self.holds_PE[self.rank_of_slot[held], self.expert_of_slot[held]] = True
 
     @property
     def imbalance(self) -> float:
         """Busiest rank over mean; 1 where there is no load."""
-        mean = float(self.load_R.mean())
-        return float(self.load_R.max()) / mean if mean else 1.0
+        mean = float(self.load_P.mean())
+        return float(self.load_P.max()) / mean if mean else 1.0
 
     def exchange(self, i: int, j: int) -> None:
         """Exchange what slots `i` and `j` hold."""
-        p = self.rank_G[i]
-        q = self.rank_G[j]
+        p = self.rank_of_slot[i]
+        q = self.rank_of_slot[j]
         for rank, leaving, coming in ((p, i, j), (q, j, i)):
-            self.load_R[rank] += self.weight_G[coming] - self.weight_G[leaving]
+            self.load_P[rank] += self.weight_of_slot[coming] - self.weight_of_slot[leaving]
         if self.has_replicas:
-            self.holds_RE[[p, q], self.expert_G[[i, j]]] = False
+            self.holds_PE[[p, q], self.expert_of_slot[[i, j]]] = False
             for rank, coming in ((p, j), (q, i)):
-                if self.expert_G[coming] != EMPTY_ROW:
-                    self.holds_RE[rank, self.expert_G[coming]] = True
-        self.expert_G[[i, j]] = self.expert_G[[j, i]]
-        self.weight_G[[i, j]] = self.weight_G[[j, i]]
+                if self.expert_of_slot[coming] != EMPTY_ROW:
+                    self.holds_PE[rank, self.expert_of_slot[coming]] = True
+        self.expert_of_slot[[i, j]] = self.expert_of_slot[[j, i]]
+        self.weight_of_slot[[i, j]] = self.weight_of_slot[[j, i]]
 
-    def placement(self, held_G: Ints | None = None) -> ExpertPlacement:
-        """The placement; with `held_G`, that in which each slot holds what slot `held_G` holds now."""
-        ids = (self.expert_G if held_G is None else self.expert_G[held_G]).tolist()
+    def placement(self) -> ExpertPlacement:
+        """Return the placement that holds the same."""
+        ids = self.expert_of_slot.tolist()
         return ExpertPlacement(
             tuple(tuple(ids[first:end]) for first, end in zip(self.first_slot[:-1], self.first_slot[1:], strict=True))
         )
 
-    def _repack(self, busiest: int, least_gain: float, max_moves: int, node_of_rank: Ints | None) -> int:
-        """Lower the load of `busiest` by dividing its experts and those of one of the lightest ranks anew. Returns the
-        number of experts that moved; 0 where no division gains enough."""
-        highest = float(self.load_R[busiest])
-        if highest <= GOOD_ENOUGH * float(self.load_R.mean()):
-            return 0
-        here = self._held(busiest)
-        partners = [q for q in self.load_R.argsort(kind="stable").tolist() if q != busiest]
-        if node_of_rank is not None:
-            partners = [q for q in partners if node_of_rank[q] == node_of_rank[busiest]]
-        for partner in partners[:PARTNERS]:
-            there = self._held(partner)
-            if self.has_replicas and np.intersect1d(self.expert_G[here], self.expert_G[there]).size:
-                continue
-            slots = [*here, *there]
-            even = float(self.load_R[[busiest, partner]].mean())
-            room = [int(self.first_slot[rank + 1] - self.first_slot[rank]) for rank in (busiest, partner)]
-            for limit in (even + 0.25 * (highest - even), highest - 2 * least_gain):
-                try:
-                    division = fit(self.weight_G[slots].tolist(), room, limit, spare=0, nodes=REPACK_NODES)
-                except SearchTooLong:
-                    continue
-                if division is None:
-                    continue
-                # The halves are interchangeable: keep the one of which more is here already.
-                stays, goes = division
-                if room[0] == room[1] and sum(i < len(here) for i in goes) > sum(i < len(here) for i in stays):
-                    stays, goes = goes, stays
-                leaving = [slots[i] for i in goes if i < len(here)]
-                coming = [slots[i] for i in stays if i >= len(here)]
-                moved = len(leaving) + len(coming)
-                gain = highest - max(float(self.weight_G[[slots[i] for i in half]].sum()) for half in division)
-                if moved <= max_moves and gain > least_gain * max(1.0, moved / 2):
-                    self._trade(busiest, leaving, partner, coming)
-                    return moved
-        return 0
+    def level(self, *, min_gain: float, others_gain: float | None = None) -> None:
+        """Exchange two slots, one of them on the busiest rank, again and again: each time the exchange that lowers the
+        busiest rank's load most.
 
-    def _held(self, rank: int) -> list[int]:
-        """The slots of `rank` that are not empty."""
-        first = self.first_slot[rank]
-        end = self.first_slot[rank + 1]
-        return (first + np.flatnonzero(self.expert_G[first:end] != EMPTY_ROW)).tolist()
-
-    def _trade(self, p: int, leaving: list[int], q: int, coming: list[int]) -> None:
-        """Exchange the slots `leaving` of rank `p` with the slots `coming` of rank `q`."""
-        both = min(len(leaving), len(coming))
-        for i, j in zip(leaving, coming, strict=False):
-            self.exchange(i, j)
-        for extra, to in ((leaving[both:], q), (coming[both:], p)):
-            first = self.first_slot[to]
-            end = self.first_slot[to + 1]
-            empty = first + np.flatnonzero(self.expert_G[first:end] == EMPTY_ROW)
-            for i, j in zip(extra, empty.tolist(), strict=False):
-                self.exchange(i, j)
-
-    def level(
-        self,
-        *,
-        target: float = 1.0,
-        min_gain: float = 0.0,
-        max_moves: int | None = None,
-        others_gain: float | None = None,
-        node_of_rank: Ints | None = None,
-    ) -> None:
-        """Repeat the exchange of two slots, one of them on the busiest rank, that lowers the busiest rank's load most.
-        Where no exchange lowers it, divide its experts and those of a light rank anew.
-
-        Ends at an imbalance of `target`, when an exchange would gain no more than `min_gain` (a fraction of the mean
-        load of a rank), or before more than `max_moves` experts have moved; an exchange with an empty slot moves one,
-        any other two. A new division must gain as much per moved expert as an exchange. With `others_gain`, continues
-        with the busiest of the other ranks where nothing lowers the busiest one, for gains above that. With
-        `node_of_rank`, exchanges are between ranks of one node only.
+        Args:
+            min_gain: The least gain of an exchange, as a fraction of the mean load of a rank.
+            others_gain: The least gain of exchanges on the next busiest ranks, which follow once no exchange lowers the
+                busiest one. None: no such exchanges.
         """
-        mean = float(self.load_R.mean())
-        moves_left = len(self.expert_G) ** 2 if max_moves is None else max_moves
+        mean = float(self.load_P.mean())
         # Ranks that nothing lowers. Exchanges of another rank with these do not help, because their load is higher.
-        stuck_R = np.zeros(len(self.load_R), dtype=bool)
-        while mean and moves_left and not stuck_R.all():
-            busiest = int(np.where(stuck_R, -np.inf, self.load_R).argmax())
-            if self.load_R[busiest] <= target * float(self.load_R[~stuck_R].mean()):
+        stuck_P = np.zeros(len(self.load_P), dtype=bool)
+        while mean and not stuck_P.all():
+            busiest = int(np.where(stuck_P, -np.inf, self.load_P).argmax())
+            if self.load_P[busiest] <= float(self.load_P[~stuck_P].mean()):
                 return
             start = self.first_slot[busiest]
             end = self.first_slot[busiest + 1]
-            shift = self.weight_G[start:end, None] - self.weight_G
-            higher = np.maximum(self.load_R[busiest] - shift, self.load_R[self.rank_G] + shift)
+            shift = self.weight_of_slot[start:end, None] - self.weight_of_slot
+            higher = np.maximum(self.load_P[busiest] - shift, self.load_P[self.rank_of_slot] + shift)
             higher[:, start:end] = np.inf
-            if moves_left == 1:
-                higher[:, self.expert_G != EMPTY_ROW] = np.inf
-            if node_of_rank is not None:
-                higher[:, node_of_rank[self.rank_G] != node_of_rank[busiest]] = np.inf
             if self.has_replicas:
-                already_there = self.holds_RE[self.rank_G[None], self.expert_G[start:end, None]]
-                already_here = self.holds_RE[busiest, self.expert_G]
+                already_there = self.holds_PE[self.rank_of_slot[None], self.expert_of_slot[start:end, None]]
+                already_here = self.holds_PE[busiest, self.expert_of_slot]
                 higher[already_there | already_here] = np.inf
             lowest = float(higher.min())
-            gain = float(self.load_R[busiest]) - lowest
-            asked = min_gain if others_gain is None or not stuck_R.any() else others_gain
-            least_gain = max(asked * mean, NO_GAIN * float(self.load_R[busiest]))
-            if gain <= least_gain:
-                moved = 0 if stuck_R.any() else self._repack(busiest, least_gain, moves_left, node_of_rank)
-                moves_left -= moved
-                if not moved and others_gain is None:
+            asked = min_gain if others_gain is None or not stuck_P.any() else others_gain
+            if float(self.load_P[busiest]) - lowest <= max(asked * mean, NO_GAIN * float(self.load_P[busiest])):
+                if others_gain is None:
                     return
-                stuck_R[busiest] = not moved
+                stuck_P[busiest] = True
                 continue
             i, j = np.nonzero(higher == lowest)
             i += start
-            if len(i) > 1:
-                # An empty slot first, as that moves one expert only; then the lowest ids.
-                first = np.lexsort((self.expert_G[i], self.expert_G[j]))[0]
-                i, j = i[first:], j[first:]
-            moves_left -= 1 if self.expert_G[j[0]] == EMPTY_ROW else 2
-            self.exchange(int(i[0]), int(j[0]))
+            # Of equal exchanges an empty slot comes first, because that moves one expert only; then the lowest ids.
+            first = np.lexsort((self.expert_of_slot[i], self.expert_of_slot[j]))[0]
+            self.exchange(int(i[first]), int(j[first]))
 
 
 def even_counts(items: int, room: Sequence[int]) -> list[int]:
@@ -227,10 +145,10 @@ def pack(weights: Sequence[float], room: Sequence[int], replicas: Sequence[int] 
     return bins
 
 
-def settle(experts_R: Sequence[Sequence[int]], current: ExpertPlacement) -> ExpertPlacement:
+def settle(experts_P: Sequence[Sequence[int]], current: ExpertPlacement) -> ExpertPlacement:
     """Gives the experts of each rank slots: those that were there keep theirs, others take free ones by id."""
     rows = []
-    for experts, before in zip(experts_R, current.slots, strict=True):
+    for experts, before in zip(experts_P, current.slots, strict=True):
         if not experts:
             rows.append((EMPTY_ROW,) * len(before))
             continue

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from toolkit.experts.placement.loads import Load, checked_load
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.planners.exact import SearchTooLong, fit
 from toolkit.experts.placement.planners.packing import LITTLE_GAIN, PackingState, as_even, pack, settle
 from toolkit.experts.placement.planners.registry import register_planner
 
@@ -19,27 +18,17 @@ CLOSE = 1.004
 SLACKS = (1.002, 1.008, 1.015, 1.025, 1.04, 1.07)
 """Load limits to try, as multiples of the lower bound of the busiest rank's load."""
 
-SEARCH_EFFORT = 150_000
-"""Partial placements that a search visits for each limit, times the square of the number of slots."""
-FEW_SLOTS = 64
-"""Most slots in all for which a search is run."""
 
-
-def replicas_for(weights: Sequence[float], spare: int, most: int, *, at_once: int = 1, hot: float = 0.0) -> list[int]:
-    """Returns replicas per expert: each of `spare` slots goes to the expert whose replicas have the most load, up to
-    `most` each.
-
-    No other division of the slots makes the busiest replica lighter. With `at_once`, experts whose replicas have no
-    more load than `hot` get so many slots at a time: fewer experts, in finer parts. Experts without load get one.
-    """
+def replicas_for(weights: Sequence[float], spare: int, most: int) -> list[int]:
+    """Return replicas per expert: each of `spare` slots goes to the expert whose replicas have the most load, up to
+    `most` each. No other division of the slots makes the busiest replica lighter. Experts without load get one."""
     replicas = [1] * len(weights)
     heap = [(-weight, expert) for expert, weight in enumerate(weights) if weight > 0 and most > 1]
     heapq.heapify(heap)
     while spare and heap:
-        weight, expert = heapq.heappop(heap)
-        given = min(1 if -weight > hot else at_once, spare, most - replicas[expert])
-        replicas[expert] += given
-        spare -= given
+        _, expert = heapq.heappop(heap)
+        replicas[expert] += 1
+        spare -= 1
         if replicas[expert] < most:
             heapq.heappush(heap, (-weights[expert] / replicas[expert], expert))
     return replicas
@@ -95,10 +84,9 @@ def _fill(weights: Sequence[float], room: Sequence[int], spare: int, limit: floa
     return bins
 
 
-def _pack_with_replicas(weights: Sequence[float], room: Sequence[int], spare: int, *, search: bool) -> list[list[int]]:
-    """The best packing found. First all spare slots go to the hottest experts, which suits loads that differ much. Then
-    limits are tried, each with the replicas that it needs, which suits similar loads. Last, with `search`, a search is
-    run for limits that were not kept."""
+def _pack_with_replicas(weights: Sequence[float], room: Sequence[int], spare: int) -> list[list[int]]:
+    """Return the best packing found. First all spare slots go to the hottest experts, which suits loads that differ
+    much. Then limits are tried, each with the replicas that it needs, which suits similar loads."""
     mean = sum(weights) / len(room)
     most = sum(places > 0 for places in room)
     replicas = replicas_for(weights, spare, most)
@@ -112,15 +100,6 @@ def _pack_with_replicas(weights: Sequence[float], room: Sequence[int], spare: in
         highest = _highest(filled, weights)
         if highest < lowest:
             best, lowest = filled, highest
-    for slack in SLACKS if search else ():
-        if lowest <= max(CLOSE, slack) * target:
-            break
-        try:
-            found = fit(weights, room, slack * target, spare=spare, nodes=SEARCH_EFFORT // sum(room) ** 2)
-        except SearchTooLong:
-            continue
-        if found is not None:
-            return found
     return best
 
 
@@ -131,15 +110,15 @@ def _highest(bins: Sequence[Sequence[int]], weights: Sequence[float]) -> float:
 
 @register_planner("replicate")
 def replicate(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
-    """Plans from scratch: spare slots go to the hottest experts, replicas are packed by their load, then exchanged.
+    """Plan from scratch: spare slots go to the hottest experts, replicas are packed by their load, then exchanged.
 
     Returns:
-        The plan, or `current` where it is as even already.
+        The plan, or `current` if the plan is not more even.
     """
     load = checked_load(load_E, current)
     room = current.slots_per_rank
     spare = sum(room) - current.num_experts
-    experts_R = _pack_with_replicas(load.tolist(), room, spare, search=sum(room) <= FEW_SLOTS)
-    packing = PackingState(settle(experts_R, current), load)
+    experts_P = _pack_with_replicas(load.tolist(), room, spare)
+    packing = PackingState(settle(experts_P, current), load)
     packing.level(min_gain=LITTLE_GAIN)
     return current if as_even(current, packing, load) else packing.placement()

@@ -13,11 +13,9 @@ MOST_LINES = 200
 """Events, and experts of a layer, that are listed at most: the latest."""
 
 
-def performance_summary(folder: Path) -> str | None:
-    """The text, or None where the finished run in `folder` has no lifecycle.jsonl."""
+def performance_summary(folder: Path) -> str:
+    """The text for the finished run in `folder`."""
     epochs = read_lifecycle(folder)
-    if not epochs:
-        return None
     parts = [
         _section("Run", (folder / "summary.txt").read_text(encoding="utf-8")),
         _section("Epochs", _epochs(epochs, list(read_metrics(folder / "metrics.jsonl")))),

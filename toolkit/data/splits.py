@@ -1,0 +1,36 @@
+"""The data of a run: what is trained on, and what is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import Dataset
+
+from toolkit.data.table import TensorTable
+
+Samples = TensorTable | Dataset[Any] | Iterable[Any]
+"""A table; or a data set or DataLoader of samples: dicts of tensors, or pairs, which become the columns `input` and
+`label`."""
+
+
+class HasSplits(Protocol):
+    """Data of a run, as `load_images` returns them, or `Splits`."""
+
+    @property
+    def train(self) -> Any:
+        """Training data."""
+        ...
+
+    @property
+    def test(self) -> Any:
+        """Test data."""
+        ...
+
+
+class Splits(NamedTuple):
+    """Tables, data sets or DataLoaders of your own."""
+
+    train: Samples
+    test: Samples
+    validation: Samples | None = None
