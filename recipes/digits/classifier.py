@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import toolkit as tk
 from autoencoder.vae import local_divergence, to_unit
-<<<<<<< HEAD
-from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from jaxtyping import Float, UInt8
-
-    from toolkit.train.trainer import Trainer
-=======
->>>>>>> train
 
 
 class ConvolutionalClassifier(nn.Module):

@@ -16,14 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-<<<<<<< HEAD
-from toolkit.errors import require_choice
-
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-=======
->>>>>>> train
 Form = Literal["chunks", "fft", "steps"]
 CHUNK = 32
 """Steps per chunk of the chunked form, which costs (CHUNK + D) * D per step and signal."""
