@@ -176,7 +176,7 @@ release: ## sdist, wheel and SBOM of HEAD in dist/, checked, and installed from 
 	$(PYTHON) -m venv $(RELEASE)/empty
 	$(if $(TORCH),$(RELEASE)/empty/bin/python $(INSTALL) $(TORCH))
 	$(RELEASE)/empty/bin/python $(INSTALL) --no-deps --index-url file://$(CURDIR)/$(RELEASE)/index moe-toolkit==$(VERSION)
-	$(RELEASE)/empty/bin/python $(INSTALL) moe-toolkit==$(VERSION)
+	$(RELEASE)/empty/bin/python $(INSTALL) 'moe-toolkit[recipes]==$(VERSION)'
 	$(RELEASE)/empty/bin/python -m pip check
 	cp docs/examples/own_loop.py $(RELEASE)/elsewhere
 	bin=$(CURDIR)/$(RELEASE)/empty/bin; cd $(RELEASE)/elsewhere && $$bin/toolkit env && \
@@ -200,7 +200,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV): a few minutes"
 	$(if $(TORCH),$(PIP) $(TORCH))
-	$(PIP) $(EDITABLE) .
+	$(PIP) $(EDITABLE) '.[recipes]'
 	@touch $@
 	@echo "to call python, toolkit and accelerate of it: source $(VENV)/bin/activate"
 

@@ -38,7 +38,7 @@ toolkit.experts.parallel
 toolkit.experts.placement
 toolkit.experts.compat  toolkit.experts.options
 toolkit.compat  toolkit.version
-toolkit.errors
+toolkit.errors  toolkit.public_names
 """
 """Folders and files from top to bottom. Each imports from the floors below it only: not above, not beside. An import
 that is for type checkers only counts as well."""

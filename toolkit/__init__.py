@@ -7,11 +7,10 @@ The public names are listed in `__init__.pyi`, where editors and type checkers r
 `import toolkit` and `--help` load neither torch nor transformers.
 """
 
-import lazy_loader
-
 from toolkit.experts.sharding.libraries import register
+from toolkit.public_names import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
 
 # What sharding needs to know of these libraries' experts. Each is imported once a program has imported the library.
 register("transformers", "toolkit.integrations.transformers.library", "TransformersLibrary")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import toolkit as tk
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
 
 Balance = Literal["none", "sqrt", "inverse"]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 import toolkit as tk
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Mode = Literal["all_channels", "flatten", "average", "first"]
 """What the encoder sees at a time: all channels; each channel by itself; their mean; only the first."""

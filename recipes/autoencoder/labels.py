@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Integer
 from torch import Tensor
 
 import toolkit as tk
+
+if TYPE_CHECKING:
+    from jaxtyping import Integer
 
 Corruption = Literal["fixed", "resampled"]
 UNLABELLED = -1

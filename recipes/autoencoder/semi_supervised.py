@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import toolkit as tk
 from autoencoder.labels import UNLABELLED, correct
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 CONFIDENT = 0.95
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import toolkit as tk
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, UInt8
 
 
 class StyleAutoencoder(nn.Module):

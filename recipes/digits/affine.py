@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, UInt8
 
 DRAWS = 5
 """Numbers that an affine map is made of."""

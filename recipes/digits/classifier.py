@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import toolkit as tk
 from autoencoder.vae import local_divergence, to_unit
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, UInt8
 
 
 class ConvolutionalClassifier(nn.Module):

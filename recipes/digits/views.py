@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from jaxtyping import Float, UInt8
 from torch import Tensor
 
 import toolkit as tk
 from autoencoder.labels import FewLabels
 from digits.affine import DRAWS, AffineRange, warp
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, UInt8
 
 BANK_SIZES = {"weak view": 65_479, "strong view": 65_449, "labelled view": 65_447}
 """Views that are drawn once and then looked up: primes, other ones than those of `FewLabels`."""

@@ -8,13 +8,16 @@ import wave
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 import toolkit as tk
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 RATES_HZ = (1_000, 1_000_000)
 STREAMED = 0x7FFF0000

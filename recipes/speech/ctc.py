@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import toolkit as tk
 from speech.decoding import Lexicon, beam_search, best_path
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class CTC:

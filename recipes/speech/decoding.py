@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 Labels = tuple[int, ...]
 

@@ -10,12 +10,14 @@ Letters: B batch, T steps, C signals that are remembered side by side, D order o
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Form = Literal["chunks", "fft", "steps"]
 CHUNK = 32

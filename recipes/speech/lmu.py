@@ -7,14 +7,16 @@ steps are computed at once. Letters as in `speech.legendre`, and H hidden units.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from speech.legendre import Form, LegendreMemory, delay_system
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
 
 
 class LMU(nn.Module):

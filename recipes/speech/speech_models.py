@@ -6,15 +6,17 @@ do not depend on the padding.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speech.legendre import LegendreMemory
 from speech.lmu import LMU
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Shaped
 
 States = list[Tensor]
 

@@ -3,6 +3,6 @@
 The public names are listed in `__init__.pyi` and are imported when they are first used.
 """
 
-import lazy_loader
+from toolkit.public_names import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from toolkit.errors import require
 from toolkit.experts.layer.router import TopKRouter, without_autocast
 from toolkit.experts.layer.router_options import RouterOptions
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 NO_EXPERT = -1
 

@@ -16,14 +16,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import lazy_loader
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.dynamic.plans import Pair
 from toolkit.dynamic.roster import ExpertRoster
 
-nx = lazy_loader.load("networkx")
 EdgeKind = Literal["similarity", "coactivation", "split", "merge"]
 EDGE_DECAY, EDGE_FLOOR = 0.99, 0.1
 """What weights are multiplied by, each epoch and sleep phase; measured edges below the floor are removed."""

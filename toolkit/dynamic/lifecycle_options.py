@@ -47,7 +47,7 @@ class LifecycleOptions(Options):
     no sleep."""
     min_sleep_every: PositiveInt | None = 500
     """Minimum optimizer steps between sleep phases, which are more frequent with more than twice the initial experts;
-    none: always --lifecycle.sleep-every."""
+    none: always `sleep_every`."""
     memory_size: PositiveInt = 2000
     """Training samples in the replay memory, evenly over classes."""
     replay_steps: NonNegativeInt = 40

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from toolkit.dynamic.expert_rows import ExpertRows
@@ -19,6 +19,9 @@ from toolkit.dynamic.plans import Pair
 from toolkit.dynamic.roster import ExpertRecord
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.parallel.groups import sum_over_ranks
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 Rows = Mapping[str, Tensor]
 """One expert's rows of the stacked parameters, by name: `up` (F or 2F, D) and `down` (F, D)."""

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def divide_each_(tensors: list[Tensor], divisor: float) -> None:
-    """Divide all tensors in place, in few kernels on a GPU."""
-    torch._foreach_div_(list(tensors), divisor)
-
-
 def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all tensors in place by a scalar tensor, in few kernels and without a host sync on a GPU."""
     torch._foreach_mul_(list(tensors), factor)

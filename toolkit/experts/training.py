@@ -13,11 +13,12 @@ from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.optimizer_rows import step_by_only
 from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
-from toolkit.experts.sharding.prepared_optimizer import fit_optimizer, load_only_own_states, step_by_only
+from toolkit.experts.sharding.prepared_optimizer import fit_optimizer, load_only_own_states
 from toolkit.experts.sharding.router_replay import hook_blocks
 from toolkit.experts.sharding.shard import PlacementOf, shard_experts
 
@@ -56,9 +57,6 @@ class ExpertTraining:
         hook_blocks(model)
         if self.optimizers:
             fit_optimizer(self.optimizers[0], self.stacks)
-            for stack in self.stacks.values() if self.groups.ep_size > 1 else ():
-                stack.divide_in_backward()
-                self._undo.callback(stack.stop_dividing)
             if replanner is not None:
                 replanner.watch(self.stacks)
                 self._undo.callback(replanner.watch, {})
@@ -69,7 +67,7 @@ class ExpertTraining:
         if self.optimizers:
             optimizer = self.optimizers[0]
             rebalance = self.replanner.after_step if self.replanner is not None else None
-            self.sync = ExpertSync(self.parameters, rebalance, batches=self.groups.expert_dp_size)
+            self.sync = ExpertSync(self.parameters, rebalance)
             hooks = self.sync.follow(optimizer)
             if world_size() > 1:
                 hooks.append(optimizer.register_step_pre_hook(ReplicaCheck(prepared)))

@@ -122,10 +122,14 @@ class Trainer:
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, Any]:
-        """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`; returns `results`.
+        """Train from `state.step` to `max_steps`, or until a callback calls `request_stop`.
 
-        Raises UserError on every rank where a run is continued on other data, and at most 16 steps after a loss, a
-        gradient or a weight was not finite.
+        Returns:
+            `results`.
+
+        Raises:
+            UserError: On every rank, if a run is continued on other data, or a loss, a gradient or a weight is not
+                finite: in the same step on a CPU, elsewhere at the next log step or checkpoint.
         """
         self.enter("start")
         try:
@@ -334,9 +338,9 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` gave. Raises UserError where only one of the two runs has a scheduler of its own."""
         if ("schedule" in state) != (self.stepped is not None):
-            has = "has the state of a scheduler" if "schedule" in state else "has no state of a scheduler"
+            has = "the" if "schedule" in state else "no"
             raise UserError(
-                f"schedule={type(self.schedule).__name__}: the checkpoint {has}: pass the one it was made with."
+                f"schedule: the checkpoint has {has} state of a scheduler. Pass the schedule of the run that saved it."
             )
         self.state = TrainState(step=state["step"], samples=state["samples"])
         self.sums.load_state_dict(state["metric_sums"])

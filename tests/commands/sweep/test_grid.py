@@ -79,18 +79,6 @@ def test_a_recipe_imports_its_neighbours(tmp_path, monkeypatch):
     assert "full" in load_recipe(script, []).presets
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [],
-)
-def test_a_recipe_that_cannot_be_imported_is_one_line(toy, text, says):
-    toy.write_text(text)
-    with pytest.raises(UserError) as refusal:
-        load_recipe(toy, [])
-    assert says in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-
-
 def test_the_scripts_of_the_guide_can_be_swept(tmp_path):
     guide = (ROOT / "docs" / "train" / "recipes.md").read_text(encoding="utf-8")
     scripts = [block for block in re.findall(r"```python run\n(.*?)```", guide, re.DOTALL) if "run_recipe(" in block]

@@ -131,7 +131,7 @@ def layers_on_one_rank() -> dict[tuple[DropPolicy, bool], dict[str, Any]]:
             found[policy, placement is REPLICATED] = {
                 "y": y_TD.detach(),
                 "router": layer.router.weight.grad,
-                "up": layer.experts.up.grad,
+                "up": 2 * layer.experts.up.grad,  # a mean over the ranks' batches
                 "dropped": layer.dropped_E,
                 "load": layer.load_E,
             }

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
+from tests.traps.toys import ToyMixture, my_mean_loss, reference_gradients, rows_of
 from toolkit.experts.parallel.dense import refuse_late_parameters
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned, owned, ownership_of
@@ -93,14 +94,28 @@ def averaged(ep_size: int) -> list[list[float]]:
     return [p.grad.tolist() for p in (first, second)]
 
 
-def test_sums_of_one_group_are_divided_by_the_world():
-    assert run_distributed(averaged, 2, 2) == [[[0, 0], [0]], [[0.5, 5], [50]]]
-
-
-def test_sums_of_replicas_are_added_and_divided_by_the_world_not_by_the_replicas():
-    # Replicas {0, 2} sum to 2 and {1, 3} to 4; divided by 4 batches.
-    even, odd = [[0.5, 5], [50]], [[1, 10], [100]]
+def test_before_clip_takes_the_mean_over_the_expert_data_parallel_group_only():
+    # Groups {0, 2} and {1, 3}.
+    even, odd = [[1, 10], [100]], [[2, 20], [200]]
     assert run_distributed(averaged, 4, 2) == [even, odd, even, odd]
+
+
+def gradients_with_a_penalty(ep_size: int) -> float:
+    """The largest difference from one process, of gradients of a loss plus half the squares of expert weights."""
+    groups, reference = make_expert_groups(ep_size), reference_gradients()
+    model = ToyMixture(groups)
+    penalty = sum(0.5 * p.square().sum() for p in model.moe.experts.parameters())
+    (my_mean_loss(model) + penalty).backward()
+    ExpertSync(model.parameters()).before_clip()
+    return max(
+        (p.grad - rows_of(reference[f"moe.experts.{name}"], groups) - p.detach()).abs().max().item()
+        for name, p in model.moe.experts.named_parameters()
+    )
+
+
+@pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2), (4, 4)])
+def test_a_penalty_on_expert_weights_has_the_gradient_of_one_process(world: int, ep_size: int):
+    assert max(run_distributed(gradients_with_a_penalty, world, ep_size)) < 1e-12
 
 
 def averaged_with_a_missing_gradient() -> list[float] | None:

@@ -38,6 +38,7 @@ from toolkit.experts.layer.rows import (
     copies_for_peers,
     count,
     place_within_slot,
+    scale_gradient,
     sort_by_slot,
     visited,
 )
@@ -189,6 +190,10 @@ class LocalDispatcher(TokenDispatcher):
 class AllToAllDispatcher(TokenDispatcher):
     """For an EP group of several ranks: a row goes once to each rank that has experts of its token.
 
+    The backward pass takes the mean over the batches of the EP group, as DDP does, where rows arrive: it divides their
+    gradients by P, and multiplies the gradients of tokens and routing weights by P on the way back. So gradients of
+    experts that do not come from tokens, such as a weight penalty's, are not divided. A power of two loses no bit.
+
     With replicas, a rank sends to its local replica of an expert if it has one. Otherwise its i-th pair of an expert
     with M replicas goes to replica (rank + i) mod M.
     """
@@ -233,12 +238,18 @@ class AllToAllDispatcher(TokenDispatcher):
         x_RD, weights_RK, slots_RK = all_to_all(columns, plan.sizes[0], plan.copies[0], meanwhile)
         # (R, D) -> (N, D): rows by sending rank -> rows by slot, those of each slot still by sending rank.
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.pairs)
+        x_RD, weights_RK = self._undo_mean(x_RD, weights_RK)
         return Copy.apply(x_RD, order), Dispatched(plan, order, weights_RK, plan.copies)
 
     def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
         # (N, D) -> (R, D) -> (T, D): the sum of a row's experts on this rank, then the sum of a token's ranks.
         rows_RD = WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order)
+        rows_RD = scale_gradient(rows_RD, 1 / self.groups.ep_size)
         return Sum.apply(*all_to_all((rows_RD,), dispatched.plan.sizes[0].back()), dispatched.copies[0])
+
+    def _undo_mean(self, x_RD: Tensor, weights_RK: Tensor) -> tuple[Tensor, Tensor]:
+        """Received rows and routing weights, whose gradients become sums again on the way back."""
+        return scale_gradient(x_RD, self.groups.ep_size), scale_gradient(weights_RK, self.groups.ep_size)
 
     def _plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> Plan:
         """Exchange the numbers of rows and pairs with all ranks. A collective of the EP group."""
@@ -313,6 +324,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         x_RD, weights_RK, slots_RK = all_to_all(received, inside, copies)
         # (R, D) -> (N, D): rows by sending rank -> rows by slot, those of each slot still by sending rank.
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.pairs)
+        x_RD, weights_RK = self._undo_mean(x_RD, weights_RK)
         return Copy.apply(x_RD, order), Dispatched(plan, order, weights_RK, (*plan.copies, copies))
 
     def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
@@ -320,6 +332,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         of_nodes, of_ranks = dispatched.copies
         # (N, D) -> (R, D) -> rows by node -> (T, D): sums of a row's experts, of a row's ranks, of a token's nodes.
         rows_RD = WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order)
+        rows_RD = scale_gradient(rows_RD, 1 / self.groups.ep_size)
         rows = Sum.apply(*all_to_all((rows_RD,), inside), of_ranks)
         return Sum.apply(*all_to_all((rows,), between), of_nodes)
 

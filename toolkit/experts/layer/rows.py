@@ -187,6 +187,24 @@ class WeightedSum(torch.autograd.Function):
         return grad_rows, grad_weights_TK, None
 
 
+def scale_gradient(rows: Tensor, factor: float) -> Tensor:
+    """The rows. The backward pass multiplies their gradients by `factor`."""
+    return ScaledGradient.apply(rows, factor)
+
+
+class ScaledGradient(torch.autograd.Function):
+    """See `scale_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.factor, None
+
+
 # --- all-to-all -------------------------------------------------------------------------------------------------------
 
 Columns = tuple[Tensor, ...]

@@ -20,9 +20,9 @@ from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
 from toolkit.experts.layer.model_inputs import counted_tokens
 from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
-from toolkit.experts.parallel.sync import ExpertSync, divide_in_backward, stop_dividing
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class ExpertStack:
         """Of a copy: whether a warning said so."""
         self.sync: ExpertSync | None = None
         """What follows the optimizer under `ExpertParallel`."""
-        self._divides = False
         self.mark()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
@@ -75,6 +74,8 @@ class ExpertStack:
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         other.is_known_to_stay = False
         self.copies.add(other)
+        if self.sync is not None and (self.groups.expert_dp_group is not None or self.placement.has_replicas):
+            step_by_only(None, other.parameters.values())  # nothing averages gradients of a copy
         return other
 
     def all_copies(self) -> Iterator[ExpertStack]:
@@ -89,21 +90,7 @@ class ExpertStack:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.copies = WeakSet()
-        self.mark()  # those of copies have neither marks nor hooks
-        if self._divides:
-            self.divide_in_backward()
-
-    def divide_in_backward(self) -> None:
-        """Divide incoming gradients by `ep_size`, also in copies."""
-        self._divides = True
-        for parameter in self.parameters.values():
-            divide_in_backward(parameter)
-
-    def stop_dividing(self) -> None:
-        """Undo `divide_in_backward`; copies that were made meanwhile go on."""
-        self._divides = False
-        for parameter in self.parameters.values():
-            stop_dividing(parameter)
+        self.mark()  # copied parameters have no marks
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

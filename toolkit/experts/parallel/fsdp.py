@@ -22,7 +22,6 @@ from toolkit.experts.compat import awaits_all_reduce
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import new_group_of_each
 from toolkit.experts.parallel.ownership import local_rows
-from toolkit.experts.parallel.parallel_options import divisors_text
 
 
 def fully_shard_dense(
@@ -50,9 +49,7 @@ def fully_shard_dense(
         autocast: A type that the forward computes in.
 
     Raises:
-        UserError: For an optimizer that has state already, for a trainable parameter in none of `optimizers`, and for
-            an `fsdp_size` that does not divide the number of processes, and for a module with parameters of two types
-            that cannot be gathered apart.
+        UserError: An optimizer has state already, or a trainable parameter is in none of `optimizers`.
     """
     ignored = set(ignored)
     before = {name: parameter for name, parameter in model.named_parameters() if parameter not in ignored}
@@ -103,11 +100,7 @@ def _make_mesh(device_type: str, fsdp_size: int | None) -> DeviceMesh:
     world = world_size()
     if fsdp_size in (None, world):
         return init_device_mesh(device_type, (world,))
-    if fsdp_size is None or fsdp_size < 2 or world % fsdp_size:
-        raise UserError(
-            f"fsdp_size={fsdp_size}: it does not divide the {world} process(es) of this launch: use one of "
-            f"{divisors_text(world, least=2)}, or DDP, which replicates all parameters."
-        )
+    assert fsdp_size is not None
     ranks = torch.arange(world).view(-1, fsdp_size)
     groups = [new_group_of_each(partition.tolist()) for partition in (ranks.T, ranks)]
     return DeviceMesh.from_group(
@@ -169,17 +162,7 @@ def _units(model: nn.Module, trainable: set[nn.Parameter]) -> list[nn.Module]:
         others = [p for p in module.parameters(recurse=False) if p in trainable and p.dtype != usual]
         if any(holders[parameter] == 1 for parameter in others) and type(module).forward is not nn.Module.forward:
             wanted.add(module)
-    units = [module for module in reversed(modules) if module in wanted and module is not model]
-    left = set(trainable)
-    for unit in [*units, model]:
-        own = left.intersection(unit.parameters())
-        left -= own
-        if len(types := sorted(str(dtype).removeprefix("torch.") for dtype in {each.dtype for each in own})) > 1:
-            raise UserError(
-                f"{type(unit).__name__} has trainable parameters in {' and '.join(types)}, which FSDP2 cannot gather "
-                'together: load the model in float32, with mixed_precision="bf16", or use dense="ddp".'
-            )
-    return units
+    return [module for module in reversed(modules) if module in wanted and module is not model]
 
 
 def _repeated(model: nn.Module) -> Iterable[nn.Module]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit.errors import UserError, require_choice, require_count
+from toolkit.errors import UserError, require_choice
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node, rows_of_nodes
@@ -101,32 +101,28 @@ def make_expert_groups(
     """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
 
     Args:
-        ep_size: Ranks that are a group, neighbours by default.
-        ep_stride: How far apart they are.
-        ranks: In place of the two: which ranks are a group each, in lists of equal length that together have every rank
-            once, or as one dimension of a mesh, such as `mesh["ep"]`. In each group experts are placed on the ranks in
-            ascending order.
-        exchange: Whether a token is sent to each rank that has experts of it, or once to each node, and from there.
+        ep_size: Expert-parallel group size.
+        ep_stride: Distance between the ranks of a group. Default: 1, neighbours.
+        ranks: The ranks of each group, instead of `ep_size`: lists of equal length that together have every rank once,
+            or one dimension of a mesh, such as `mesh["ep"]`. Experts are placed on the ranks in ascending order.
+        exchange: "flat" sends a token to each rank that has its experts, "hierarchical" once to each node.
+
+    Returns:
+        The groups.
 
     Raises:
-        UserError: On every rank, where the number of processes is no multiple of `ep_size * ep_stride`, `ranks` are no
-            such groups, groups are on one node or have unequal parts of several and the exchange is hierarchical, or
-            the exchange is neither.
+        UserError: On every rank: the world size is no multiple of `ep_size * ep_stride`, `ranks` are no such groups, or
+            with a hierarchical exchange a group is on one node or has unequal parts of several.
+
+    Example:
+        >>> groups = make_expert_groups(ep_size=2)
+        >>> stacks = shard_experts(model, groups)
     """
     world = world_size()
-    if (ep_size is None) == (ranks is None):
-        raise UserError(f"ep_size={ep_size}, ranks={ranks}: give one of the two, to say which ranks share the experts.")
-    for name, size in (("ep_size", ep_size), ("ep_stride", ep_stride)):
-        if size is not None:
-            require_count(name, size)
-    if ranks is not None and ep_stride != 1:
-        raise UserError(
-            f"ep_stride={ep_stride}: ranks=... says which ranks share the experts: leave one of the two out."
-        )
+    if ranks is not None and (ep_size, ep_stride) != (None, 1):
+        raise UserError("ranks: ep_size or ep_stride is given, too. Give ranks only, or leave it out.")
     partition = strided_partition(world, ep_size, ep_stride) if ep_size is not None else _agreed_partition(ranks)
     require_choice("exchange", exchange, ExpertExchange)
-    if exchange == "hierarchical" and len(partition[0]) == 1:
-        raise UserError("exchange='hierarchical': each process has all experts, so nothing is exchanged: use flat.")
     if world == 1:
         return ExpertGroups()
     rank, size = dist.get_rank(), len(partition[0])
@@ -156,8 +152,6 @@ def strided_partition(world: int, ep_size: int, stride: int = 1) -> Partition:
 def _agreed_partition(ranks: Sequence[Sequence[int]] | DeviceMesh | None) -> Partition:
     """The groups that `ranks` names, on every rank. A collective: ranks may have been given different ones."""
     if isinstance(ranks, DeviceMesh):
-        if ranks.ndim != 1:
-            raise UserError(f'ranks={ranks} has {ranks.ndim} dimensions: give one of them, such as mesh["ep"].')
         groups = [sorted(ranks.mesh.tolist())] if ranks.get_coordinate() is not None else []
     else:
         groups = [sorted(group) for group in ranks or ()]

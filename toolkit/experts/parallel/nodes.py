@@ -11,23 +11,17 @@ WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD
 
 
 def ranks_per_node(default: int) -> int:
-    """Processes that the launcher started on this node, from LOCAL_WORLD_SIZE; `default`, which is those of the world,
-    where it does not say.
+    """The number of processes that the launcher started on this node (LOCAL_WORLD_SIZE), or `default`.
 
-    Nodes are emulated on one machine by as many launchers, as torchrun's for two nodes of two processes each.
+    Several launchers on one machine emulate nodes.
     """
     return int(os.environ.get("LOCAL_WORLD_SIZE") or default)
 
 
 def launched_world() -> int | None:
-    """How many processes the launcher of this one started, or None where there was none.
-
-    Raises UserError where the environment says something else than a number.
-    """
+    """The number of processes that the launcher of this process started. None: there is no launcher."""
     for name in WORLD_SIZES:
         if value := os.environ.get(name):
-            if not value.isdecimal() or int(value) < 1:
-                raise UserError(f"{name}={value} in the environment is no number of processes: unset it.")
             return int(value)
     return None
 

@@ -6,8 +6,8 @@ assumptions without an error. This package replaces them:
 | Accelerate and DDP                          | this package                                                         |
 |---------------------------------------------|----------------------------------------------------------------------|
 | overwrite parameters with rank 0's          | `dense.leave_out_of_ddp` puts owned parameters on DDP's ignore list  |
-| average gradients over ranks                | `ExpertSync.before_clip`: rows already hold the sum over the batches |
-|                                             | of their EP group                                                    |
+| average gradients over ranks                | token dispatch takes the mean over the EP group, and                 |
+|                                             | `ExpertSync.before_clip` the mean over the expert data-parallel group|
 | keep replicated parameters equal            | `ExpertSync.after_step`: the owner of a row with replicas gets their |
 |                                             | gradients, steps, and sends its weights                              |
 | clip by the norm of local gradients         | `ExpertSync.clip`: replicated parameters count once, owned ones are  |
@@ -23,12 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import EMPTY_ROW
@@ -46,7 +45,7 @@ class RowsOfRanks(NamedTuple):
     """Rows per rank."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Ownership:
     """The rows of an owned parameter, and the ranks that hold them.
 
@@ -59,11 +58,6 @@ class Ownership:
     groups: ExpertGroups
     rows_of_ranks: tuple[tuple[int, ...], ...] | None = None
     """The row ids of every rank of the EP group, if some rows have replicas on other ranks."""
-    dividing: RemovableHandle | None = None
-    """The hook of `sync.divide_in_backward`."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Ownership, (self.row_ids, self.groups, self.rows_of_ranks)
 
     @cached_property
     def owner_of(self) -> dict[int, int]:
@@ -132,9 +126,7 @@ def mark_owned(
     if len(row_ids) != len(local_rows(parameter)):
         raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(local_rows(parameter))} rows")
     everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
-    before = ownership_of(parameter)
-    dividing = None if before is None else before.dividing
-    parameter.ownership = Ownership(tuple(row_ids), groups, everywhere, dividing)  # type: ignore[attr-defined]
+    parameter.ownership = Ownership(tuple(row_ids), groups, everywhere)  # type: ignore[attr-defined]
 
 
 def ownership_of(parameter: Tensor) -> Ownership | None:

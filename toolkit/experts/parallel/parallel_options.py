@@ -43,9 +43,9 @@ def check_group_size(world: int, ep_size: int, ep_stride: int = 1) -> None:
         )
 
 
-def divisors_text(number: int, *, least: int = 1) -> str:
+def divisors_text(number: int) -> str:
     """Such as "1, 2, 4" for 4."""
-    return ", ".join(str(n) for n in range(least, number + 1) if number % n == 0)
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 class DenseOptions(Options):

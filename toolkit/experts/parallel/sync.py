@@ -9,13 +9,12 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from toolkit.experts.compat import divide_each_, multiply_each_, norm_of_each
-from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.compat import multiply_each_, norm_of_each
 from toolkit.experts.parallel.optimizer_rows import in_use
 from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
 
@@ -42,7 +41,6 @@ class ExpertSync:
     Args:
         parameters: Parameters of the model. Only owned ones, such as experts, are synchronized.
         rebalance: Called as `rebalance(step, optimizer)` after each step, such as `Replanner.after_step`.
-        batches: What gradients are divided by. Default: the world size.
 
     Example:
         sync = experts.ExpertSync(model.parameters(), rebalance=replanner.after_step)
@@ -56,15 +54,10 @@ class ExpertSync:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        rebalance: Callable[[int, Optimizer], object] | None = None,
-        *,
-        batches: int | None = None,
-    ):
+        self, parameters: Iterable[Tensor], rebalance: Callable[[int, Optimizer], object] | None = None
+    ) -> None:
         self.parameters = owned(parameters)
         self.rebalance = rebalance
-        self._batches = world_size() if batches is None else batches
         self._arrivals = _Arrivals()
         self.optimizer: Callable[[], Optimizer | None] | None = None
         """Gives the optimizer of `follow`."""
@@ -92,26 +85,24 @@ class ExpertSync:
 
     @torch.no_grad()
     def before_clip(self) -> None:
-        """Average gradients over all ranks' batches, after the last backward pass of a step.
+        """Average gradients over the expert data-parallel group, after the last backward pass of a step.
 
-        The backward pass of the all-to-all has summed the contributions of the EP group's batches, where DDP takes the
-        mean over the world. The owner of a row with replicas gets the gradients of all, the others get zero.
+        Token dispatch takes the mean over the EP group's batches. The owner of a row with replicas gets the gradients
+        of all, the others get zero.
         """
         if not self._arrivals.await_average:
             return
         self._arrivals.await_average = self.optimizer is None
         _sum_replica_gradients(self.parameters)
-        averaged = [p for p in self.parameters if p.grad is not None]
-        grads = [in_use(p, p.grad) for p in averaged if p.grad is not None]
-        if grads and self._batches > 1:
-            divide_each_(grads, float(self._batches))
-        for parameter, grad in zip(averaged, grads, strict=True):
-            group = _ownership(parameter).groups.expert_dp_group
-            if group is not None:
-                summed = grad.contiguous()
-                dist.all_reduce(summed, group=group)
-                if summed is not grad:
-                    grad.copy_(summed)
+        for parameter in self.parameters:
+            groups = _ownership(parameter).groups
+            if parameter.grad is None or groups.expert_dp_group is None:
+                continue
+            grad = in_use(parameter, parameter.grad).div_(groups.expert_dp_size)
+            summed = grad.contiguous()
+            dist.all_reduce(summed, group=groups.expert_dp_group)
+            if summed is not grad:
+                grad.copy_(summed)
 
     @torch.no_grad()
     def clip(
@@ -190,28 +181,6 @@ class ExpertSync:
             parameter.index_copy_(0, borrowed.rows, received)
         if self.rebalance is not None:
             self.rebalance(step, optimizer)
-
-
-def divide_in_backward(parameter: nn.Parameter) -> None:
-    """Divide each incoming gradient of an owned parameter by `ep_size`, also once a frozen one is unfrozen."""
-    ownership = _ownership(parameter)
-    if ownership.dividing is not None:
-        raise RuntimeError("the gradient of this parameter is divided in the backward already")
-    if not parameter.is_floating_point():
-        return  # packed numbers, which have no gradient
-    ep_size = ownership.groups.ep_size
-    is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # a frozen one takes no hooks
-    ownership.dividing = parameter.register_hook(lambda grad: grad / ep_size)
-    parameter.requires_grad_(is_trained)
-
-
-def stop_dividing(parameter: nn.Parameter) -> None:
-    """Remove the hook of `divide_in_backward`."""
-    ownership = _ownership(parameter)
-    if ownership.dividing is not None:
-        ownership.dividing.remove()
-    ownership.dividing = None
 
 
 def _sum_replica_gradients(parameters: Iterable[Tensor]) -> None:

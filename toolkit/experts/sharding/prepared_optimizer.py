@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, as_in_files
 from toolkit.experts.parallel.optimizer_rows import unwrapped
-from toolkit.experts.parallel.ownership import is_owned
 
 
 def fit_optimizer(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> None:
@@ -54,60 +49,6 @@ def fit_states(optimizer: Optimizer, parameter: nn.Parameter, shape: torch.Size)
             and (value.shape[1:] == parameter.shape[1:] or value.shape == shape)
         ):
             state[key] = value.flatten()[:1].expand(parameter.shape).clone()
-
-
-_STEPPED_BY = WeakTensorKeyDictionary()
-"""Parameter -> what gives the only optimizer that can step it."""
-
-
-def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> Callable[[], None]:
-    """Have steps of any other optimizer with one of `parameters` raise UserError.
-
-    Trainers make optimizers of their own. Their steps would not refresh replicas or rebalance, and would follow
-    clipping by the norm of one rank's experts.
-
-    Args:
-        optimizer: None forbids steps of all optimizers with parameters that other ranks do not have.
-        parameters: The experts' parameters.
-
-    Returns:
-        A function that ends it. Steps with expert-parallel parameters raise from then on: nothing averages gradients.
-    """
-    _watch_steps()
-    listed = list(parameters)
-
-    def end() -> None:
-        for parameter in listed:
-            if is_owned(parameter):
-                _STEPPED_BY[parameter] = _no_optimizer
-            else:
-                _STEPPED_BY.pop(parameter, None)
-
-    if optimizer is None:
-        end()
-    else:
-        _STEPPED_BY.update(dict.fromkeys(listed, weakref.ref(optimizer)))
-    return end
-
-
-def _no_optimizer() -> None:
-    """Returned for a parameter that no optimizer may step."""
-
-
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse_another)
-
-
-def _refuse_another(optimizer: Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (prepared := _STEPPED_BY.get(parameter)) is not None and prepared() is not optimizer:
-                raise UserError(
-                    f"optimizer: {type(optimizer).__name__} has experts that were prepared with another optimizer, "
-                    "with none, or are closed. Step the prepared optimizer, before close; for a Trainer, which makes "
-                    "its own, call expert_trainer with a model that was not prepared."
-                )
 
 
 def load_only_own_states(optimizer: Optimizer, stacks: Mapping[str, ExpertStack]) -> list[RemovableHandle]:

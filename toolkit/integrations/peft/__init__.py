@@ -1,5 +1,5 @@
 """Integration with PEFT: adapters of sharded experts, saved as PEFT saves them."""
 
-import lazy_loader
+from toolkit.public_names import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

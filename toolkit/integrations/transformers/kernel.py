@@ -8,10 +8,9 @@ biases run as one autograd node. Matrices of frozen experts may be packed (`quan
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
@@ -20,6 +19,9 @@ from toolkit.experts.sharding.experts_modules import LowRank, in_order_of_slots,
 from toolkit.integrations.transformers.compat import apply_gate, has_default_gate, register_experts_function
 from toolkit.integrations.transformers.cpu_offload import is_on_host, rows_on
 from toolkit.integrations.transformers.quantization import is_packed, unpacked
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 NAME = "toolkit"
 

@@ -11,13 +11,15 @@ its rank or slot: rows migrate, are replicated and saved as bytes, with the scal
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from toolkit.integrations.transformers.cpu_offload import rows_on
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, UInt8
 
 BLOCK = 64
 """Numbers that share a scale."""

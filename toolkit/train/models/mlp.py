@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped, UInt8
 
 
 class Pixels(nn.Module):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.data.table import Batch, TensorTable
 from toolkit.errors import UserError
 from toolkit.train.task import Loss
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Integer
 
 IGNORED = -100
 """A label that torch's cross-entropy leaves out."""

@@ -188,7 +188,7 @@ def test_ranks_together_compute_what_one_process_computes(world: int) -> None:
         ranks = [result[case, dtype] for result in results]
         inputs = zip(*(draw(case, rank, world, dtype) for rank in range(world)), strict=True)
         expected = train(LocalDispatcher(contiguous(EXPERTS, 1)), *map(torch.cat, inputs), expert_weights(dtype))
-        by_slot = torch.cat([rank["experts"] for rank in ranks])
+        by_slot = world * torch.cat([rank["experts"] for rank in ranks])  # means over the ranks' batches
         actual = {name: torch.cat([rank[name] for rank in ranks]) for name in ("y", "x", "weights")}
         actual["experts"] = by_slot[SLOT_OF_EXPERT]
         for name, tensor in actual.items():

@@ -1,0 +1,14 @@
+"""The public names of `toolkit.experts`, once: editors and type checkers read them here."""
+
+from .layer.losses import RouterPenalty as RouterPenalty
+from .layer.moe_layer import make_moe as make_moe
+from .moving.migrate import place_experts as place_experts
+from .moving.replan import Replanner as Replanner
+from .moving.replan_options import ReplanOptions as ReplanOptions
+from .parallel.groups import ExpertGroups as ExpertGroups
+from .parallel.groups import make_expert_groups as make_expert_groups
+from .parallel.sync import ExpertSync as ExpertSync
+from .placement.placement import ExpertPlacement as ExpertPlacement
+from .sharding.shard import shard_experts as shard_experts
+from .state.checkpoint_files import load as load
+from .state.checkpoint_files import save as save
