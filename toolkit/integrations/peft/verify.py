@@ -163,7 +163,7 @@ def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = 
     settings: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     base = base or settings.get("base_model_name_or_path")
     if not base:
-        raise UserError(f"--base: {folder / CONFIG} names no base model. Give its folder or Hub name.")
+        raise UserError(f"base: {folder / CONFIG} names no base model. Give its folder or Hub name.")
     _check_version(settings, found)
     model = _load(folder, base, load, found)
     if model is None:
