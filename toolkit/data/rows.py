@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +58,41 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
             if here.suffix not in FORMATS:
                 raise UserError(f"dataset={dataset!r}: give a folder, or a file of {', '.join(FORMATS)}.")
             what |= {"path": FORMATS[here.suffix], "data_files": str(here)}
-    shows_progress = datasets.are_progress_bars_disabled() is False
-    datasets.disable_progress_bars()
-    try:
-        splits = datasets.load_dataset(**what)
-    # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
-    except Exception as error:
-        why = one_line(error.__cause__ or error)
-        raise UserError(f"dataset={dataset!r}: cannot be loaded ({why}): check its name and the network.") from error
-    finally:
-        if shows_progress:
-            datasets.enable_progress_bars()
+    with _quiet_datasets() as errors:
+        try:
+            splits = datasets.load_dataset(**what)
+        # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
+        except Exception as error:
+            why = one_line(Exception(errors[-1]) if errors else error.__cause__ or error)
+            remedy = "Check its name, its files and the network."
+            raise UserError(f"dataset={dataset!r}: cannot be loaded ({why}). {remedy}") from error
     key += "".join(fingerprint(rows) for rows in splits.values())
     return splits, hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[list[str]]:
+    """Hide the progress bars and logged errors of `datasets`. Yields these errors: only they name a damaged file."""
+    import datasets
+
+    errors: list[str] = []
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        if is_error := record.levelno >= logging.ERROR:
+            errors.append(record.getMessage())
+        return not is_error
+
+    handlers, shows_progress = list(logging.getLogger("datasets").handlers), not datasets.are_progress_bars_disabled()
+    for handler in handlers:
+        handler.addFilter(is_shown)
+    datasets.disable_progress_bars()
+    try:
+        yield errors
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_shown)
+        if shows_progress:
+            datasets.enable_progress_bars()
 
 
 def train_and_test(splits: Any) -> tuple[Any, Any, str | None]:
