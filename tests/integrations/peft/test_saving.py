@@ -213,7 +213,7 @@ def test_adapters_are_chosen_and_disabled_as_in_stock_peft():
         assert losses[f"{name} ours"] == pytest.approx(loss, rel=1e-6)
 
 
-def refusals() -> list[str]:
+def refusals(folder: Path) -> list[str]:
     from peft import LoraConfig
 
     said = []
@@ -232,14 +232,14 @@ def refusals() -> list[str]:
     model = adapted("mixtral")
     prepared(model, 2, "contiguous")
     with pytest.raises(UserError) as error:
-        model.get_base_model().save_pretrained("nowhere")
+        model.get_base_model().save_pretrained(folder)
     said.append(str(error.value))
     return said
 
 
-def test_what_is_not_supported_is_refused_in_one_line_with_its_reason():
+def test_what_is_not_supported_is_refused_in_one_line_with_its_reason(tmp_path: Path):
     words = ["are not supported", "before prepare", "the experts of this rank"]
-    for said in run_distributed(refusals, 2):
+    for said in run_distributed(refusals, 2, tmp_path):
         for sentence, word in zip(said, words, strict=True):
             assert word.lower() in sentence.lower()
             assert "\n" not in sentence
