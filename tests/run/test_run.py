@@ -8,7 +8,6 @@ import random
 import shutil
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from tests.support.helpers import run_distributed
 from toolkit.errors import Preempted, UserError
 from toolkit.run import provenance
-from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.config.run import RunConfig
@@ -438,12 +436,3 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_was(name, tmp_path):
     with pytest.raises(UserError, match=r"run_dir=.*thesis: it holds other files and no run"):
         start_run("toy", config(run_dir=tmp_path / "thesis"))
     assert [file for file in (tmp_path / "thesis").rglob("*") if file.is_file()] == [path]
-
-
-def test_mps_is_refused_because_it_has_no_float64(monkeypatch):
-    class OnMps(SimpleNamespace):
-        device, mixed_precision = torch.device("mps"), "no"
-
-    monkeypatch.setattr("toolkit.run.accelerator.Accelerator", lambda **_: OnMps())
-    with pytest.raises(UserError, match="mps has no float64, in which samples are counted: use cpu=True"):
-        build_accelerator(RunConfig())

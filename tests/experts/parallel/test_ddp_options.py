@@ -59,11 +59,3 @@ def test_what_excludes_each_other_is_refused():
         DDPOptions(find_unused_parameters=True, static_graph=True)
     with pytest.raises(UserError, match="bucket_cap_mb=0"):
         DDPOptions(bucket_cap_mb=0)
-
-
-def test_a_type_that_a_cpu_cannot_add_is_refused(tmp_path: Path):
-    with (
-        pytest.raises(UserError, match=r"ddp\.comm_hook='bf16'"),
-        small_trainer(small_config(tmp_path, ddp=DDPOptions(comm_hook="bf16"))),
-    ):
-        pass
