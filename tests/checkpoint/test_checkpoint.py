@@ -22,6 +22,7 @@ from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state import checkpoint_files, manifest
 from toolkit.experts.state.tensor_files import SavedTensors, load_optimizer
 from toolkit.run.storage import Storage
@@ -51,10 +52,12 @@ class OneRank:
 Pair = tuple[SmallModel, torch.optim.Optimizer]
 
 
-def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int = 4) -> Pair:
+def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int = 4, spare_slots: int = 0) -> Pair:
     """A model and its optimizer in which every number depends on the uid, the parameter and `steps`."""
     torch.manual_seed(0)
     model = SmallModel(groups or ExpertGroups(), experts)
+    if spare_slots:
+        shard_experts(model, ExpertGroups(), spare_slots=spare_slots)
     optimizer = build_optimizer(model, lr=0.1, config=tk.OptimizerOptions())
     for step in range(steps):
         for place, parameter in enumerate(model.parameters()):
@@ -156,15 +159,17 @@ def test_save_writes_rows_under_uids_and_everything_else_once(tmp_path):
 
 
 def test_empty_row_is_neither_saved_nor_overwritten(tmp_path):
-    then, now = with_rows((0, 1, EMPTY_ROW, 9)), with_rows((0, 1, EMPTY_ROW, 9), steps=0)
+    then, now = trained(spare_slots=1), trained(steps=0, spare_slots=1)
     up = now[0].moe.experts.up
-    untouched = up[2].detach().clone()
+    with torch.no_grad():
+        up[4] = 7.0
     path = save(tmp_path, then, 7)
-    assert manifest.read_manifest(path)["rows"]["experts-00000.safetensors"]["moe.experts.up"] == [0, 1, 9]
+    assert manifest.read_manifest(path)["rows"]["experts-00000.safetensors"]["moe.experts.up"] == [0, 1, 2, 3]
     load(path, now)
-    assert torch.equal(up[2], untouched)
-    assert torch.equal(up[3], then[0].moe.experts.up[3])
-    assert not now[1].state[up]["exp_avg"][2].any()
+    assert (up[4] == 7.0).all()
+    assert torch.equal(up[:4], then[0].moe.experts.up[:4])
+    assert then[1].state[then[0].moe.experts.up]["exp_avg"][4].any()
+    assert not now[1].state[up]["exp_avg"][4].any()
 
 
 def test_rank_that_owns_no_row_gets_empty_moments_and_shared_states(tmp_path):

@@ -211,7 +211,7 @@ def test_a_split_expert_is_kept_for_what_it_gains(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_leaves_no_idle_expert_and_none_that_was_split_too_late(tmp_path: Path) -> None:
     """No sleep comes before the end, and one expert is hardly used."""
-    late = {"min_sleep_every": 500, "sleep_every": 500, "max_sleep_every": 500}
+    late = {"min_sleep_every": None, "sleep_every": 500}
     lifecycle = EVENTFUL.replace(**late, grow_every=5, merge_distance=None, min_age=30)
     config = dynamic_config(tmp_path / "run", lifecycle=lifecycle, max_experts=32)
     with dynamic_trainer(config) as (trainer, watched):

@@ -129,7 +129,7 @@ def averaged_with_a_missing_gradient() -> list[float] | None:
 
 
 def test_a_parameter_without_gradient_is_passed_over():
-    assert run_distributed(averaged_with_a_missing_gradient, 4) == [[1.0], [2.0], [1.0], [2.0]]
+    assert run_distributed(averaged_with_a_missing_gradient, 4) == [[2.0], [4.0], [2.0], [4.0]]
     ExpertSync([]).before_clip()
 
 

@@ -413,7 +413,7 @@ def refused(folder: Path) -> dict[str, str]:
 def test_what_would_use_a_part_of_the_experts_is_refused_in_one_line(runs: Runs):
     expected = {
         "prepared before, in a Trainer": "call expert_trainer with a model that was not prepared",
-        "prepared before": "prepare a model that is not",
+        "prepared before": "are sharded already",
         "no experts": "has no experts",
         "saving": "Pass save_only_model=True",
         "two penalties": "router_aux_loss_coef=0.0",
