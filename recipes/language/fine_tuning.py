@@ -33,7 +33,7 @@ def make_base(run: tk.Run, config: Config, old: tk.data.TextData | None, recipe:
     for name in ("experts", "top_k", "expert_hidden_size", "context"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
     preset = "debug" if config.preset == "debug" else "full"
-    key = tk.data.identity(old.train)["sha256"]
+    key = tk.data.identity_of(old.train)["sha256"]
     run.print(old.notice or f"the base is a model that lm_moe trains on {old.name}")
     return str(run.on_main_and_share(lambda: cached_run(recipe, [preset, *flags], needs="model", key=key)) / "model")
 

@@ -56,8 +56,6 @@ LAYER = {"dim": 8, "hidden_dim": 4, "num_experts": 4, "top_k": 2}
         *((name, 0, partial(tk.experts.make_moe, **LAYER)) for name in ("dim", "hidden_dim", "num_experts")),
         ("dim", 8.0, partial(tk.experts.make_moe, **LAYER)),
         ("spare_slots", -1, partial(tk.experts.make_moe, **LAYER)),
-        *(("ep_size", value, tk.experts.make_expert_groups) for value in (0, 2.0, "2")),
-        ("ep_stride", 0, partial(tk.experts.make_expert_groups, 1)),
     ],
 )
 def test_a_size_is_an_integer_that_can_be(name: str, value: Any, call: Callable[..., Any]) -> None:

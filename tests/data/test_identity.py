@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import toolkit.data.identity
-from toolkit.data.identity import identity, same_data
+from toolkit.data.identity import identity_of, same_data
 from toolkit.data.ragged import RaggedColumn, RaggedTable
 from toolkit.data.table import TensorTable
 
@@ -51,12 +51,12 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_data_have_another_identity(name):
-    assert not same_data(identity(make()), identity(OTHERS[name]))
+    assert not same_data(identity_of(make()), identity_of(OTHERS[name]))
 
 
 def test_the_identity_is_the_same_each_time_and_after_it_was_written():
-    found = identity(make())
-    assert identity(make()) == found
+    found = identity_of(make())
+    assert identity_of(make()) == found
     assert same_data(json.loads(json.dumps(found)), found)
     assert found["rows"] == ROWS
 
@@ -67,19 +67,19 @@ def test_what_another_processor_rounds_otherwise_is_the_same_data():
     one_level[:, 0, 0] ^= (torch.arange(ROWS) % 50 == 0).to(torch.uint8)
     other = make(input=rounded, pixels=one_level)
     assert not torch.equal(other.columns["input"], BASE["input"])
-    assert same_data(identity(make()), identity(other) | {"decoder": "another"})
+    assert same_data(identity_of(make()), identity_of(other) | {"decoder": "another"})
 
 
 def test_a_run_from_before_pixels_were_compared_bit_for_bit_goes_on():
-    before = {name: value for name, value in identity(make()).items() if name not in ("pixels", "decoder")}
-    assert same_data(before, identity(make()))
-    assert not same_data(before, identity(OTHERS["other pixels"]))
+    before = {name: value for name, value in identity_of(make()).items() if name not in ("pixels", "decoder")}
+    assert same_data(before, identity_of(make()))
+    assert not same_data(before, identity_of(OTHERS["other pixels"]))
 
 
 def test_inputs_that_are_not_finite_have_an_identity_too():
     inputs = BASE["input"].clone()
     inputs[3, 0, 0], inputs[4, 0, 0] = torch.nan, torch.inf
-    assert same_data(identity(make(input=inputs)), identity(make(input=inputs)))
+    assert same_data(identity_of(make(input=inputs)), identity_of(make(input=inputs)))
 
 
 def test_of_large_data_a_part_is_read_that_lies_evenly(monkeypatch):
@@ -87,16 +87,16 @@ def test_of_large_data_a_part_is_read_that_lies_evenly(monkeypatch):
     table, read = make(), []
     get = type(table).__getitem__
     monkeypatch.setattr(TensorTable, "__getitem__", lambda self, rows: read.extend(rows.tolist()) or get(self, rows))
-    found = identity(table)
+    found = identity_of(table)
     assert len(read) == ROWS / 4
     assert read == sorted(read)
     assert {b - a for a, b in itertools.pairwise(read)} == {4}
-    assert not same_data(found, identity(make(seed=1)))
-    assert not same_data(found, identity(make(rows=ROWS - 1)))
+    assert not same_data(found, identity_of(make(seed=1)))
+    assert not same_data(found, identity_of(make(rows=ROWS - 1)))
 
 
 def test_ragged_data_have_one_and_a_selection_has_another():
     lengths = torch.arange(1, 9)
     table = RaggedTable(input=RaggedColumn.packed(torch.arange(36.0), lengths), label=torch.arange(8))
-    assert same_data(identity(table), identity(table.select(torch.arange(8))))
-    assert not same_data(identity(table), identity(table.select(torch.arange(7))))
+    assert same_data(identity_of(table), identity_of(table.select(torch.arange(8))))
+    assert not same_data(identity_of(table), identity_of(table.select(torch.arange(7))))

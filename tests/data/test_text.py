@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -260,19 +259,6 @@ def test_a_data_set_in_a_folder_or_of_the_hub_is_read_by_its_splits(held_out, tm
     for data in (load("folder", tmp_path, block=1), load(str(tmp_path), block=1)):
         assert targets(data).startswith("rain 00\0train 01")
         assert targets(data, "test") == ("eld out" if held_out else "rain 09")
-
-
-@pytest.mark.parametrize("name", ["train.jsonl", "train.txt"])
-def test_text_that_was_replaced_under_the_same_name_size_and_time_is_read_anew(name, tmp_path):
-    def write(text: str) -> None:
-        lines = [json.dumps({"text": text}) if name.endswith("jsonl") else text] * 10
-        (tmp_path / name).write_text("\n".join(lines))
-        os.utime(tmp_path / name, (0, 0))
-
-    write("first text")
-    assert "first text" in targets(load("folder", tmp_path, block=1))
-    write("other text")
-    assert "other text" in targets(load("folder", tmp_path, block=1))
 
 
 def test_prompts_are_beginnings_of_full_blocks(tmp_path):

@@ -63,11 +63,11 @@ def test_cores_are_left_to_the_ranks_that_are_not_done():
 
 
 def test_simulate_takes_the_busiest_rank_of_each_layer():
-    blocks = [contiguous(2, 2)] * 2
+    blocks, machine = [contiguous(2, 2)] * 2, MACHINE.replace(top_k=1)
     even, first, second = [[5, 5], [5, 5]], [[10, 0], [10, 0]], [[0, 10], [0, 10]]
-    both_even, one, two = (seconds(MACHINE, np.array([[even, layer]]), blocks)[0] for layer in (even, first, second))
+    both_even, one, two = (seconds(machine, np.array([[even, layer]]), blocks)[0] for layer in (even, first, second))
     assert both_even < one == two
-    opposed = seconds(MACHINE, np.array([[first, second]]), blocks)[0]
+    opposed = seconds(machine, np.array([[first, second]]), blocks)[0]
     assert opposed - one == pytest.approx(one - both_even)
 
 

@@ -31,7 +31,7 @@ def test_dynamic_splits_experts_and_keeps_those_that_the_loss_needs(tmp_path: Pa
     short = dynamic().lifecycle.replace(grow_every=20, sleep_every=40, min_sleep_every=1, min_age=15)
     results = main(small(dynamic(), tmp_path, max_steps=125, epochs=6, lifecycle=short))
     events = [event for line in read_metrics(tmp_path / "lifecycle.jsonl") for event in line["events"]]
-    assert dynamic().min_experts <= results["active_experts"] <= dynamic().max_experts
+    assert dynamic().lifecycle.min_experts <= results["active_experts"] <= dynamic().max_experts
     assert results["min_expert_load"] * results["active_experts"] > 0.05
     assert results["lifecycle_grow"] >= 2
     assert results["lifecycle_merge"] + results["lifecycle_prune"] >= 1

@@ -19,7 +19,7 @@ from .files import unreadable as unreadable
 from .hub import find_on_hub as find_on_hub
 from .hub import model_folder as model_folder
 from .hub import why_out_of_reach as why_out_of_reach
-from .identity import identity as identity
+from .identity import identity_of as identity_of
 from .images import ImageData as ImageData
 from .ragged import BucketedOrder as BucketedOrder
 from .ragged import RaggedColumn as RaggedColumn

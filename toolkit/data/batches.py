@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from toolkit.data.identity import Identity, identity
+from toolkit.data.identity import Identity, identity_of
 from toolkit.data.table import Batch, TensorTable
 from toolkit.experts.parallel.seeding import generator
 
@@ -122,7 +122,7 @@ class TrainBatches:
 
     def identity(self) -> Identity:
         """The identity of the table, see `toolkit.data.identity`."""
-        return identity(self.table)
+        return identity_of(self.table)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -205,7 +205,7 @@ class EvalBatches:
 
     def identity(self) -> Identity:
         """The identity of the table, see `toolkit.data.identity`."""
-        return identity(self.table)
+        return identity_of(self.table)
 
     def __iter__(self) -> Iterator[Batch]:
         batches = torch.arange(len(self.table)).split(self.batch_size)

@@ -19,10 +19,10 @@ MOST_BYTES = 2**24
 TOLERANCE = 1e-3
 
 Identity = Mapping[str, Any]
-"""What `identity` gives, in JSON."""
+"""The result of `identity_of`, in JSON."""
 
 
-def identity(table: TensorTable) -> dict[str, Any]:
+def identity_of(table: TensorTable) -> dict[str, Any]:
     """The number of `rows`, a `sha256`, by column `moments`, and of pictures a digest `pixels` beside their `decoder`.
 
     The digest is of names, types, shapes and integers. Fractions, and pictures (integers of three or more dimensions),

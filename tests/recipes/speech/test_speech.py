@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -318,16 +317,6 @@ def test_a_recording_of_another_name_is_refused(tmp_path):
     path.write_bytes(encode_wav(noise(0.3), RATE))
     with pytest.raises(UserError, match=f"{path} is not named <digit>_<speaker>_<number>"):
         load("fsdd", tmp_path)
-
-
-def test_a_sound_that_was_replaced_is_decoded_anew(tmp_path):
-    before = load("manifest", write_manifest(tmp_path))
-    content = encode_wav(noise(0.5, seed=9), RATE)
-    sound, times = tmp_path / "a.wav", (tmp_path / "a.wav").stat()
-    sound.write_bytes(content[: times.st_size])
-    os.utime(sound, ns=(times.st_atime_ns, times.st_mtime_ns))
-    after = load("manifest", tmp_path)
-    assert not torch.equal(before.train.ragged["input"].values, after.train.ragged["input"].values)
 
 
 def test_the_hub_is_asked_with_datasets_and_says_what_to_do():

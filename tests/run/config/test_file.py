@@ -10,7 +10,7 @@ import torch
 
 import toolkit as tk
 from recipes.mnist_moe import PRESETS, debug, full
-from toolkit.data.identity import identity
+from toolkit.data.identity import identity_of
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.run import cli
@@ -62,7 +62,7 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path):
 def test_the_config_of_a_run_is_such_a_file(tmp_path: Path):
     config = debug().replace(seed=3, lr=2.5e-3, max_experts=8, run_dir=tmp_path / "run", tracker="none", cpu=True)
     with tk.start_run("mnist_moe", config) as run:
-        record_data(run, test=identity(tk.TensorTable(label=torch.arange(4))))
+        record_data(run, test=identity_of(tk.TensorTable(label=torch.arange(4))))
         run.begin()
     text = (tmp_path / "run" / "config.json").read_text()
     assert set(json.loads(text)) == {"recipe", "data_identity", *to_dict(config)}
