@@ -27,7 +27,7 @@ def make_base(run: tk.Run, config: Config, old: tk.data.TextData | None, recipe:
     """
     if old is None:
         raise tk.UserError(
-            field="model", remedy="give a folder or Hub name, or old_dataset, on which a small model is trained"
+            field="model", remedy="give a folder or Hub name, or take old_dataset=prose to train a small model on it"
         )
     flags = ["--dataset", str(config.old_dataset), "--sample-tokens", "1", "--export", "--cpu", "--tracker", "none"]
     for name in ("experts", "top_k", "expert_hidden_size", "context"):

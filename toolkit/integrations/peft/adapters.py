@@ -39,6 +39,9 @@ class AdapterOptions(Options):
 
     def check_together(self) -> None:
         super().check_together()
+        any_of = self.lora_rank == 0 or self.lora_experts or self.lora_attention
+        remedy = "adapters of neither experts nor attention: leave lora_experts=False or lora_attention=False out"
+        require(any_of, "lora_rank", self.lora_rank, remedy)
         remedy = "there are no adapters with lora_rank=0, and model/ has the weights: leave it out"
         require(not self.merge or self.lora_rank > 0, "merge", self.merge, remedy)
 
