@@ -185,6 +185,7 @@ def fork_rank(
     words: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
+    stdin: int | None = None,
     stdout: IO[str] | int | None = None,
     stderr: IO[str] | int | None = None,
     start_new_session: bool = False,
@@ -195,9 +196,11 @@ def fork_rank(
     def begin() -> NoReturn:
         if start_new_session:
             os.setsid()
-        for number, stream in enumerate((stdout, stderr), start=1):
+        for number, stream in enumerate((stdin, stdout, stderr)):
             if stream == subprocess.DEVNULL:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+                os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            elif stream == subprocess.STDOUT:
+                os.dup2(1, number)
             elif stream is not None:
                 os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -219,7 +222,9 @@ def fork_ranks(run: Callable[[Sequence[str], Mapping[str, str]], int]) -> None:
     new_process = subprocess.Popen
 
     def start(args: Sequence[str], **options: Any) -> Any:
-        return fork_rank(run, args[1:], **options) if args[0] == sys.executable else new_process(args, **options)
+        # A recipe that another recipe calls, without redirection, must not inherit the state of the calling run.
+        forks = args[0] == sys.executable and "stdout" in options
+        return fork_rank(run, args[1:], **options) if forks else new_process(args, **options)
 
     subprocess_handler.Popen = subprocess.Popen = start  # type: ignore
     api.PContext.close.__defaults__ = (None, 1)  # seconds until ranks that do not end are killed
