@@ -56,7 +56,7 @@ def bias_balanced() -> Config:
 
 
 def no_balance() -> Config:
-    """No balancing: without loss or bias few experts get most of the load."""
+    """No balancing: few experts get most of the load."""
     return full().replace(balance="none")
 
 

@@ -74,7 +74,7 @@ def train(folder: Path, stop: bool) -> None:
     with mock.patch(
         "toolkit.train.callbacks.checkpointing.is_share", return_value=True
     ):  # so that the last is not best
-        main_in_float64(config(folder, "best", eval_every=0.1, checkpoint=worst, **moved))
+        main_in_float64(config(folder, "best", eval_every=0.25, checkpoint=worst, **moved))
     lm_moe.main(config(folder, "from weights", model=str(folder / "two" / "model"), max_steps=5))
     train_step = Trainer.train_step
 
@@ -136,7 +136,7 @@ def test_its_traces_feed_the_placement_lab(runs, capsys):
     assert "4 experts on 2 ranks, 2 layer(s), 20 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("run", "step"), [("two", None), ("best", 5)])
+@pytest.mark.parametrize(("run", "step"), [("two", None), ("best", 6)])
 def test_plain_transformers_measures_the_same_bits_per_byte(run, step, runs):
     from transformers import AutoModelForCausalLM
 

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from speech import recogniser, transcribe
+from speech import transcribe
 from speech.audio import LogMel
 from speech.characters import Characters
 from speech.decoding import best_path
@@ -19,7 +18,7 @@ from speech.speech_models import MemoryEncoder, SpeechClassifier, SpeechRecognis
 from speech.transcribe import main
 from tests.recipes.speech.sounds import encode_wav
 from tests.support.helpers import ROOT
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
 
 FEATURES, CHARACTERS = LogMel(num_mels=12), Characters("AB ")
 
@@ -97,9 +96,3 @@ def test_bad_input_ends_in_one_sentence(folder, tmp_path, capsys):
         assert error.count("\n") == 1
     (folder / "recogniser" / "config.json").write_text("{}")
     assert main([str(folder), str(tmp_path / "a.wav")]) == EXIT_USER_ERROR
-
-
-def test_an_error_without_a_message_is_told_by_its_type(folder, monkeypatch):
-    monkeypatch.setattr(recogniser, "load_file", mock.Mock(side_effect=OSError))
-    with pytest.raises(UserError, match=r"holds no recogniser \(OSError\)"):
-        load_recogniser(folder / "recogniser")

@@ -90,7 +90,7 @@ class ExpertStack:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.copies = WeakSet()
-        self.mark()  # copied parameters have no marks
+        self.mark()  # pickling drops the marks of parameters
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -16,6 +16,7 @@ id.
 """
 
 PLANNERS: dict[str, Planner] = {}
+"""Planners by their registered name."""
 
 P = TypeVar("P", bound=Planner)
 
