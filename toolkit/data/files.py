@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.errors import UserError, one_line
 
 SPLITS = ("train", "test")
+"""Names of the two splits that every data set has."""
 
 
 class NotFoundHere(Exception):

@@ -32,6 +32,8 @@ MARKED_CHATML = (
 
 
 class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
     vocab_size: int
     """Ids are below this."""
     separator: int
