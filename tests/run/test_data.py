@@ -9,7 +9,7 @@ import torch.distributed as dist
 import toolkit as tk
 from tests.support.helpers import run_distributed
 from tests.support.small_run import Stop, small_config, small_trainer, train
-from toolkit.data.identity import identity
+from toolkit.data.identity import identity_of
 from toolkit.errors import Preempted
 from toolkit.run.data import record_data
 
@@ -63,7 +63,7 @@ def refusals(folder) -> str:
     """What a rank is told whose data are not those of the first."""
     config = small_config(folder, num_processes=2)
     with tk.start_run("small", config) as run, pytest.raises(tk.UserError) as told:
-        record_data(run, train=identity(tk.TensorTable(label=torch.arange(4 + dist.get_rank()))))
+        record_data(run, train=identity_of(tk.TensorTable(label=torch.arange(4 + dist.get_rank()))))
     return str(told.value)
 
 
