@@ -16,8 +16,6 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
 FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
 """A number above 0, up to 1."""
-FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
-"""A number from 0 up to, and not including, 1."""
 
 
 class Options(BaseModel):

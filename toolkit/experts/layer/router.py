@@ -28,7 +28,7 @@ class Routing:
     """The router's output for T tokens."""
 
     expert_ids_TK: Int[Tensor, "T K"]
-    """int64, the logical experts of each token, highest score first."""
+    """int64, the logical experts of each token."""
     weights_TK: Float[Tensor, "T K"]
     """float32, the factors of the experts' outputs; they sum to 1 for each token unless `router_normalize` is off."""
     probs_TE: Float[Tensor, "T E"]

@@ -36,8 +36,8 @@ within those of B."""
 class ExpertStack:
     """The stacked parameters of one layer's experts (dimension 0: this rank's slots), their placement and routing log.
 
-    It is the `expert_stack` of our `MoE`, of each foreign module that `shard_experts` or `ExpertParallel` prepared,
-    and of each experts module under transformers' own expert parallelism.
+    It is the `expert_stack` of our `MoE` and of each other experts module that `shard_experts` or `ExpertParallel`
+    sharded.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class CostModel:
     """Seconds per row and per byte of one layer. Ranks compute and send at the same time, so the busiest rank counts;
     ranks that share `cores` leave them to the others once they are done.
 
-    The guard needs the first three. The others cost nothing at their defaults.
+    Fields with a default cost nothing at it.
     """
 
     seconds_per_row: float

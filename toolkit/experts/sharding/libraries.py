@@ -22,7 +22,7 @@ _registered: dict[str, tuple[str, str]] = {}
 
 
 class Library:
-    """What a library knows about its models. The methods here do nothing."""
+    """What a library knows about its models. The methods here say that it knows nothing."""
 
     def stack_adapters(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Turn the adapters of the experts modules `layers` of `model` into rows, one per expert, in place."""
