@@ -233,23 +233,30 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.announce is not None:
             self.announce(x_TD, expert_ids_TK)
         plan = decide(lambda: self._plan(expert_ids_TK, kept_TK))
-        # (T, D) -> (R, D): t0 for ranks 0 1, t1 for rank 1 -> to rank 0: t0, to rank 1: t0 t1.
         columns = x_TD, weights_TK, plan.slots_TK.to(SLOT_TYPE)
-        x_RD, weights_RK, slots_RK = all_to_all(columns, plan.sizes[0], plan.copies[0], meanwhile)
+        (x_RD, weights_RK, slots_RK), copies = self._send(columns, plan, meanwhile)
         # (R, D) -> (N, D): rows by sending rank -> rows by slot, those of each slot still by sending rank.
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.pairs)
-        x_RD, weights_RK = self._undo_mean(x_RD, weights_RK)
-        return Copy.apply(x_RD, order), Dispatched(plan, order, weights_RK, plan.copies)
+        # The mean over the EP group, which `combine` takes, is undone for gradients that leave the experts.
+        x_RD = scale_gradient(x_RD, self.groups.ep_size)
+        weights_RK = scale_gradient(weights_RK, self.groups.ep_size)
+        return Copy.apply(x_RD, order), Dispatched(plan, order, weights_RK, copies)
 
     def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
-        # (N, D) -> (R, D) -> (T, D): the sum of a row's experts on this rank, then the sum of a token's ranks.
+        # (N, D) -> (R, D): the sum of a row's experts on this rank.
         rows_RD = WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order)
-        rows_RD = scale_gradient(rows_RD, 1 / self.groups.ep_size)
-        return Sum.apply(*all_to_all((rows_RD,), dispatched.plan.sizes[0].back()), dispatched.copies[0])
+        return self._send_back(scale_gradient(rows_RD, 1 / self.groups.ep_size), dispatched)
 
-    def _undo_mean(self, x_RD: Tensor, weights_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Received rows and routing weights, whose gradients become sums again on the way back."""
-        return scale_gradient(x_RD, self.groups.ep_size), scale_gradient(weights_RK, self.groups.ep_size)
+    def _send(
+        self, columns: tuple[Tensor, ...], plan: Plan, meanwhile: Callable[[], None] | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Copies, ...]]:
+        """Send rows, weights and slots to the ranks of their experts. Returns them there, and the copies of rows."""
+        # (T, D) -> (R, D): t0 for ranks 0 1, t1 for rank 1 -> to rank 0: t0, to rank 1: t0 t1.
+        return all_to_all(columns, plan.sizes[0], plan.copies[0], meanwhile), plan.copies
+
+    def _send_back(self, rows_RD: Float[Tensor, "R D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
+        # (R, D) -> (T, D): the sum of a token's ranks.
+        return Sum.apply(*all_to_all((rows_RD,), dispatched.plan.sizes[0].back()), dispatched.copies[0])
 
     def _plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> Plan:
         """Exchange the numbers of rows and pairs with all ranks. A collective of the EP group."""
@@ -301,38 +308,23 @@ class HierarchicalDispatcher(AllToAllDispatcher):
                                              for each rank of b that it visits
     """
 
-    def dispatch(
-        self,
-        x_TD: Float[Tensor, "T D"],
-        expert_ids_TK: Int[Tensor, "T K"],
-        weights_TK: Float[Tensor, "T K"],
-        kept_TK: Bool[Tensor, "T K"] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Float[Tensor, "N D"], Dispatched]:
-        if self.announce is not None:
-            self.announce(x_TD, expert_ids_TK)
-        plan = decide(lambda: self._plan(expert_ids_TK, kept_TK))
+    def _send(
+        self, columns: tuple[Tensor, ...], plan: Plan, meanwhile: Callable[[], None] | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Copies, ...]]:
         between, inside = plan.sizes
         # (T, D) -> rows by node: t0 for nodes 0 1, t1 for node 1 -> to node 0: t0, to node 1: t0 t1.
-        columns = x_TD, weights_TK, plan.slots_TK.to(SLOT_TYPE)
         received = all_to_all(columns, between, plan.copies[0], meanwhile)
         # -> (R, D): the same for the ranks of this node.
         ranks = len(inside.sent)
         first_slot = self.groups.ep_rank // ranks * ranks * self.stride
         visits = visited((received[2].long() - first_slot) // self.stride, ranks)
         copies = copies_for_peers(visits, sum(inside.sent))
-        x_RD, weights_RK, slots_RK = all_to_all(received, inside, copies)
-        # (R, D) -> (N, D): rows by sending rank -> rows by slot, those of each slot still by sending rank.
-        order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.pairs)
-        x_RD, weights_RK = self._undo_mean(x_RD, weights_RK)
-        return Copy.apply(x_RD, order), Dispatched(plan, order, weights_RK, (*plan.copies, copies))
+        return all_to_all(received, inside, copies), (*plan.copies, copies)
 
-    def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
+    def _send_back(self, rows_RD: Float[Tensor, "R D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
         between, inside = (sizes.back() for sizes in dispatched.plan.sizes)
         of_nodes, of_ranks = dispatched.copies
-        # (N, D) -> (R, D) -> rows by node -> (T, D): sums of a row's experts, of a row's ranks, of a token's nodes.
-        rows_RD = WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order)
-        rows_RD = scale_gradient(rows_RD, 1 / self.groups.ep_size)
+        # (R, D) -> rows by node -> (T, D): sums of a row's ranks, of a token's nodes.
         rows = Sum.apply(*all_to_all((rows_RD,), inside), of_ranks)
         return Sum.apply(*all_to_all((rows,), between), of_nodes)
 
