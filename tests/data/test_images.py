@@ -49,6 +49,12 @@ def test_load_images_folder_of_the_set_is_read(tmp_path):
     assert (data.name, data.notice, data.num_classes) == ("mnist", None, 10)
 
 
+def test_load_images_folder_read_as_named_set_has_another_cache_entry(tmp_path):
+    folder = write_parquet_set(tmp_path / "images")
+    assert load("mnist", folder).num_classes == 10
+    assert "the label 9 in row 2, which no training row has" in refusal(str(folder))
+
+
 def test_a_set_is_read_from_a_folder_of_sets(tmp_path):
     write_parquet_set(tmp_path / "fashion_mnist")
     data = load("fashion_mnist", tmp_path)

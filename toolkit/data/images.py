@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -240,7 +240,7 @@ def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
 # --- your own ----------------------------------------------------------------------------------------------------
 
 
-def _find_own(dataset: str, labels: Iterable[Any] | None = None) -> Source:
+def _find_own(dataset: str, labels: Sequence[Any] | None = None) -> Source:
     """Find the splits of a folder, a file or a Hub name; its classes are `labels` if given, else found in its rows."""
     import datasets
 
@@ -253,13 +253,13 @@ def _find_own(dataset: str, labels: Iterable[Any] | None = None) -> Source:
         parts["validation"] = splits["validation"]
     name = Path(dataset).name if Path(dataset).exists() else dataset
     notice = said and f"{name}: {said}"
-    return Source(
-        name, f"images-{key}-v{CACHE_FORMAT}", partial(_read_own, dataset, parts, image, label, labels), notice
-    )
+    # The same files have other classes if they are read as a named set.
+    entry = f"images-{key}{'' if labels is None else f'-{len(labels)}'}-v{CACHE_FORMAT}"
+    return Source(name, entry, partial(_read_own, dataset, parts, image, label, labels), notice)
 
 
 def _read_own(
-    dataset: str, parts: dict[str, Any], image: str, label: str, labels: Iterable[Any] | None
+    dataset: str, parts: dict[str, Any], image: str, label: str, labels: Sequence[Any] | None
 ) -> dict[str, np.ndarray]:
     import datasets
 
