@@ -1,8 +1,7 @@
 """AdamW with the usual parameter groups, learning-rate schedules, and schedulers of torch or others.
 
 A schedule is a pure function from a step to a multiplier of the base learning rate. Nothing is stepped and nothing is
-saved. A scheduler that is passed in its place is stepped and saved by the trainer. (One prepared by Accelerate steps
-once per process.)
+saved. A scheduler that is passed in its place is stepped and saved by the trainer.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
@@ -112,6 +112,25 @@ def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerOptions) ->
         lr=lr,
         fused=True,
     )
+
+
+def check_optimization(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: object) -> None:
+    """Raise UserError for a trainable parameter outside `optimizer`, and a scheduler that Accelerate prepared.
+
+    The parameter would get gradients, which count in the norm, and stay as it is. The scheduler would step once per
+    process, so a run that continues with another world size would have other rates.
+    """
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held]
+    if left:
+        raise UserError(
+            f"optimizer: lacks {len(left)} trainable parameter(s) of the model, such as {left[0]!r}. Add them, or "
+            "freeze them by requires_grad_(False)."
+        )
+    if isinstance(schedule, AcceleratedScheduler):
+        raise UserError(
+            "schedule: is prepared by Accelerate, so its rates depend on the world size. Pass the scheduler itself."
+        )
 
 
 def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:
