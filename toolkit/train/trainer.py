@@ -22,6 +22,7 @@ from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.dense import refuse_late_parameters
+from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.seeding import seed_device
 from toolkit.experts.parallel.sync import ExpertSync
@@ -265,7 +266,7 @@ class Trainer:
         training weights, with which a run resumes exactly.
         """
         getattr(self.optimizer, mode)()
-        if self._weights_for != mode and hasattr(self.optimizer.optimizer, mode):
+        if self._weights_for != mode and hasattr(unwrapped(self.optimizer), mode):
             self.sync.refresh_replicas()
         self._weights_for = mode
 
