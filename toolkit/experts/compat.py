@@ -127,6 +127,18 @@ def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
 
 
+def call_before_each_ddp(prepare: Callable[[nn.Module], None]) -> None:
+    """Have each DDP that is made from now on call `prepare(module)` with the module that it wraps, once."""
+    make = DistributedDataParallel.__init__
+
+    @functools.wraps(make)
+    def prepare_and_make(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        prepare(module)
+        make(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = prepare_and_make  # type: ignore[method-assign]
+
+
 def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:
     """The C++ objects of DDP that keep its process group alive."""
     return model.reducer, model.logger

@@ -43,16 +43,15 @@ class SteppedRates:
     """Rates that a scheduler sets: after each optimizer step, or after an evaluation that has its metric.
 
     Args:
-        scheduler: Was made for `optimizer`.
-        optimizer: The recipe's own, before Accelerate wraps it.
+        scheduler: Was made for the recipe's own optimizer, before Accelerate wraps it.
         metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped; None: it is stepped
             after each optimizer step. `ReduceLROnPlateau` has `eval/loss` where none is given.
     """
 
-    def __init__(self, scheduler: Scheduler, optimizer: torch.optim.Optimizer, metric: str | None):
+    def __init__(self, scheduler: Scheduler, metric: str | None):
         if metric is None and isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             metric = "eval/loss"
-        self.scheduler, self.optimizer, self.metric = scheduler, optimizer, metric
+        self.scheduler, self.metric = scheduler, metric
 
     def after_step(self) -> None:
         if self.metric is None:
@@ -63,15 +62,12 @@ class SteppedRates:
             self.scheduler.step(metrics[self.metric])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON values. Raises UserError for a scheduler that counts something else."""
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        name = type(self.scheduler).__name__
-        return {"scheduler": _plain(self.scheduler.state_dict(), name), "rates": rates}
+        """Return plain JSON values. Raises UserError for a scheduler that counts something else."""
+        return {"scheduler": _plain(self.scheduler.state_dict(), type(self.scheduler).__name__)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned. The rates are settings of the optimizer, which is loaded before."""
         self.scheduler.load_state_dict(_of_plain(state["scheduler"]))
-        for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
-            group["lr"] = rate
 
 
 def _plain(value: Any, name: str) -> Any:
