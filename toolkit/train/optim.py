@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.ownership import is_owned
+from toolkit.integrations.accelerate.compat import steps_once_per_process
 from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
 from toolkit.run.config.run import RunConfig
 
@@ -123,7 +123,7 @@ def check_optimization(model: nn.Module, optimizer: torch.optim.Optimizer, sched
             f"optimizer: lacks {len(left)} trainable parameter(s) of the model, such as {left[0]!r}. Add them, or "
             "freeze them by requires_grad_(False)."
         )
-    if isinstance(schedule, AcceleratedScheduler):
+    if steps_once_per_process(schedule):
         raise UserError(
             "schedule: is prepared by Accelerate, so its rates depend on the world size. Pass the scheduler itself."
         )
