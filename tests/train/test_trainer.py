@@ -369,3 +369,23 @@ def prepared_in_ddp() -> str:
 def test_prepare_model_in_ddp_raises():
     for said in run_distributed(prepared_in_ddp, 2):
         assert said == "model: is wrapped in DistributedDataParallel already. Pass the model inside, `model.module`."
+
+
+def dropped_by_micro_batch() -> list[Tensor]:
+    drawn: list[Tensor] = []
+
+    def note(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        drawn.extend([output == 0] if len(output) else [])
+
+    dropout = nn.Dropout(0.5)
+    dropout.register_forward_hook(note)
+    toy_trainer(
+        nn.Sequential(dropout, nn.Linear(DIM, CLASSES)).double(), max_steps=2, batch_size=16, accumulation=2
+    ).fit()
+    return drawn
+
+
+def test_micro_batches_of_all_steps_and_ranks_draw_differently():
+    drawn = [mask for of_rank in run_distributed(dropped_by_micro_batch, 2) for mask in of_rank]
+    assert len(drawn) == 2 * 2 * 2
+    assert len({tuple(mask[0].tolist() + mask[1].tolist()) for mask in drawn}) == len(drawn)

@@ -35,7 +35,6 @@ from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
-from toolkit.train.device_use import DeviceUse
 from toolkit.train.optim import Scheduler, build_schedule, warmup_steps
 from toolkit.train.profile import Profile
 from toolkit.train.start import announce, print_warnings
@@ -152,7 +151,6 @@ def standard_trainer(
     model = with_batch_norm(run, model)
     if config.compile:
         model.compile()
-    throughput = Throughput()
     return Trainer(
         run,
         task,
@@ -168,11 +166,10 @@ def standard_trainer(
         penalty=penalty,
         callbacks=[
             Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
-            throughput,
+            Throughput(),
             Pictures(),
             *callbacks,
             *_expert_callbacks(run, model, own or penalty),
-            DeviceUse(throughput),
             *evaluations,
             Checkpointing(config.checkpoint),
             *([Profile()] if config.profile else []),
