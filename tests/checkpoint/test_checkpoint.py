@@ -550,6 +550,22 @@ def test_failed_write_is_one_warning_and_keeps_older_checkpoints(operation, fold
     assert save(folder, trained(steps=3), 9, keep=1) == folder / "step-00000009", "when there is room again"
 
 
+def test_file_that_the_disk_changed_is_not_published(folder, monkeypatch):
+    before, sync = snapshot(folder), manifest.sync
+
+    def lose_a_byte(path: Path) -> None:
+        sync(path)
+        if path.name.startswith(manifest.WRITING):
+            file = path / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(manifest, "sync", lose_a_byte)
+    run = OneRank()
+    assert save(folder, trained(steps=3), 9, keep=1, run=run) is None
+    assert snapshot(folder) == before
+    assert "model.safetensors does not match its SHA-256 when read back" in run.said[0]
+
+
 def fail_on_rank_one(folder: Path) -> None:
     groups, run = make_expert_groups(2), OneRank()
     path = save(folder, trained(groups, steps=1), 3, run=run)

@@ -15,6 +15,7 @@ from toolkit.data.loader import LoaderBatches, known_length, make_loader
 from toolkit.data.splits import HasSplits, Samples
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
+from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
@@ -113,7 +114,8 @@ def standard_trainer(
 
     Args:
         run: The run, from `start_run`.
-        task: Computes the loss; see `Task` for what it may have besides.
+        task: Computes the loss; see `Task` for what it may have besides. The router losses of the config are added,
+            unless an attribute of the task is a `RouterPenalty`.
         model: The model as the recipe built it.
         optimizer: Any optimizer of the model's parameters that treats each row of experts by itself.
         data: `train` and `test`, and perhaps `validation`, which early stopping and the best checkpoint go by.
@@ -132,7 +134,11 @@ def standard_trainer(
     config, validation = run.config, getattr(data, "validation", None)
     batches = _train_batches(run, data.train, augment, order)
     max_steps = min(filter(None, (config.epochs * batches.steps_per_epoch, config.max_steps)))
-    task = _for_run(run, task, model, data, max_steps)
+    if isinstance(task, AdaptsToRun):
+        splits = {"training": data.train, "test": data.test, "validation": validation}
+        task = task.for_run({name: table for name, table in splits.items() if isinstance(table, TensorTable)})
+    own = next((value for value in getattr(task, "__dict__", {}).values() if isinstance(value, RouterPenalty)), None)
+    penalty = router_penalty(run, model, max_steps) if own is None else None
     every = max(1, round(config.eval_every * batches.steps_per_epoch))
     evaluate = partial(Evaluation.of, run, batch_size=eval_batch_size, every=every)
     evaluations = [evaluate(data.test, at_start=eval_at_start)]
@@ -159,12 +165,13 @@ def standard_trainer(
         schedule_metric=schedule_metric,
         max_grad_norm=config.optimizer.max_grad_norm,
         log_every=config.log_every,
+        penalty=penalty,
         callbacks=[
             Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
             throughput,
             Pictures(),
             *callbacks,
-            *_expert_callbacks(run, model, task),
+            *_expert_callbacks(run, model, own or penalty),
             DeviceUse(throughput),
             *evaluations,
             Checkpointing(config.checkpoint),
@@ -201,16 +208,6 @@ def _train_batches(
     return LoaderBatches(loader, steps_per_epoch=steps, endless=known is None, **cut)
 
 
-def _for_run(run: Run, task: Task, model: nn.Module, data: HasSplits, steps: int) -> Task:
-    """Return the task that checks the tables of `data` and has the losses of the routers, if it says how."""
-    if not isinstance(task, AdaptsToRun):
-        return task
-    splits = {"training": data.train, "test": data.test, "validation": getattr(data, "validation", None)}
-    tables = {name: table for name, table in splits.items() if isinstance(table, TensorTable)}
-    penalty = router_penalty(run, model, steps) if isinstance(run.config, MoERunConfig) else None
-    return task.for_run(tables, penalty)
-
-
 def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
     """Return `model` with the batch norm that the config asks for; on several processes, say where it differs from
     that of one."""
@@ -222,12 +219,12 @@ def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
     return model
 
 
-def _expert_callbacks(run: Run, model: nn.Module, task: Task) -> list[Callback]:
+def _expert_callbacks(run: Run, model: nn.Module, penalty: RouterPenalty | None) -> list[Callback]:
     """Return what the config asks for of the experts in `model`: balancing, traces, moves, load metrics."""
     config = run.config
     if not isinstance(config, ExpertRunConfig):
         return []
-    callbacks = balance_callbacks(model, task) if isinstance(config, MoERunConfig) else []
+    callbacks = balance_callbacks(model, penalty) if isinstance(config, MoERunConfig) else []
     if not expert_stacks(model):
         return callbacks
     if config.record_traces:

@@ -6,9 +6,9 @@ The trainer knows parameters, not models. `ExpertSync` handles parameters that o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.train.finite_check import FiniteCheck
 from toolkit.train.metrics import MetricSums, global_counts, plain_values
-from toolkit.train.optim import Schedule, Scheduler, SteppedRates, initial_rates
+from toolkit.train.optim import Schedule, Scheduler, SteppedRates, check_optimization, initial_rates
 from toolkit.train.task import Loss, Task, as_loss
 
 STOP_NAMES = {number.name for number in HANDLED}
@@ -66,11 +66,13 @@ class Trainer:
         schedule_metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped instead.
         max_grad_norm: Gradients are clipped to this norm; None: not at all.
         log_every: Steps between lines of metrics.
+        penalty: Router losses that are added to the loss of any task.
         callbacks: What happens beside the steps, in this order.
 
     Raises:
         ValueError: For callbacks in a wrong order, or two with one `state_key`.
-        UserError: Where every rate is 0.
+        UserError: If every rate is 0, the optimizer lacks a trainable parameter, or Accelerate or DDP has the model or
+            the scheduler already.
     """
 
     def __init__(
@@ -86,9 +88,11 @@ class Trainer:
         schedule_metric: str | None = None,
         max_grad_norm: float | None = 1.0,
         log_every: int = 50,
+        penalty: Callable[[], Tensor | None] | None = None,
         callbacks: Sequence[Callback] = (),
     ):
-        self.run, self.task, self.batches = run, task, batches
+        check_optimization(model, optimizer, schedule)
+        self.run, self.task, self.batches, self.penalty = run, task, batches, penalty
         self.stepped = SteppedRates(schedule, schedule_metric) if isinstance(schedule, Scheduler) else None
         self.schedule = None if isinstance(schedule, Scheduler) else schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
@@ -199,7 +203,7 @@ class Trainer:
             self.seed_micro_batch(index)
             with accelerator.accumulate(self.model):
                 with self.autocast():
-                    loss = as_loss(self.task.loss(self.model, batch), "loss")
+                    loss = self.loss(batch)
                 value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
                 accelerator.backward(value * scale)
             losses.append(value.detach())
@@ -219,6 +223,14 @@ class Trainer:
             parameter.grad = None
         self.enter("callbacks")
         return norm
+
+    def loss(self, batch: Batch) -> Loss:
+        """Return the task's training loss with the router losses. A collective if there are any."""
+        loss = as_loss(self.task.loss(self.model, batch), "loss")
+        share = None if self.penalty is None else self.penalty()
+        if share is None:
+            return loss
+        return replace(loss, penalty=share if loss.penalty is None else loss.penalty + share)
 
     def seed_micro_batch(self, index: int) -> None:
         """Seed the device for the next forward pass by (seed, step, micro-batch, rank)."""

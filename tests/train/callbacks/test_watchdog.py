@@ -7,6 +7,7 @@ import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,3 +181,17 @@ def test_the_limit_follows_the_runs_own_steps():
     assert watchdog.limit_of("step") == 600
     assert Watchdog(limit_s=3).limit_of("step") == 3
     assert Watchdog(limit_s=3).limit_of("evaluation") == 600
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_rank_that_goes_on_while_others_report_is_not_ended(goes_on: bool, tmp_path: Path, monkeypatch):
+    ended: list[str] = []
+    monkeypatch.setattr("toolkit.train.callbacks.watchdog.end_from_a_thread", ended.append)
+    run = SimpleNamespace(folder=tmp_path, rank=0, world_size=1, ranks_here=[0])
+    state = SimpleNamespace(step=7)
+    trainer = SimpleNamespace(run=run, state=state, phase="step", phase_began=2.0 if goes_on else 1.0)
+    watchdog = Watchdog()
+    watchdog._main = threading.get_ident()
+    watchdog._end_run(trainer, began=1.0, every=0.01, limit=5.0)
+    assert bool(ended) is not goes_on
+    assert (tmp_path / "hang").exists() is not goes_on

@@ -194,6 +194,6 @@ def settle_buckets(trainer: Trainer) -> None:
         return
     trainer.model.train()
     with trainer.run.accelerator.autocast():
-        loss = trainer.task.loss(trainer.model, trainer.batches.empty())
+        loss = trainer.loss(trainer.batches.empty())
     loss.total.backward()
     trainer.optimizer.zero_grad()
