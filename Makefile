@@ -98,8 +98,10 @@ test-gpu: $(VENV)/.installed-dev ## the tests that need a GPU
 	$(PY) -m pytest -m gpu $$(grep -rl "mark\.gpu" tests)
 
 .PHONY: gpu-report
-gpu-report: $(VENV)/.installed-dev ## what one GPU can tell in 25 minutes, as records and build/gpu-report.md; ARGS= more flags
-	$(PY) benchmarks/speed/gpu_report.py $(ARGS)
+gpu-report: $(VENV)/.installed-dev ## the benchmarks and tests of one GPU, at most 25 minutes
+	-timeout --signal INT 300 $(PY) benchmarks/speed/gpu_layer.py --rounds 10
+	-timeout --signal INT 600 $(PY) benchmarks/speed/gpu_training.py --rounds 2
+	timeout --signal INT 600 $(MAKE) test-gpu
 
 .PHONY: test-slurm
 test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two nodes inside this machine, as root
@@ -131,16 +133,15 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report`, and the si
 	$(PY) -m pytest -m browser tests/commands/report tests/docs/test_site.py
 
 # In need of a folder or a GPU, or hours long.
-BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py gpu_report.py) \
+BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py) \
 	$(addprefix learning/,quality.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py) \
-	$(addprefix placement/,record_traces.py placement_lab.py each_step.py))
+	$(addprefix placement/,record_traces.py placement_lab.py))
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/project/results.md
 	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS) %/__init__.py,$(wildcard benchmarks/speed/*.py benchmarks/learning/*.py benchmarks/placement/*.py)); do \
 	    echo "== $$benchmark"; $(PY) $$benchmark || missed=1; done; \
-	$(PY) benchmarks/placement/record_traces.py runs/traces && $(PY) benchmarks/placement/placement_lab.py runs/traces && \
-	$(PY) benchmarks/placement/each_step.py runs/traces || missed=1; exit $$missed
+	$(PY) benchmarks/placement/record_traces.py runs/traces && $(PY) benchmarks/placement/placement_lab.py runs/traces || missed=1; exit $$missed
 
 # Everything is read anew: a warning is given only when a page is read, and each one fails the build.
 .PHONY: docs

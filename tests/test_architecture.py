@@ -160,22 +160,6 @@ def floor_and_room(module: str) -> tuple[int, str]:
     return number, room
 
 
-def test_imports_are_found_wherever_they_hide(tmp_path: Path):
-    path = tmp_path / "module.py"
-    path.write_text(
-        "import a.b\nfrom package import name, submodule\nif TYPE_CHECKING:\n    import types_only\n"
-        "try:\n    import tried\nexcept ImportError:\n    pass\ndef f():\n    import late\n"
-    )
-    found = {(found.module, found.when_imported, found.for_types) for found in imports(path)}
-    assert found == {
-        ("a.b", True, False),
-        ("package", True, False),
-        ("types_only", False, True),
-        ("tried", True, False),
-        ("late", False, False),
-    }
-
-
 def test_every_module_has_a_floor_and_every_floor_a_module():
     assert {floor_and_room(module)[1] for module in FILES} == {room for floor in ROOMS for room in floor}
 

@@ -1,22 +1,18 @@
 """Bits per byte of a new and of the old text: adapters of experts beside adapters of attention and full fine-tuning.
 
     python benchmarks/learning/finetune_moe.py           3 seeds at the rates of the presets: 15 runs of half a minute
-    python benchmarks/learning/finetune_moe.py choose    which rates those should be, on validation text: twelve runs
     python benchmarks/learning/finetune_moe.py --folder F  keeps the runs in F, and continues what was interrupted
 
 Each run is `recipes/finetune_moe.py` with the preset `full`, with a base in bf16 or experts in four bits besides, or
-one of its controls; it needs tinyshakespeare in $TOOLKIT_DATA_DIR. `choose` never reads what is held out for the table:
-it trains on nine tenths of the modules that the table's runs train on, and evaluates the others. Writes a table and
-benchmarks/results/finetune_moe.json, or finetune_moe_rates.json.
+one of its controls; it needs tinyshakespeare in $TOOLKIT_DATA_DIR. Writes a table and
+benchmarks/results/finetune_moe.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,7 +24,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks.report import sd, write_report
 from recipes.finetune_moe import Config, full, main
-from toolkit.data.text import split
 from toolkit.run.folder import results_of
 from toolkit.run.tracking.jsonl import read_metrics
 
@@ -43,12 +38,6 @@ SMALLER: dict[str, dict[str, Any]] = {
     "in four bits": {"dtype": "bfloat16", "quantize": "4bit"},
 }
 """The same adapters of a base that takes less memory."""
-RATES = {
-    "experts": (3e-3, 1e-2, 2e-2, 4e-2),
-    "attention": (3e-3, 1e-2, 2e-2, 4e-2, 8e-2),
-    "weights": (2e-3, 5e-3, 1e-2, 2e-2, 4e-2),
-}
-"""Those that `choose` tries."""
 CURVE = (60, 120, 180, 240, 300)
 """Steps after which the training loss of the last 20 is recorded."""
 
@@ -58,30 +47,6 @@ def run(folder: Path, **changes: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {"compare": False, "cpu": True, "tracker": "none", "run_dir": folder}
     config: Config = full().replace(**{**usual, **changes})
     return results_of(folder) or main(config)
-
-
-def training_modules(folder: Path) -> Path:
-    """A folder with the modules of the standard library that the preset trains on, and none that it holds out."""
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    kept, _ = split([str(path).encode() for path in sources])
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in kept:
-        shutil.copy(path.decode(), folder)
-    return folder
-
-
-def choose(folder: Path) -> None:
-    """Write the validation bits per byte of each arm at each rate."""
-    text = training_modules(folder / "training modules")
-    rows = []
-    for arm, changes in ARMS.items():
-        for rate in RATES[arm]:
-            where = folder / f"choose-{arm}-{rate:g}"
-            done = run(where, **{**changes, "lr": rate, "dataset": str(text)})
-            bits = done["test_bits_per_byte"]
-            rows.append({"arm": arm, "rate": rate, "validation bits per byte": round(bits, 4)})
-    best = {arm: min((r for r in rows if r["arm"] == arm), key=lambda r: r["validation bits per byte"]) for arm in ARMS}
-    write_report("finetune_moe_rates", rows, chosen={arm: row["rate"] for arm, row in best.items()})
 
 
 def row(trained: str, runs: list[dict[str, Any]], parameters: int, when: str = "") -> dict[str, Any]:
@@ -122,11 +87,9 @@ def compare(folder: Path, seeds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("compare", "choose"), nargs="?", default="compare")
     parser.add_argument("--folder", type=Path, default=None, help="where runs are kept; None forgets them")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        place = args.folder or Path(scratch)
-        choose(place) if args.what == "choose" else compare(place, args.seeds)
+        compare(args.folder or Path(scratch), args.seeds)

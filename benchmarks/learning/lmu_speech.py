@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks.report import sd, write_report
 from recipes.lmu_speech import Config, connected, fsdd, main

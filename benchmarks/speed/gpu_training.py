@@ -1,7 +1,6 @@
-"""A language model of experts on one GPU: our trainer beside transformers' and a loop by hand; and three precisions.
+"""A language model of experts on one GPU: our trainer, transformers' Trainer and a loop by hand.
 
     python benchmarks/speed/gpu_training.py              on a GPU, about six minutes
-    python benchmarks/speed/gpu_training.py --adapters   the same model frozen, with adapters of experts and attention
     python benchmarks/speed/gpu_training.py --rehearse   anywhere: a tiny model, to see that it runs
 
 A Qwen3-MoE of 2.5 billion parameters, of which a token uses 0.2: four layers with the sizes of Qwen3-30B-A3B's experts,
@@ -17,14 +16,7 @@ bfloat16, by a few lines of ours.
 MFU: three times the FLOPs of the products and the attention of a forward, as a share of the fastest square product that
 was measured in the same run. Of memory, activations are what remains of the peak after weights, gradients and the
 states of AdamW. Of ours the profiler says how long the GPU is idle in a step, and how often the host waits for it.
-
-With `--adapters` the model's weights are bfloat16 and frozen, so two of a step's three products count, and a step has
-four times as many blocks; ours trains with experts in four bits, too, and with experts on the host, which come layer by
-layer.
-
-A second table trains ours, with 0.8 billion parameters, in float32, bfloat16 and float16, `--curve` steps each. Writes
-benchmarks/results/gpu_training.json, gpu_precisions.json and docs/images/gpu_precisions.png; with `--adapters`
-gpu_fine_tuning.json alone. Exit code 1 where ours is not 1.2 times as fast as Trainer.
+Writes benchmarks/results/gpu_training.json; exit code 1 where ours is not 1.2 times as fast as Trainer.
 """
 
 from __future__ import annotations
@@ -39,16 +31,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
@@ -63,18 +56,13 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.data.text import STDLIB, load_text
 from toolkit.errors import one_line
-from toolkit.experts.compat import FlopCounter
 from toolkit.experts.layer.grouped_mm import cast_as_autocast_would
-from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.sharding.shard import shard_experts
-from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
-from toolkit.integrations.transformers import causal_lm, experts_in_files, use_toolkit_kernel
+from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.throughput import Throughput
-from toolkit.train.device_use import FORWARDS
 from toolkit.train.optim import constant
 from toolkit.train.profile import STEPS, Profile
 from toolkit.train.tasks.language_modeling import LanguageModeling
@@ -84,16 +72,47 @@ OURS, TRAINER, LOOP = "ours", "transformers Trainer", "loop by hand"
 AS_IT_COMES = "transformers Trainer, as it comes"
 STOCK, CAST = "grouped_mm", "grouped_mm_as_autocast_would"
 """transformers' experts, as they are and in autocast's dtype."""
-LOADED: dict[str, dict[str, Any]] = {
-    "ours, experts in four bits": {"quantize": "4bit"},
-    "ours, experts on the host": {"offload": "memory"},
-}
-"""Ways to have frozen experts, by what `experts_in_files` is told."""
-PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LOG_EVERY = 10
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 LEAST_TIMES_TRAINER = 1.2
 """The target: tokens per second."""
+FORWARDS = 3
+"""FLOPs of a step over those of its forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+}
+"""Torch has no formula for the last of them, and those of the others refuse fewer heads of keys than of queries before
+torch 2.13."""
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the FLOPs of what runs within it, by torch's formulas and those that torch lacks. Changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.uncounted: str | None = None
+        """An operation whose FLOPs torch's formula could not tell: the sum lacks them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = func.overloadpacket
+        if operation in ATTENTION:
+            query_BHSD, key_BHSD, value_BHSD = args[:3]
+            widths = query_BHSD.shape[-1] + value_BHSD.shape[-1]
+            self.flops += 2 * query_BHSD.shape[:-1].numel() * key_BHSD.shape[-2] * widths
+        elif operation is torch.ops.aten._grouped_mm:
+            self.flops += 2 * result.numel() * args[0].shape[-1]
+        elif operation in flop_registry:
+            try:
+                self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
+            except Exception:  # to count must not end a run
+                self.uncounted = str(operation)
+        return result
 
 
 class Sizes(NamedTuple):
@@ -109,8 +128,6 @@ class Sizes(NamedTuple):
 
 
 REAL = Sizes(2048, 4, 32, 128, 8, 768, 1024, 16)
-FINE_TUNING = REAL._replace(batch=64)  # there are no gradients and states of frozen weights
-PRECISION = Sizes(1024, 8, 16, 64, 8, 512, 1024, 16)  # whose activations fit in float32, too
 REHEARSAL = Sizes(32, 2, 2, 4, 2, 16, 32, 4)
 
 
@@ -124,27 +141,22 @@ class Job:
     device: torch.device
     warmup: int
     steps: int
-    folder: Path | None = None
-    """Has the model as files, where adapters are trained."""
 
     @property
     def max_steps(self) -> int:
         return self.warmup + self.steps
 
-    def model(self, experts_implementation: str, **loading: Any) -> nn.Module:
-        if self.folder is not None:
-            ours = experts_implementation == use_toolkit_kernel()
-            with experts_in_files(**loading) if ours else contextlib.nullcontext():
-                base: Any = causal_lm(self.folder, dtype=torch.bfloat16, experts_implementation=experts_implementation)
-            base.to(device=self.device)
-            adapted = add_adapters(base, AdapterOptions())
-            if ours:
-                shard_experts(adapted, ExpertGroups())
-            return adapted
-        return from_scratch(self.sizes, self.device, experts_implementation)
+    def model(self, experts_implementation: str) -> nn.Module:
+        """The same weights each time, drawn on the device, where they take the least time."""
+        shape = self.sizes._asdict()
+        del shape["batch"]
+        torch.manual_seed(0)
+        with self.device:
+            config = language_model_config("qwen3_moe", vocab_size=256, **shape)
+            return causal_lm(config, experts_implementation=experts_implementation)
 
     def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4, fused=True)
+        return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
 
 class Clock:
@@ -154,7 +166,6 @@ class Clock:
         self.job, self.step, self.seconds = job, 0, 0.0
         self.peak = 0
         """Bytes; 0 on a CPU."""
-        self.facts: dict[str, Any] = {}
 
     def tick(self) -> None:
         self.step += 1
@@ -167,16 +178,6 @@ class Clock:
             torch.cuda.reset_peak_memory_stats()
         if on_gpu and self.step == self.job.max_steps:
             self.peak = torch.cuda.max_memory_allocated()
-
-
-def from_scratch(sizes: Sizes, device: torch.device, experts_implementation: str) -> nn.Module:
-    """The same weights each time, drawn on the device, where they take the least time."""
-    shape = sizes._asdict()
-    del shape["batch"]
-    torch.manual_seed(0)
-    with device:
-        config = language_model_config("qwen3_moe", vocab_size=256, **shape)
-        return causal_lm(config, experts_implementation=experts_implementation)
 
 
 class Cast:
@@ -201,26 +202,20 @@ def use_cast_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(CAST, forward)
 
 
-def ours(
-    job: Job,
-    *callbacks: Callback,
-    precision: str = "bf16",
-    folder: Path | None = None,
-    loading: Mapping[str, Any] = MappingProxyType({}),
-) -> Clock:
-    """As a recipe: metrics to a file, progress on the console. `folder`: of the run, which else is forgotten."""
+def ours(job: Job, *callbacks: Callback) -> Clock:
+    """As a recipe: metrics to a file, progress on the console."""
     clock = Clock(job)
     with tempfile.TemporaryDirectory() as scratch:
         config = RunConfig(
-            run_dir=folder or Path(scratch) / "run",
+            run_dir=Path(scratch) / "run",
             cpu=job.device.type == "cpu",
-            mixed_precision=precision,  # type: ignore[arg-type]
+            mixed_precision="bf16",
             tracker="none",
             batch_size=job.sizes.batch,
             log_every=LOG_EVERY,
         )
         with start_run("gpu_training", config) as run:
-            model = job.model(use_toolkit_kernel(), **loading)
+            model = job.model(use_toolkit_kernel())
             trainer = Trainer(
                 run,
                 LanguageModeling(),
@@ -232,7 +227,7 @@ def ours(
                 log_every=LOG_EVERY,
                 callbacks=[Throughput(), Progress(), Tick(clock.tick), *callbacks],
             )
-            clock.facts = trainer.fit()
+            trainer.fit()
     return clock
 
 
@@ -306,12 +301,6 @@ CONTENDERS: dict[str, Callable[[Job], Clock]] = {
     LOOP: loop_by_hand,
     AS_IT_COMES: partial(under_transformers, experts_implementation=STOCK),
 }
-WITH_ADAPTERS: dict[str, Callable[[Job], Clock]] = {
-    OURS: ours,
-    **{name: partial(ours, loading=loading) for name, loading in LOADED.items()},
-    TRAINER: under_transformers,
-    LOOP: loop_by_hand,
-}
 
 
 def idle_and_waits(profile: Profile) -> tuple[float | None, float | None]:
@@ -331,13 +320,11 @@ def idle_and_waits(profile: Profile) -> tuple[float | None, float | None]:
 
 def race(job: Job, rounds: int, rate: float) -> Iterator[list[dict[str, Any]]]:
     """One row per contender, after each round that counts. The one before them warms up."""
-    contenders = CONTENDERS if job.folder is None else WITH_ADAPTERS
-    clocks: dict[str, list[Clock]] = {name: [] for name in contenders}
+    clocks: dict[str, list[Clock]] = {name: [] for name in CONTENDERS}
     failed: dict[str, str] = {}
     tokens, flops = job.sizes.batch * job.sizes.context, flops_of_step(job)
     model = job.model(use_toolkit_kernel())
-    weights = dict.fromkeys(contenders, sum(p.nbytes for p in model.parameters()))
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    weights = sum(p.nbytes for p in model.parameters())
     del model
     profile, gpu_idle, host_waits = Profile(), None, None
     try:
@@ -346,22 +333,18 @@ def race(job: Job, rounds: int, rate: float) -> Iterator[list[dict[str, Any]]]:
     except Exception as reason:  # no rate depends on it
         print(f"not profiled: {one_line(reason)}", file=sys.stderr)
     for turn in range(rounds + 1):
-        for name in contenders:
+        for name, train in CONTENDERS.items():
             if name in failed:
                 continue
             try:
-                clock = quietly(partial(contenders[name], job))
+                clock = quietly(partial(train, job))
                 if turn:
                     clocks[name].append(clock)
-                elif name in LOADED:
-                    loaded = job.model(use_toolkit_kernel(), **LOADED[name])
-                    weights[name] = sum(p.nbytes for p in loaded.parameters() if p.device.type == job.device.type)
-                    del loaded
             except Exception as reason:  # each may miss something else: a package, a kernel, memory
                 failed[name] = one_line(reason)
         rows = []
         for name, each in clocks.items() if turn else ():
-            gib: dict[str, float] = {"weights": weights[name], "gradients": trained, "AdamW": 2 * trained}
+            gib: dict[str, float] = {"weights": weights, "gradients": weights, "AdamW": 2 * weights}
             found: dict[str, Any] = dict.fromkeys(("tokens per second", "ours is faster by", "MFU"))
             if each:
                 step = statistics.median(clock.seconds for clock in each) / job.steps
@@ -387,11 +370,11 @@ def race(job: Job, rounds: int, rate: float) -> Iterator[list[dict[str, Any]]]:
 
 
 def flops_of_step(job: Job) -> float:
-    """Of products and attention, forward and backward; of frozen weights no gradients are computed."""
+    """Of products and attention, forward and backward pass."""
     model: Any = job.model(use_toolkit_kernel())
     with FlopCounter() as counter, torch.no_grad():
         model(input_ids=next(batches(job))[0])
-    return float((FORWARDS if job.folder is None else FORWARDS - 1) * counter.flops)
+    return float(FORWARDS * counter.flops)
 
 
 def check_losses(job: Job) -> None:
@@ -405,55 +388,6 @@ def check_losses(job: Job) -> None:
         return
     if not all(torch.allclose(each, found[0], rtol=1e-3) for each in found):
         raise RuntimeError(f"the contenders do not compute the same: {found}")
-
-
-def compare_precisions(job: Job, picture: Path | None) -> Iterator[list[dict[str, Any]]]:
-    """One row per precision, after each; the curves of their losses in `picture`."""
-    rows, curves = [], {}
-    for precision, name in PRECISIONS.items():
-        if precision == "fp16" and job.device.type == "cpu":
-            continue  # which Accelerate offers on GPUs only
-        losses = Losses()
-        row: dict[str, Any] = {"precision": name}
-        row |= dict.fromkeys(("loss, last tenth of the steps", "tokens per second", "peak, GiB", "failed"))
-        try:
-            clock = quietly(partial(ours, job, losses, precision=precision))
-        except Exception as reason:  # a kernel, memory
-            row["failed"] = one_line(reason)
-        else:
-            curves[name] = losses.found
-            last = losses.found[-max(1, len(losses.found) // 10) :]
-            row["loss, last tenth of the steps"] = round(statistics.mean(last), 4)
-            row["tokens per second"] = round(job.steps * job.sizes.batch * job.sizes.context / clock.seconds)
-            row["peak, GiB"] = round(clock.peak / 2**30, 2)
-        rows.append(row)
-        yield rows
-    if picture is not None:
-        draw(curves, picture)
-
-
-class Losses(Callback):
-    """The mean loss of every `LOG_EVERY` steps."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.at_log_step:
-            self.found.append(trainer.sums.compute()["loss"])
-
-
-def draw(curves: dict[str, list[float]], picture: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for (name, losses), style in zip(curves.items(), ("-", "--", ":"), strict=False):
-        steps = [LOG_EVERY * (index + 1) for index in range(len(losses))]
-        axes.plot(steps, losses, style, label=name)
-    axes.set(xlabel="step", ylabel="loss, nats per byte", title="One model in three precisions")
-    axes.legend()
-    figure.savefig(picture, dpi=150)
 
 
 def quietly(run: Callable[[], Clock]) -> Clock:
@@ -470,8 +404,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (3)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per contender and round (30)")
     parser.add_argument("--warmup", type=int, default=10, help="steps before the clock runs (10)")
-    parser.add_argument("--curve", type=int, default=300, help="steps in each precision (300)")
-    parser.add_argument("--adapters", action="store_true", help="of a frozen model")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on whatever device there is")
     arguments = parser.parse_args()
     # One GPU is measured, also of several, over which transformers' Trainer would spread a batch by itself.
@@ -480,37 +412,19 @@ def main() -> int:
     if not arguments.rehearse and not on_gpu:
         raise SystemExit("error: this machine has no GPU: use --rehearse to see that the benchmark runs.")
     device = torch.device("cuda" if on_gpu else "cpu")
-    sizes = REHEARSAL if arguments.rehearse else FINE_TUNING if arguments.adapters else REAL
+    sizes = REHEARSAL if arguments.rehearse else REAL
     how: dict[str, Any] = {"tokenizer": "bytes", "block_size": sizes.context, "batch_size": sizes.batch}
     data = load_text(STDLIB, None, **how, on_main=lambda decide: decide())
     use_cast_experts()
     disable_progress_bar()  # which would fill the page
     job = Job(sizes=sizes, blocks=data.train, device=device, warmup=arguments.warmup, steps=arguments.steps)
     rate = matrix_rate(device, torch.bfloat16, [64] if arguments.rehearse else [4096, 8192, 16384])
-    name = "gpu_fine_tuning" if arguments.adapters else "gpu_training"
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.adapters:
-            saved: Any = from_scratch(sizes, device, STOCK)
-            saved.to(dtype=torch.bfloat16).save_pretrained(folder)
-            del saved
-            job = replace(job, folder=Path(folder))
-        check_losses(job)
-        for counted, rows in enumerate(race(job, arguments.rounds, rate), 1):
-            if not arguments.rehearse:  # after each round, so that who ends it has those before
-                write_report(name, rows, teraflops_per_second=round(rate / 1e12, 1), rounds=counted)
+    check_losses(job)
+    for counted, rows in enumerate(race(job, arguments.rounds, rate), 1):
+        if not arguments.rehearse:  # after each round, so that who ends it has those before
+            write_report("gpu_training", rows, teraflops_per_second=round(rate / 1e12, 1), rounds=counted)
     if arguments.rehearse:
         print(*rows, sep="\n")
-    if arguments.adapters:
-        return 0
-    if not arguments.rehearse:
-        job = replace(job, sizes=PRECISION)
-    job = replace(job, warmup=1, steps=arguments.curve - 1)
-    picture = None if arguments.rehearse else ROOT / "docs" / "images" / "gpu_precisions.png"
-    for precisions in compare_precisions(job, picture):
-        if not arguments.rehearse:
-            write_report("gpu_precisions", precisions, steps=arguments.curve)
-    if arguments.rehearse:
-        print(*precisions, sep="\n")
         return 0
     reached = next(row["ours is faster by"] for row in rows if row["contender"] == TRAINER)
     if reached is not None and reached >= LEAST_TIMES_TRAINER:

@@ -1,18 +1,12 @@
 """What a training loop costs beyond the mathematics: ours beside loops written by hand and three other trainers.
 
     python benchmarks/speed/trainer_overhead.py                   one thread and two, about five minutes
-    python benchmarks/speed/trainer_overhead.py --operations      the watchdog, and --profile that is off: as long
 
 An MLP 784-256-256-10 at batch 64 on a CPU, AdamW (fused, for all, so that loops are compared and not optimizers),
 clipped to norm 1, on random images in float32. All contenders train in one process, with the settings of malloc and of
 denormal numbers that `start_run` makes, in rounds in which each has its turn. The clock runs from the end of step
 `--warmup` to the end of step `--warmup` + `--steps`. Figures are medians over rounds of ratios within a round.
 Writes a table and benchmarks/results/trainer_overhead.json.
-
-With `--operations` the contenders are ours without and with the watchdog, and ours once more: a run without `--profile`
-has no code of it, so what the two runs of ours differ by is noise. Beside the ratios stands what can be measured within
-the run: the time that the watchdog's hooks and the notes of phases take in the training thread, and the processor time
-of its own thread, over the run's time. Writes benchmarks/results/operations_cost.json.
 """
 
 from __future__ import annotations
@@ -48,15 +42,12 @@ from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.throughput import Throughput
-from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.train.models.mlp import MLP
 from toolkit.train.optim import constant
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 
 BATCH, MAX_NORM, LOG_EVERY = 64, 1.0, 50
-PHASES = 4
-"""How often a step notes its phase, for the watchdog."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +73,6 @@ class Clock:
         self.job, self.step = job, 0
         self.wall = self.cpu = 0.0
         """Seconds per step; the CPU time of all threads."""
-        self.share = 0.0
-        """Of the run, that a contender measured of itself."""
 
     def tick(self) -> None:
         self.step += 1
@@ -150,41 +139,7 @@ class Tick(Callback):
         self.tick()
 
 
-class TimedWatchdog(Watchdog):
-    """Measures itself, with the time that measuring takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_hooks = self.in_thread = 0.0
-        """Seconds."""
-
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:
-        began = time.perf_counter()
-        super().on_step_start(trainer, micro_batches)
-        for _ in range(PHASES):
-            trainer.enter(trainer.phase)
-        self.in_hooks += time.perf_counter() - began
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        began = time.perf_counter()
-        super().on_step_end(trainer)
-        self.in_hooks += time.perf_counter() - began
-
-    def _watch(self, trainer: Trainer) -> None:
-        super()._watch(trainer)
-        self.in_thread = time.thread_time()
-
-
-def watched(job: Job) -> Clock:
-    """Ours with the watchdog; its share of the run in `clock.share`."""
-    watchdog = TimedWatchdog()
-    began = time.perf_counter()
-    clock = ours(job, watchdog)
-    clock.share = (watchdog.in_hooks + watchdog.in_thread) / (time.perf_counter() - began)
-    return clock
-
-
-def ours(job: Job, *callbacks: Callback) -> Clock:
+def ours(job: Job) -> Clock:
     """As a recipe: loss, accuracy, throughput and gradient norm to metrics.jsonl, progress on the console."""
     model, optimizer = build()
     clock = Clock(job)
@@ -203,7 +158,7 @@ def ours(job: Job, *callbacks: Callback) -> Clock:
                 schedule=constant(),
                 max_grad_norm=MAX_NORM,
                 log_every=LOG_EVERY,
-                callbacks=[*callbacks, Throughput(), Progress(), Tick(clock.tick)],
+                callbacks=[Throughput(), Progress(), Tick(clock.tick)],
             )
             trainer.fit()
             lines = (run.folder / "metrics.jsonl").read_text().count("\n")
@@ -342,13 +297,6 @@ CONTENDERS: dict[str, Callable[[Job], Clock]] = {
     "Lightning": lightning_trainer,
     "loop by hand, DataLoader, default AdamW": dataloader_loop_default_adamw,
 }
-OPERATIONS: dict[str, Callable[[Job], Clock]] = {
-    "ours": ours,
-    "ours, watchdog": watched,
-    "ours, --profile off": ours,
-}
-MOST_OF_A_STEP = 0.005
-"""What the watchdog may take."""
 TARGETS = [(BASELINE, 1.0), ("loop by hand, slices", 0.85)]
 """Ours against these, at least; against the other trainers, more than 1."""
 
@@ -360,24 +308,13 @@ def measure(job: Job, rounds: int, threads: int, names: list[str]) -> list[dict[
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                clock = (CONTENDERS | OPERATIONS)[name](job)
+                clock = CONTENDERS[name](job)
             if turn:
                 clocks[name].append(clock)
 
     def ratio(name: str, other: str) -> float:
         return statistics.median(b.wall / a.wall for a, b in zip(clocks[name], clocks[other], strict=True))
 
-    if BASELINE not in names:
-        return [
-            {
-                "threads": threads,
-                "contender": name,
-                "microseconds per step": round(1e6 * statistics.median(clock.wall for clock in clocks[name])),
-                "more than ours, %": round(100 * (ratio("ours", name) - 1), 2),
-                "measured within, %": round(100 * statistics.median(clock.share for clock in clocks[name]), 3),
-            }
-            for name in names
-        ]
     return [
         {
             "threads": threads,
@@ -408,11 +345,10 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=50, help="steps before the clock runs")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--samples", type=int, default=60_000, help="images, random")
-    parser.add_argument("--operations", action="store_true", help="the cost of the watchdog, not other loops")
     args = parser.parse_args()
 
-    names = list(OPERATIONS if args.operations else CONTENDERS)
-    if not args.operations and importlib.util.find_spec("lightning") is None:
+    names = list(CONTENDERS)
+    if importlib.util.find_spec("lightning") is None:
         names.remove("Lightning")
         print('Lightning is left out, because it is not installed: pip install "moe-toolkit[bench]"')
     warnings.simplefilter("ignore")
@@ -424,9 +360,6 @@ def main() -> int:
         steps=args.steps,
     )
     rows = [row for threads in args.threads for row in measure(job, args.rounds, threads, names)]
-    if args.operations:
-        write_report("operations_cost", rows, rounds=args.rounds, steps=args.steps, batch_size=BATCH)
-        return int(any(row["measured within, %"] > 100 * MOST_OF_A_STEP for row in rows))
     write_report("trainer_overhead", rows, rounds=args.rounds, steps=args.steps, batch_size=BATCH)
     missed = judge(rows)
     print("\n".join(missed) or "every target is met")

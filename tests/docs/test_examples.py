@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.optim import lr_scheduler
 
 from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.optim import SteppedRates
 
 
 def lines_of(example: str, folder: Path, processes: int, *flags: str) -> list[dict[str, Any]]:
@@ -48,31 +45,3 @@ def test_a_run_that_is_resumed_goes_on_with_its_scheduler(tmp_path: Path):
     parts = lines_of("sgd_plateau", tmp_path / "parts", 1, "--extend", "--max-steps", "92")
     for name in ("train/loss", "train/learning_rate"):
         assert values(parts, name)[-3:] == values(whole, name)[-3:]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5]),
-        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
-    ],
-)
-def test_a_scheduler_loads_what_was_saved(make: Any):
-    def rates(saved: int | None) -> list[float]:
-        seen: list[float] = []
-        stepped = new()
-        for step in range(8):
-            if step == saved:
-                state, stepped = stepped.state_dict(), new()
-                stepped.load_state_dict(state)
-            stepped.optimizer.step()
-            seen.append(stepped.optimizer.param_groups[0]["lr"])
-            stepped.after_step()
-        return seen
-
-    def new() -> SteppedRates:
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        return SteppedRates(make(optimizer), optimizer, None)
-
-    assert rates(3) == rates(None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import PAGES, RECORDS, ROOT, blocks, problems, problems_of
+from benchmarks.figures import PAGES, ROOT, blocks, problems
 
 ROW = {
     "arm": "mixture",
@@ -61,20 +61,6 @@ def test_a_page_that_differs_from_a_record_in_a_digit_fails(tmp_path: Path):
     assert number.group() in problem
 
 
-def test_nearly_every_digit_that_differs_is_found():
-    """Not every one: a changed number can be another value that its row has, or a setting of the block."""
-    found, missed = 0, list[str]()
-    for page in PAGES:
-        for comment, block, end in numbers_of(page):
-            changed = f"{block[: end - 1]}{(int(block[end - 1]) + 5) % 10}{block[end:]}"
-            if list(problems_of(changed, comment, RECORDS)):
-                found += 1
-            else:
-                missed.append(f"{page.name}: {changed[max(0, end - 40) : end]}")
-    assert found > 300
-    assert len(missed) < 0.1 * found, missed
-
-
 def page(comment: str, block: str) -> str:
     return f"# A page\n\nWords.\n\n{comment}\n{block}\n\nMore words.\n"
 
@@ -87,12 +73,9 @@ TABLE = "| network | accuracy |\n|---|---|\n| mixture | 97.36 % (97.31 97.41) |\
     [
         ("<!-- figures: speed.json -->", TABLE),
         ("<!-- figures: speed.json by threads -->", TABLE),
-        ("<!-- figures: speed.json[arm=mixture] -->", "The mixture reaches 97.4 %, 15,841 samples per second."),
         ("<!-- figures: speed.json; 0.09 = 97.45 - 97.36 -->", "The dense network is better by 0.09 points."),
-        ("<!-- figures: speed.json; 0.06 = sd(97.36, 97.45) -->", "They differ by 0.06."),
         ("<!-- figures: speed.json; given: 98 -->", "It reaches 97.36 %, where 98 % were wanted."),
         ("<!-- figures: speed.json -->", "From 1.41 to 1.50 times as fast, with `--lr 0.002`, see [x](x-3.77.md)."),
-        ("<!-- figures: none -->", "A link of 100 GB/s."),
         ("", "The error was 13.5 %, measured once,\nwithout a record."),
         ("", "Nine of ten; torch 2.13; `97.11 %`; 5 %."),
     ],
@@ -110,14 +93,7 @@ def test_numbers_that_are_accounted_for(comment: str, block: str, records: Path)
         ("<!-- figures: speed.json; 0.08 = 97.45 - 97.36 -->", "Better by 0.08 points.", "is 0.09, not 0.08"),
         ("<!-- figures: speed.json; 0.09 = 97.55 - 97.46 -->", "Better by 0.09 points.", "97.55 of"),
         ("<!-- figures: speed.json -->", "It was 99.99 %.", "99.99 is not"),  # the machine is no figure
-        ("<!-- figures: speed.json -->", "It was 97.36 % in 41 cases.", "41 is not"),
-        ("<!-- figures: gone.json -->", "It was 97.36 %.", "there is no gone.json"),
-        ("<!-- figures: speed.json by seed -->", TABLE, "no key 'seed'"),
-        ("<!-- figures: speed.json[arm=none] -->", TABLE, "no rows where arm=none"),
-        ("<!-- figures: somewhere -->", TABLE, "cannot read 'somewhere'"),
         ("", "It reaches 97.36 %.", "no record is named for 97.36"),
-        ("", "It takes 15 ms.", "no record is named for 15"),
-        ("", "With two processes it is 0.98 with\nthe loss, torch 2.13.", "no record is named for 0.98"),
         ("", TABLE, "no record is named for 97.36"),
     ],
 )

@@ -40,13 +40,6 @@ def texts() -> list[str]:
     return sorted(name for name in set(ours) - GLOSSARY if not name.startswith(HISTORY))
 
 
-def test_words_are_found_in_names_and_in_prose():
-    assert misused("def rank_of_seat(): ...") == [("seat", "logical expert")]
-    assert misused("class PopulationReport") == [("population", "dynamic experts")]
-    assert misused("Routed copies\nper expert") == [("routed copies", "assignment")]
-    assert misused("a deepcopy of the model; its dashboard") == []
-
-
 def test_every_file_uses_the_words_of_the_glossary():
     found = set()
     for name in texts():

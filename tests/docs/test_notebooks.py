@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import notebook
 from tests.support.forked_python import forked_commands, run_forked
 from tests.support.helpers import ROOT
 
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 IN_FLOAT64 = {
     "torch.manual_seed(0)  # the": "torch.set_default_dtype(torch.float64); torch.manual_seed(0)  # the",
     "from_config(": "from_config(experts_implementation='eager', config=",
@@ -94,34 +92,3 @@ def test_adapters(tmp_path: Path, commands: Path):
     results = results_of(tmp_path / "runs" / "adapted")
     assert results["world_size"] == 2
     assert results["migrated_experts"] > 0
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_written_to_be_read(path: Path):
-    """As the format has it, with the outputs of one run, and of one line for a missing toolkit."""
-    read = json.loads(path.read_text())
-    assert (read["nbformat"], read["nbformat_minor"]) == (4, 5)
-    ids = [cell["id"] for cell in read["cells"]]
-    assert len(set(ids)) == len(ids)
-    code = [cell for cell in read["cells"] if cell["cell_type"] == "code"]
-    assert [cell["id"] for cell in code if cell["execution_count"] is not None] == []
-    assert "%pip install" in "".join(code[0]["source"])
-    assert max(len(line.rstrip("\n")) for cell in read["cells"] for line in cell["source"]) <= 120
-
-
-@pytest.mark.parametrize(
-    ("cell", "code"),
-    [
-        ("%%writefile a.py\nx = 1\n!not a command\n", "_write('a.py', 'x = 1\\n!not a command\\n')"),
-        ("if x:\n    %pip install y\nz = 3 % 2", "if x:\n    _magic('pip install y')\nz = 3 % 2"),
-        ("!python a.py --b \\\n    --c", "_shell('python a.py --b      --c')"),
-        ("!python 'a'\nb = not a", "_shell(\"python 'a'\")\nb = not a"),
-    ],
-)
-def test_what_python_runs_of_a_cell(cell: str, code: str):
-    assert notebook.code_of(cell) == code
-
-
-def test_a_command_that_fails_ends_the_notebook():
-    with pytest.raises(AssertionError, match="exit code 3: exit 3"):
-        notebook.shell("exit 3")

@@ -8,7 +8,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,37 +61,6 @@ def test_what_docstrings_say_of_arguments_is_a_list():
     said = f"Adds.\n\n{arguments}\n\nReturns:\n    A sum: all.\n\nDone:\n    so"
     listed = "**Args**\n\n- `one`: The first: not\n  the last.\n- `*two`: More.\n\n**Returns**\n\nA sum: all."
     assert "\n".join(with_lists(said.split("\n"))) == f"Adds.\n\n{listed}\n\nDone:\n    so"
-
-
-@pytest.fixture
-def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A package with public names of each kind, some without a docstring."""
-    (tmp_path / "made_up_package").mkdir()
-    names = ["Said", "Silent", "Made", "say", "hush", "NUMBER", "SECRET", "__version__"]
-    (tmp_path / "made_up_package" / "__init__.py").write_text(
-        f"from made_up_package.things import *\n__version__ = '1'\n__all__ = {names}\n"
-    )
-    (tmp_path / "made_up_package" / "things.py").write_text(
-        "from dataclasses import dataclass\n"
-        "class Said:\n    'A thing.'\n"
-        "class Silent(Said):\n    pass\n"
-        "@dataclass\nclass Made:\n    x: int = 0\n"
-        "def say():\n    'Says e.g. a word. Then another.'\n"
-        "def hush():\n    pass\n"
-        "NUMBER = dict[str, int]\n'Its words.'\n"
-        "SECRET: int = 3\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    yield {
-        public.path.removeprefix("made_up_package."): public for public in REFERENCE["public_names"]("made_up_package")
-    }
-    for name in ("made_up_package", "made_up_package.things"):
-        sys.modules.pop(name, None)
-
-
-def test_a_name_without_a_docstring_of_its_own_is_found(made_up: Any):
-    assert {name for name, public in made_up.items() if not public.doc} == {"Silent", "Made", "hush", "SECRET"}
-    assert set(made_up) == {"Said", "Silent", "Made", "say", "hush", "NUMBER", "SECRET"}
 
 
 def sphinx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -63,14 +63,3 @@ def test_it_learns_on_two_processes_as_on_one_and_its_weights_can_be_read_and_pu
     further = train(tmp_path, "further", model=str(tmp_path / "one" / "model"), tokenizer="bytes", max_steps=10)
     assert losses(tmp_path / "further")[0] < losses(tmp_path / "one")[0], "it starts from the weights of --model"
     assert further["steps"] == 10
-
-
-def test_without_shakespeare_two_texts_are_left(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
-    script = example()
-    run = mock.Mock(on_main_and_share=lambda read: read())
-    train, test, texts, _ = script.load_passages(script.debug(), run)
-    assert [text.partition(" of ")[0] for text in texts] == ["language reference", "standard library"]
-    for table in (train, test):
-        assert torch.bincount(table.columns["label"]).unique().numel() == 1, "as many of each"
-        assert table.columns["input"].shape[1] == 32

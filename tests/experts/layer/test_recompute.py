@@ -82,6 +82,13 @@ def test_recomputation_changes_no_value_gradient_or_count(options: dict[str, Any
     assert expected[".load"].sum() == 2 * 40 * TOP_K
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_of_torch_logs_each_forward_pass_once(use_reentrant: bool) -> None:
+    layer = layer_with()
+    torch_checkpoint(layer, tokens(1), use_reentrant=use_reentrant).sum().backward()
+    assert layer.load_E.sum() == 40 * TOP_K
+
+
 def test_several_forwards_before_their_backwards_each_find_their_own_decisions() -> None:
     expected = step(layer_with(), micro_batches=3, forwards_first=True)
     torch.testing.assert_close(step(layer_with(recompute="full"), micro_batches=3, forwards_first=True), expected)

@@ -19,6 +19,7 @@ from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.planners import PLANNERS
 from toolkit.train.callbacks.replan import Replan
 
 EXPERTS, DIM, TOKENS = 4, 5, 12
@@ -150,3 +151,7 @@ def test_refused_plans_are_counted_and_the_first_is_explained(capsys: pytest.Cap
     assert first.startswith("step 2: the guard refuses a plan for ")
     assert "a gain is judged by 2 windows of loads or more" in first
     assert second.startswith("step 4: the guard refuses a plan for ")
+
+
+def test_replanner_without_a_planner_exchanges_experts() -> None:
+    assert Replanner(expert_stacks(a_layer(1)), ReplanOptions()).planner is PLANNERS["swap"]

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -255,6 +255,15 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 join_forwards(models or (training.model,), list(training.stacks.values())),
             ):
                 yield
+
+    def global_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the 2-norm of the gradients of `parameters` over the experts of all ranks. A collective.
+
+        Call it after the last backward pass of a step, such as the first one of sharpness-aware minimization (SAM).
+        """
+        sync = self._require_training("global_norm").sync
+        sync.before_clip()
+        return sync.clip(parameters, None)
 
     def metrics(self) -> dict[str, float]:
         """Return balance and traffic over all ranks since the last call. A collective.
