@@ -25,7 +25,7 @@ UNEVEN = ExpertPlacement(((1, EMPTY_ROW, 0), (2, 1), ()))
 
 
 def test_uneven_placement_with_a_replica_by_hand():
-    assert (UNEVEN.ranks, UNEVEN.num_experts, UNEVEN.stride, UNEVEN.empty_slots) == (3, 3, 3, 1)
+    assert (UNEVEN.ranks, UNEVEN.num_experts, UNEVEN.stride) == (3, 3, 3)
     assert UNEVEN.replicas(1) == (Place(0, 0), Place(1, 1))
     assert UNEVEN.owner(1) == Place(0, 0)
     assert UNEVEN.replica_on(1, 1) == Place(1, 1)

@@ -111,10 +111,6 @@ class ExpertPlacement:
         return any(len(places) > 1 for places in self._replicas)
 
     @property
-    def empty_slots(self) -> int:
-        return sum(row.count(EMPTY_ROW) for row in self.slots)
-
-    @property
     def slot_of_expert(self) -> tuple[int, ...]:
         """The global slot of each expert's owner."""
         return tuple(rank * self.stride + slot for (rank, slot), *_ in self._replicas)
