@@ -195,3 +195,21 @@ def test_rank_that_goes_on_while_others_report_is_not_ended(goes_on: bool, tmp_p
     watchdog._end_run(trainer, began=1.0, every=0.01, limit=5.0)
     assert bool(ended) is not goes_on
     assert (tmp_path / "hang").exists() is not goes_on
+
+
+@pytest.mark.parametrize(("naps", "ends"), [([1.0] * 8, True), ([1.0, 1000.0], False)])
+def test_process_that_was_suspended_is_not_ended(naps: list[float], ends: bool, tmp_path: Path, monkeypatch):
+    """Each nap is the time between two looks of the thread, which come every second."""
+    clock, ended = [0.0], []
+
+    def wait(_seconds: float) -> bool:
+        clock[0] += naps.pop(0) if naps else 0.0
+        return not naps
+
+    monkeypatch.setattr("toolkit.train.callbacks.watchdog.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watchdog = Watchdog(limit_s=5)
+    naps.append(0.0)  # the last one ends the thread
+    watchdog._stop = SimpleNamespace(wait=wait)
+    watchdog._end_run = lambda *reason: ended.append(reason)
+    watchdog._watch(SimpleNamespace(phase="step", phase_began=0.5, run=SimpleNamespace(folder=tmp_path)))
+    assert bool(ended) is ends
