@@ -72,15 +72,6 @@ def test_contiguous_for_experts_that_do_not_divide_leaves_spare_slots():
         contiguous(7, 3, slots_per_rank=2)
 
 
-def test_from_slot_of_expert_by_hand():
-    placement = ExpertPlacement.from_slot_of_expert((3, 0, 2, 1), 2)
-    assert placement.slots == ((1, 3), (2, 0))
-    assert placement.slot_of_expert == (3, 0, 2, 1)
-    for wrong in ((0, 1, 2), (0, 0, 1, 2)):
-        with pytest.raises(ValueError, match="do not fill 2"):
-            ExpertPlacement.from_slot_of_expert(wrong, 2)
-
-
 @given(placements())
 def test_placement_survives_json(placement: ExpertPlacement):
     data = json.loads(json.dumps(placement.to_dict()))
