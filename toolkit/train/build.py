@@ -15,7 +15,7 @@ from toolkit.data.loader import LoaderBatches, known_length, make_loader
 from toolkit.data.splits import HasSplits, Samples
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.losses import RouterPenalty, penalties_of
 from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
@@ -28,7 +28,7 @@ from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.expert_balance import balance_callbacks, router_penalty
 from toolkit.train.callbacks.expert_load import ExpertLoad
-from toolkit.train.callbacks.pictures import Pictures
+from toolkit.train.callbacks.pictures import draw_run
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.replan import Replan
@@ -114,7 +114,7 @@ def standard_trainer(
     Args:
         run: The run, from `start_run`.
         task: Computes the loss; see `Task` for what it may have besides. The router losses of the config are added,
-            unless an attribute of the task is a `RouterPenalty`.
+            unless there is a `RouterPenalty` of the model.
         model: The model as the recipe built it.
         optimizer: Any optimizer of the model's parameters that treats each row of experts by itself.
         data: `train` and `test`, and perhaps `validation`, which early stopping and the best checkpoint go by.
@@ -136,7 +136,7 @@ def standard_trainer(
     if isinstance(task, AdaptsToRun):
         splits = {"training": data.train, "test": data.test, "validation": validation}
         task = task.for_run({name: table for name, table in splits.items() if isinstance(table, TensorTable)})
-    own = next((value for value in getattr(task, "__dict__", {}).values() if isinstance(value, RouterPenalty)), None)
+    own = next(iter(penalties_of(model.modules())), None)
     penalty = router_penalty(run, model, max_steps) if own is None else None
     every = max(1, round(config.eval_every * batches.steps_per_epoch))
     evaluate = partial(Evaluation.of, run, batch_size=eval_batch_size, every=every)
@@ -145,6 +145,7 @@ def standard_trainer(
         evaluations.append(evaluate(validation, name="validation"))
     elif config.validates:
         run.print("no validation data: what is chosen, such as the end of training, is chosen by the test data.")
+    run.draw_at_finish(draw_run)
     _describe_experts(run, model)
     print_warnings(run, model, warmup_steps(config.schedule, batches.steps_per_epoch), max_steps)
     announce(run, model, data, batches, max_steps)
@@ -167,7 +168,6 @@ def standard_trainer(
         callbacks=[
             Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
             Throughput(),
-            Pictures(),
             *callbacks,
             *_expert_callbacks(run, model, own or penalty),
             *evaluations,

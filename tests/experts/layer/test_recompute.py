@@ -70,7 +70,7 @@ def step(layer: nn.Module, *, micro_batches: int = 2, forwards_first: bool = Fal
     found |= {name: p.grad for name, p in layer.named_parameters()}
     for name, module in layer.named_modules():
         if isinstance(module, MoE):
-            found |= {f"{name}.load": module.load_E, f"{name}.dropped": module.dropped_E}
+            found |= {f"{name}.load": module.load_E, f"{name}.dropped": module.expert_stack.log.dropped_E}
     return found
 
 

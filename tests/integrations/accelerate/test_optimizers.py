@@ -27,9 +27,9 @@ from tests.integrations.accelerate.test_loops import refused
 from tests.support.equality import assert_equal_rows
 from tests.support.helpers import run_distributed
 from tests.support.optimizers import ScheduleFreeSGD
+from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.moving.migrate import place_experts
-from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
@@ -174,7 +174,7 @@ def states_loaded() -> list[str]:
     dist.broadcast_object_list(first)
     plain = {key: own[key] for key in ("state", "param_groups")}
     said = [refused(lambda state=state: optimizer.load_state_dict(state)) for state in (first[0], own, plain)]
-    place_experts(model, ExpertPlacement.from_slot_of_expert([*range(1, EXPERTS), 0], 2), optimizer)
+    place_experts(model, by_slot([*range(1, EXPERTS), 0], 2), optimizer)
     return said + [
         refused(lambda state=state: optimizer.load_state_dict(state)) for state in (own, optimizer.state_dict())
     ]

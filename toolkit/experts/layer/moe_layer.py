@@ -70,11 +70,6 @@ class MoE(nn.Module):
         return self.expert_stack.log.load_E
 
     @property
-    def dropped_E(self) -> Int[Tensor, " E"]:
-        """Returns those of `load_E` that the capacity dropped."""
-        return self.expert_stack.log.dropped_E
-
-    @property
     def last_load_E(self) -> Int[Tensor, " E"]:
         """The load of the last forward alone, in training or evaluation."""
         return self.expert_stack.log.last_load_E
