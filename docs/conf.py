@@ -24,8 +24,6 @@ CONTENTS = {
     "Guides": [
         "docs/train/accelerate",
         "docs/experts/transformers",
-        "docs/train/convert",
-        "docs/experts/prepare",
         "docs/experts/torch_alone",
         "docs/experts/moe",
         "docs/experts/own_layer",

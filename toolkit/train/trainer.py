@@ -278,7 +278,7 @@ class Trainer:
         training weights, with which a run resumes exactly.
         """
         getattr(self.optimizer, mode)()
-        if self._weights_for != mode and hasattr(unwrapped(self.optimizer), mode):
+        if hasattr(unwrapped(self.optimizer), mode):
             self.sync.refresh_replicas()
         self._weights_for = mode
 

@@ -45,7 +45,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
     """Shards the experts of any model over ranks, trains them there, and rebalances them.
 
     Its `prepare` replaces `accelerator.prepare`; the rest of a loop on Accelerate stays. As a context manager it calls
-    `close` at the end. `docs/experts/prepare.md` tells what `prepare` does, in order.
+    `close` at the end. `docs/train/accelerate.md` tells what `prepare` does, in order.
 
     Args:
         accelerator: Prepares the non-expert parameters.
