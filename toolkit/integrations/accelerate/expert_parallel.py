@@ -268,7 +268,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
     def metrics(self) -> dict[str, float]:
         """Return balance and traffic over all ranks since the last call. A collective.
 
-        Names are those of `docs/experts/moe.md#read-the-metrics`. The first call starts counting and returns an empty
+        Names are those of `docs/reference/metrics.md`. The first call starts counting and returns an empty
         dict, as does a call without training forward passes since the last.
         """
         return self._require_training("metrics").metrics()
