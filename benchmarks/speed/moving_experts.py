@@ -18,7 +18,7 @@ measures over a round: wall time, which means something if each rank has a core;
 busiest in a turn; and processor time of the rank that was busiest in each step. The table has their medians over rounds
 and their ranges.
 
-The record's `example` has the loads, placements and step times of one guarded run by turn, from which
+The record's `example` has the loads and placements of one guarded run by turn, from which
 `python benchmarks/speed/moving_experts_image.py` draws the README's animation.
 
 Writes benchmarks/results/moving_experts.json.
@@ -192,7 +192,7 @@ class Live:
         self.x = torch.randn(loads.tokens // self.world, DIM)
         self.imbalances: list[float] = []
         self.turns: list[dict[str, Any]] = []
-        """By turn: ms per step and, in the first layer, tokens per expert at its end and ranks at its beginning."""
+        """By turn, in the first layer: tokens per expert at its end and the rank of each expert at its beginning."""
 
     def _initial(self, rival: Rival, log_popularity: Tensor) -> ExpertPlacement:
         blocks = contiguous(EXPERTS, self.world)
@@ -227,8 +227,7 @@ class Live:
         dist.all_reduce(loads)
         placements = [layer.expert_stack.placement for layer in self.layers]
         self.imbalances += [rank_imbalance(load_E, placed) for load_E, placed in zip(loads, placements, strict=True)]
-        milliseconds = round(1e3 * float(steps.median()), 1)
-        self.turns.append({"ms a step": milliseconds, "load": loads[0].tolist(), "rank": ranks})
+        self.turns.append({"load": loads[0].tolist(), "rank": ranks})
         return Times(seconds, float(turn), float(steps.sum()))
 
 

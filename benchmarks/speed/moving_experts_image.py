@@ -3,7 +3,8 @@
     python benchmarks/speed/moving_experts_image.py
 
 The animation shows the first and the last turn of one guarded run on two ranks: tokens per expert, the rank that has
-each expert, the ranks' shares of the tokens, and the median step time of each turn.
+each expert, and the ranks' shares of the tokens. Step times are medians over all rounds, of experts that stay and of
+the guarded runs, migrations included.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def keyframes(name: str, before: str, after: str) -> str:
     return f"@keyframes {name} {{ 0%, 34% {{ {before} }} 50%, 92% {{ {after} }} 100% {{ {before} }} }}"
 
 
-def draw(first: dict[str, Any], last: dict[str, Any]) -> str:
-    """Return the SVG of two turns."""
+def draw(first: dict[str, Any], last: dict[str, Any], milliseconds: tuple[float, float]) -> str:
+    """Return the SVG of two turns and the step times without and with moves."""
     old_columns, new_columns = columns(first["rank"], last["rank"])
     styles, shapes = [STYLE], []
     busiest = max(max(first["load"]), max(last["load"]))
@@ -97,10 +98,11 @@ def draw(first: dict[str, Any], last: dict[str, Any]) -> str:
                 for state, turn in zip(("before", "after"), shares, strict=True)
             ),
         ]
-    for state, turn, words in (("before", first, "experts where they started"), ("after", last, "after rebalancing")):
+    titles = ("Experts stay where they started", "Experts move to balance the load")
+    for state, title, step in zip(("before", "after"), titles, milliseconds, strict=True):
         shapes += [
-            f'<text class="title {state}" x="{LEFT - 76}" y="32">{words[0].upper()}{words[1:]}</text>',
-            f'<text class="time {state}" x="{METER_LEFT}" y="34">{turn["ms a step"]:.0f} ms per step</text>',
+            f'<text class="title {state}" x="{LEFT - 76}" y="32">{title}</text>',
+            f'<text class="time {state}" x="{METER_LEFT}" y="34">{step:.0f} ms per step</text>',
         ]
     shapes.append(
         f'<text class="small" x="{LEFT - 76}" y="{HEIGHT - 10}">Bars: tokens per expert. Colors: the rank where an '
@@ -114,8 +116,10 @@ def draw(first: dict[str, Any], last: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    turns = json.loads(RECORD.read_text())["example"]
-    IMAGE.write_text(draw(turns[0], turns[-1]))
+    record = json.loads(RECORD.read_text())
+    times = {row["contender"]: row["ms a step"] for row in record["rows"] if row["processes"] == 2}
+    turns = record["example"]
+    IMAGE.write_text(draw(turns[0], turns[-1], (times["blocks, never moved"], times["swap"])))
     print(IMAGE.relative_to(ROOT))
     return 0
 
