@@ -19,62 +19,39 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "extensions")]
 
 # The table of contents: captions, and below each its pages in the order in which they are read.
 CONTENTS = {
-    "Start": ["docs/index", "docs/start/which_way", "docs/start/tour", "docs/start/config", "recipes/README"],
-    "Notebooks": [f"docs/notebooks/{name}" for name in ("ten_minutes", "shard_experts", "adapters")],
-    "Train": ["docs/train/recipes", "docs/train/own_data", "docs/train/accelerate", "docs/train/convert"],
-    "Experts": [
+    "Get started": [f"docs/start/{name}" for name in ("install", "quickstart", "which_way")]
+    + [f"docs/notebooks/{name}" for name in ("ten_minutes", "shard_experts", "adapters")],
+    "Guides": [
+        "docs/train/accelerate",
+        "docs/experts/transformers",
+        "docs/experts/torch_alone",
         "docs/experts/moe",
         "docs/experts/own_layer",
-        "docs/experts/prepare",
-        "docs/experts/torch_alone",
         "docs/experts/placement",
         "docs/experts/lab",
-        "docs/experts/scaling",
-        "docs/experts/transformers",
-        "docs/experts/adapters",
         "docs/experts/large_models",
+        "docs/experts/adapters",
         "docs/experts/router_replay",
         "docs/experts/lifecycle",
         "docs/experts/knowledge_graph",
+        "docs/train/recipes",
+        "docs/train/own_data",
+        "docs/operate/checkpoints_and_tracking",
+        "docs/operate/doctor",
+        "docs/operate/sweeps",
+        "docs/operate/launchers",
+    ],
+    "Concepts": [f"docs/concepts/{name}" for name in ("expert_parallelism", "placement", "expert_gradients")],
+    "Reference": [
+        "docs/start/config",
+        "docs/reference/metrics",
+        "docs/reference/exit_codes",
+        "docs/reference/glossary",
         "docs/experts/transformers_families",
     ],
-    "Operate": [
-        "docs/operate/checkpoints_and_tracking",
-        "docs/operate/sweeps",
-        "docs/operate/doctor",
-        "docs/operate/ray",
-        "docs/operate/skypilot",
-        "docs/operate/kubernetes",
-        "accelerate_configs/README",
-        "slurm/README",
-    ],
-    "Recipes": [
-        "docs/recipes/language_model",
-        "docs/recipes/speech",
-        "docs/recipes/har",
-        "docs/recipes/vae",
-    ],
-    "Coming from a guide": [
-        "docs/start/migration/README",
-        "docs/start/migration/training",
-        "docs/start/migration/morph",
-        "docs/start/migration/lmu",
-        "docs/start/migration/har",
-        "docs/start/migration/vae",
-    ],
-    "Project": [
-        "docs/project/results",
-        "docs/project/related_work",
-        "docs/project/matrix",
-        "docs/project/upstream/README",
-        "docs/project/stability",
-        "benchmarks/README",
-        *sorted(f"docs/project/notes/{page.stem}" for page in (ROOT / "docs" / "project" / "notes").glob("*.md")),
-        "CHANGELOG",
-        "CONTRIBUTING",
-        "SECURITY",
-    ],
-    "Rooms of the code": sorted(f"{page.relative_to(ROOT).parent}/README" for page in ROOT.glob("toolkit/*/README.md")),
+    "Recipes": ["recipes/README", *(f"docs/recipes/{name}" for name in ("language_model", "speech", "har", "vae"))],
+    "Project": [f"docs/project/{name}" for name in ("results", "related_work", "matrix", "stability")]
+    + ["docs/experts/scaling"],
 }
 
 project = "toolkit"
@@ -90,7 +67,12 @@ extensions = [
     "source_pages",
 ]
 source_suffix = {".md": "markdown", ".ipynb": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["build", "runs", "tests", "**/.*", ".*", "**/site-packages"]
+exclude_patterns = [
+    *("build", "runs", "tests", "**/.*", ".*", "**/site-packages"),
+    # Pages for developers stay in the repository: links show their source, and the search has user pages only.
+    *("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks", "toolkit/**", "accelerate_configs", "slurm"),
+    *("docs/start/migration", "docs/start/tour.md", "docs/project/notes", "docs/project/upstream"),
+]
 
 myst_heading_anchors = 4  # named as code hosts name them
 highlight_language = "none"

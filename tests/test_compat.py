@@ -58,43 +58,6 @@ def test_many_tensors_are_multiplied_and_measured_at_once():
         assert compat.norm_of_each(tensors()).tolist() == [5.0, 5.0]
 
 
-def test_flops_are_counted_of_what_torch_has_no_formula_for():
-    counter = compat.FlopCounter()
-    rows, weights, heads = torch.randn(6, 4), torch.randn(2, 4, 8), torch.randn(1, 2, 4, 8)
-    with counter, relying_on("torch", "aten._grouped_mm"):
-        nn.functional.grouped_mm(rows, weights, offs=torch.tensor([2, 6], dtype=torch.int32))
-    assert counter.flops == 2 * 6 * 4 * 8
-    with counter, relying_on("torch", "scaled_dot_product_attention on a CPU"):
-        nn.functional.scaled_dot_product_attention(heads, heads, heads)
-    assert counter.flops == 2 * 6 * 4 * 8 + 2 * (2 * 2 * 4 * 4 * 8)
-
-
-def test_attention_with_fewer_heads_of_keys_is_counted_as_if_they_were_repeated():
-    counts = []
-    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
-    for groups in (False, True):
-        counter = compat.FlopCounter()
-        repeats = 1 if groups else 2
-        with counter, relying_on("torch", "scaled_dot_product_attention(enable_gqa=True) on a CPU"):
-            nn.functional.scaled_dot_product_attention(
-                query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), enable_gqa=groups
-            )
-        counts.append(counter.flops)
-    assert counts == [2 * (2 * 4 * 5 * 6 * 8)] * 2
-
-
-def test_a_formula_that_fails_is_named_and_ends_nothing(monkeypatch):
-    def refuses(*_shapes: object, **_options: object) -> int:
-        raise AssertionError("shapes are incompatible")
-
-    monkeypatch.setitem(compat.flop_registry, torch.ops.aten.mm, refuses)
-    counter = compat.FlopCounter()
-    with counter:
-        product = torch.ones(2, 3) @ torch.ones(3, 4)
-    assert product.eq(3).all()
-    assert counter.uncounted == "aten.mm"
-
-
 def test_the_gradient_of_bag_weights_is_the_dot_product_with_each_row():
     grad_TD, table_ND = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
     indices_N, bag_N = torch.tensor([3, 0, 1, 2]), torch.tensor([0, 0, 1, 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -76,6 +76,7 @@ def trainer_of(
     callbacks: Sequence[Callback],
     planner: str | None = None,
     ep_stride: int = 1,
+    optimization: Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]] | None = None,
     **settings: Any,
 ) -> Iterator[Trainer]:
     world, ep_size, placement = layout
@@ -99,14 +100,18 @@ def trainer_of(
         )
         replan = [] if planner is None else [Replan(model, ReplanOptions(planner=planner, every=3, guarded=False))]
         penalty = RouterPenalty(model, balance_weight=0.1 if balance == "loss" else 0.0, z_weight=0.01)
+        optimizer: torch.optim.Optimizer = build_optimizer(model, lr=3e-3, config=config.optimizer)
+        schedule: Any = warmup_cosine(max_steps=STEPS, warmup_steps=3)
+        if optimization is not None:
+            optimizer, schedule = optimization(model)
         yield Trainer(
             run,
             Classification(penalty=penalty),
             model,
-            build_optimizer(model, lr=3e-3, config=config.optimizer),
+            optimizer,
             TrainBatches(table, batch_size=BATCH, seed=0, rank=run.rank, world_size=run.world_size),
             max_steps=STEPS,
-            schedule=warmup_cosine(max_steps=STEPS, warmup_steps=3),
+            schedule=schedule,
             max_grad_norm=0.5,
             log_every=config.log_every,
             callbacks=[WholeStepBalance(penalty), BiasBalancing(model), ExpertLoad(model), *replan, *callbacks],

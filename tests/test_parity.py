@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.equality import assert_equal_rows, relative_difference, replicas_agree
 from tests.support.gpu import skip_without_gpus, use_gpu
 from tests.support.helpers import run_distributed
+from tests.support.placements import by_slot
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer.losses import RouterPenalty
@@ -105,7 +106,7 @@ def place(name: str, ranks: int) -> ExpertPlacement:
     or the last expert's first copy on rank 0, experts 0 and 1 on every rank, and an empty slot."""
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(3)).tolist()
     if name == "shuffled":
-        return ExpertPlacement.from_slot_of_expert(order, ranks)
+        return by_slot(order, ranks)
     if name == "uneven":
         return ExpertPlacement((tuple(order[:5]), *(tuple(order[5 + r :: ranks - 1]) for r in range(ranks - 1))))
     blocks = contiguous(EXPERTS, ranks)

@@ -47,12 +47,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str = "", *, field: str | None = None, value: Any = None, remedy: str | None = None):
-        super().__init__(message or f"{field}={_shown(value)}: {remedy}.")
+        super().__init__(message or f"{field}={repr(value) if isinstance(value, str) else value}: {remedy}.")
         self.field, self.value, self.remedy = field, value, remedy
-
-
-def _shown(value: object) -> str:
-    return repr(value) if isinstance(value, str) else str(value)
 
 
 def require(holds: bool, field: str, value: object, remedy: str) -> None:

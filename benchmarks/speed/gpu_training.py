@@ -40,6 +40,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
@@ -54,7 +56,6 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.data.text import STDLIB, load_text
 from toolkit.errors import one_line
-from toolkit.experts.compat import FlopCounter
 from toolkit.experts.layer.grouped_mm import cast_as_autocast_would
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.run.config.run import RunConfig
@@ -62,7 +63,6 @@ from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.throughput import Throughput
-from toolkit.train.device_use import FORWARDS
 from toolkit.train.optim import constant
 from toolkit.train.profile import STEPS, Profile
 from toolkit.train.tasks.language_modeling import LanguageModeling
@@ -76,6 +76,43 @@ LOG_EVERY = 10
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 LEAST_TIMES_TRAINER = 1.2
 """The target: tokens per second."""
+FORWARDS = 3
+"""FLOPs of a step over those of its forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+}
+"""Torch has no formula for the last of them, and those of the others refuse fewer heads of keys than of queries before
+torch 2.13."""
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the FLOPs of what runs within it, by torch's formulas and those that torch lacks. Changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.uncounted: str | None = None
+        """An operation whose FLOPs torch's formula could not tell: the sum lacks them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = func.overloadpacket
+        if operation in ATTENTION:
+            query_BHSD, key_BHSD, value_BHSD = args[:3]
+            widths = query_BHSD.shape[-1] + value_BHSD.shape[-1]
+            self.flops += 2 * query_BHSD.shape[:-1].numel() * key_BHSD.shape[-2] * widths
+        elif operation is torch.ops.aten._grouped_mm:
+            self.flops += 2 * result.numel() * args[0].shape[-1]
+        elif operation in flop_registry:
+            try:
+                self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
+            except Exception:  # to count must not end a run
+                self.uncounted = str(operation)
+        return result
 
 
 class Sizes(NamedTuple):

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.support.helpers import peak_bytes, run_distributed
+from tests.support.placements import by_slot
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
@@ -100,7 +101,7 @@ def placements(kind: str, ranks: int) -> tuple[ExpertPlacement, ExpertPlacement]
         order[0], order[-1] = order[-1], order[0]
     else:
         random.Random(0).shuffle(order)
-    after = ExpertPlacement.from_slot_of_expert(order, ranks)
+    after = by_slot(order, ranks)
     if kind == "all experts, spare slots":
         rows = tuple((-1, -1, *row) for row in after.slots)
         return with_spare_slots(start, 2), ExpertPlacement(rows)

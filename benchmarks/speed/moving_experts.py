@@ -1,21 +1,25 @@
-"""Real steps, on gloo, of a run that moves its experts beside one that does not: how much faster, and what is the most?
+"""Training steps on gloo with experts that move, compared with the same steps where they stay.
 
     python benchmarks/speed/moving_experts.py                           every load on 2 and 4 processes, an hour
     python benchmarks/speed/moving_experts.py --loads steep --worlds 2
 
-Two blocks of a dense network and a mixture of 16 experts, top 2, in float32; forward, backward, clipping, AdamW. Tokens
-go where a draw says, by Zipf's law with the hottest experts on the first process, or as often as in a language model
-without balance (`recorded`, of `record_traces.py`; needs $TOOLKIT_DATA_DIR); a plan every 8 steps, migrations included.
-`drifting` loads walk at random, in each step and layer. All contenders of a load get the same draws, in one launch, in
-turns of 16 steps. Each round has new models and other draws, and both the order in which models are made and that of
-turns change from round to round: which memory a model gets is worth up to 0.1, and the first one made is the slowest.
-A `control` never moves either: how far it is from 1 is what a figure can be wrong by.
+The model has two blocks of a dense network and an MoE layer with 16 experts, top 2, in float32. A step is a forward and
+a backward pass, clipping and AdamW. The router's choices are drawn: by Zipf's law with the hottest experts on the first
+rank, or as often as in a language model without balance loss (`recorded`, from `record_traces.py`; needs
+$TOOLKIT_DATA_DIR). `drifting` loads walk at random in each step and layer. Planners run every 8 steps, and times
+include migrations. All variants of a load get the same draws in one launch, in turns of 16 steps. Each round has new
+models and draws. Rounds permute the order in which models are made and the order of turns, because a model's memory is
+worth up to 0.1 and the first one made is the slowest. `control` never moves experts either: its distance from 1 is the
+error.
 
-`eplb` is the published algorithm of DeepSeek's expert parallelism load balancer, which plans for the last window
-without a look at where experts are. `oracle` stands from the beginning as one would place experts who knew the loads
-that are drawn, and never moves: the most that moving can reach. Times are those of the wall, which tell something where
-each process has a core of its own, and the processor time of the busiest process in each turn. Figures are medians over
-rounds of the ratio to the run that never moves, of sums over the turns of a round, with the least and the greatest.
+`eplb` is DeepSeek's published expert parallelism load balancer, which plans from the last window only. `oracle` starts
+from the optimal placement for the known loads and stays. Ratios compare a variant with `blocks, never moved`, by three
+measures over a round: wall time, which means something if each rank has a core; processor time of the rank that was
+busiest in a turn; and processor time of the rank that was busiest in each step. The table has their medians over rounds
+and their ranges.
+
+The record's `example` has the loads and placements of one guarded run by turn, from which
+`python benchmarks/speed/moving_experts_image.py` draws the README's animation.
 
 Writes benchmarks/results/moving_experts.json.
 """
@@ -30,7 +34,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -151,8 +155,18 @@ RIVALS = {
 }
 
 
+class Times(NamedTuple):
+    """Seconds of a turn."""
+
+    wall: float
+    turn: float
+    """Processor time of the rank that was busiest in the turn."""
+    step: float
+    """Processor time of the rank that was busiest in each step, summed over steps."""
+
+
 class Live:
-    """A model of one contender, as a user's loop trains it."""
+    """A model of one variant, as a user's loop trains it."""
 
     def __init__(self, rival: Rival, loads: Loads, log_popularity: Tensor, seed: int):
         from accelerate import Accelerator
@@ -177,6 +191,8 @@ class Live:
         self.model, self.optimizer = self.experts.prepare(model, optimizer)
         self.x = torch.randn(loads.tokens // self.world, DIM)
         self.imbalances: list[float] = []
+        self.turns: list[dict[str, Any]] = []
+        """By turn, in the first layer: tokens per expert at its end and the rank of each expert at its beginning."""
 
     def _initial(self, rival: Rival, log_popularity: Tensor) -> ExpertPlacement:
         blocks = contiguous(EXPERTS, self.world)
@@ -185,40 +201,46 @@ class Live:
             return round_robin(load_E, blocks)
         return lpt(load_E, blocks) if rival.initial == "oracle" else with_spare_slots(blocks, rival.spare_slots)
 
-    def turn(self, number: int) -> tuple[float, float]:
-        """A turn's steps; returns the seconds until the last process was done, and the processor time of the one that
-        had most."""
+    def turn(self, number: int) -> Times:
+        """Run the steps of a turn on all ranks."""
         source = STEPS * (self.seed * self.world + dist.get_rank())
         batches = [
             [drawn(log, len(self.x), LAYERS * (source + at) + i) for i, log in enumerate(self.log_popularity[at])]
             for at in range(number * TURN, (number + 1) * TURN)
         ]
+        placement = self.layers[0].expert_stack.placement
+        ranks = [placement.owner(expert).rank for expert in range(EXPERTS)]
         dist.barrier()
-        began, worked = time.perf_counter(), time.process_time()
+        began, marks = time.perf_counter(), [time.process_time()]
         for ids in batches:
             for layer, ids_TK in zip(self.layers, ids, strict=True):
                 layer.router.ids_TK = ids_TK
             step(self.accelerator, self.model, self.optimizer, self.x)
-        busiest = torch.tensor(time.process_time() - worked, dtype=torch.float64)
+            marks.append(time.process_time())
         dist.barrier()
         seconds = time.perf_counter() - began
-        dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
-        for layer in self.layers:  # where experts are after the turn, for the loads of its last step
-            load_E = layer.expert_stack.log.last_load_E.clone()
-            dist.all_reduce(load_E)
-            self.imbalances.append(rank_imbalance(load_E, layer.expert_stack.placement))
-        return seconds, float(busiest)
+        steps = torch.tensor(marks, dtype=torch.float64).diff()
+        turn = steps.sum()
+        for own in (steps, turn):
+            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        loads = torch.stack([layer.expert_stack.log.last_load_E for layer in self.layers])
+        dist.all_reduce(loads)
+        placements = [layer.expert_stack.placement for layer in self.layers]
+        self.imbalances += [rank_imbalance(load_E, placed) for load_E, placed in zip(loads, placements, strict=True)]
+        self.turns.append({"load": loads[0].tolist(), "rank": ranks})
+        return Times(seconds, float(turn), float(steps.sum()))
 
 
 @dataclass
 class Measured:
-    """Of one contender, by round."""
+    """Results of one variant by round."""
 
-    wall: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
+    times: list[Times] = field(default_factory=list)
     imbalance: list[float] = field(default_factory=list)
     moved: int = 0
     refused: int = 0
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    """Turns of the first round, see `Live.turns`."""
 
 
 @process_settings()
@@ -230,15 +252,14 @@ def race(loads: Loads, logs: list[Tensor]) -> dict[str, Measured]:
         # Contenders beside each other change places, too: rounds begin at different ones and go either way.
         order = [*names[seed % len(names) :], *names[: seed % len(names)]][:: 1 if seed % 2 else -1]
         runs = {name: Live(RIVALS[name], loads, log_popularity, seed) for name in order}
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
+        times: dict[str, list[Times]] = {name: [] for name in order}
         for number in range(TURNS):
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 times[name].append(runs[name].turn(number))
         for name, live in runs.items():
-            wall, processor = np.sum(times[name], axis=0)
             mine = measured[name]
-            mine.wall.append(float(wall))
-            mine.processor.append(float(processor))
+            mine.times.append(Times(*map(float, np.sum(times[name], axis=0))))
+            mine.turns = mine.turns or live.turns
             mine.imbalance.append(float(np.mean(live.imbalances)))
             mine.moved += sum(migration.report.cost.experts for migration in live.experts.migrations)
             mine.refused += live.experts.replanner.plans_refused if live.experts.replanner else 0
@@ -246,19 +267,22 @@ def race(loads: Loads, logs: list[Tensor]) -> dict[str, Measured]:
 
 
 def table(measured: dict[str, Measured]) -> list[dict[str, Any]]:
-    """A row for each contender."""
-    stays, rows = measured[STAY], []
+    """Return a row for each variant."""
+    stays, rows = np.array(measured[STAY].times), []
     for name, mine in measured.items():
-        wall, processor = np.divide(stays.wall, mine.wall), np.divide(stays.processor, mine.processor)
+        times = np.array(mine.times)
+        ratios = dict(zip(("wall", "busiest in a turn", "busiest in each step"), (stays / times).T, strict=True))
         rows.append(
             {
                 "contender": name,
                 "imbalance": round(statistics.mean(mine.imbalance), 2),
-                "ms a step": round(1e3 * statistics.median(mine.wall) / STEPS, 1),
-                "x, wall": round(float(np.median(wall)), 3),
-                "wall, of rounds": f"{wall.min():.2f} to {wall.max():.2f}",
-                "x, busiest processor": round(float(np.median(processor)), 3),
-                "processor, of rounds": f"{processor.min():.2f} to {processor.max():.2f}",
+                "ms a step": round(1e3 * float(np.median(times[:, 0])) / STEPS, 1),
+                **{f"x, {measure}": round(float(np.median(ratio)), 3) for measure, ratio in ratios.items()},
+                **{
+                    f"range, {measure}": f"{low:.2f} to {high:.2f}"
+                    for measure, ratio in ratios.items()
+                    for low, high in [(ratio.min(), ratio.max())]
+                },
                 "experts moved": mine.moved,
                 "plans refused": mine.refused,
             }
@@ -272,14 +296,16 @@ def main() -> int:
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    example: list[dict[str, Any]] = []
     for name in options.loads:
         loads = LOADS[name]
         logs = [loads.log_popularity(seed) for seed in range(options.rounds)]
         for world in options.worlds:
-            found = table(run_distributed(race, world, loads, logs, timeout_s=3000)[0])
-            rows += [{"processes": world, "loads": name, **row} for row in found]
-            facts = {"rounds": options.rounds, "steps_of_a_round": STEPS, "cores": os.cpu_count()}
+            measured = run_distributed(race, world, loads, logs, timeout_s=3000)[0]
+            rows += [{"processes": world, "loads": name, **row} for row in table(measured)]
+            example = example or measured[GUARDED].turns
+            facts = {"rounds": options.rounds, "steps_of_a_round": STEPS, "cores": os.cpu_count(), "example": example}
             write_report("moving_experts", rows, **facts)  # what is done is kept
     return 0
 

@@ -29,10 +29,15 @@ def page_of(path: str) -> str:
 
 
 def point_to_pages(app: Sphinx, document: nodes.document) -> None:
-    """Links that MyST made into downloads become links to the file's page."""
+    """Replace links to files, and to Markdown that the site excludes, with links to the file's page."""
     here = app.env.docname
-    for link in list(document.findall(addnodes.download_reference)):
-        path, _ = app.env.relfn2path(link["reftarget"], here)
+    links = [
+        (link, app.env.relfn2path(link["reftarget"], here)[0]) for link in document.findall(addnodes.download_reference)
+    ]
+    for xref in document.findall(addnodes.pending_xref):
+        if xref["refdomain"] == "doc" and xref["reftarget"] not in app.env.found_docs:
+            links.append((xref, f"{xref['reftarget']}.md"))
+    for link, path in links:
         if (Path(app.srcdir) / path).is_file():
             app.env.shown_files.add(path)
             uri = app.builder.get_relative_uri(here, page_of(path))

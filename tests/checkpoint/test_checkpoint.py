@@ -18,6 +18,7 @@ from tests.support.small_run import SmallConfig, SmallModel
 from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import drop_older
+from toolkit.data.identity import identity_of_length
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned
@@ -257,6 +258,14 @@ def test_load_with_other_settings_raises_only_for_those_that_decide_results(tmp_
     load(path, trained(steps=0), OneRank(SmallConfig(log_every=7, tracker="none")))
     said = refusal(tmp_path, trained(), OneRank(SmallConfig(lr=0.5)))
     assert "it was made with lr 0.001 and this run has 0.5. Use" in said
+
+
+def test_load_on_other_data_raises_also_without_config_json(tmp_path):
+    then, now = OneRank(), OneRank()
+    then.data, now.data = ({"train": identity_of_length(rows)} for rows in (3, 4))
+    path = save(tmp_path, trained(), 7, run=then)
+    load(path, trained(steps=0), then)
+    assert "it was made with train data of 3 rows" in refusal(tmp_path, trained(), now)
 
 
 def test_checkpoint_of_another_format_is_not_passed_over(tmp_path, monkeypatch):
@@ -548,6 +557,22 @@ def test_failed_write_is_one_warning_and_keeps_older_checkpoints(operation, fold
     (said,) = run.said
     assert "no checkpoint at step 9: No space left on device" in said
     assert save(folder, trained(steps=3), 9, keep=1) == folder / "step-00000009", "when there is room again"
+
+
+def test_file_that_the_disk_changed_is_not_published(folder, monkeypatch):
+    before, sync = snapshot(folder), manifest.sync
+
+    def lose_a_byte(path: Path) -> None:
+        sync(path)
+        if path.name.startswith(manifest.WRITING):
+            file = path / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(manifest, "sync", lose_a_byte)
+    run = OneRank()
+    assert save(folder, trained(steps=3), 9, keep=1, run=run) is None
+    assert snapshot(folder) == before
+    assert "model.safetensors does not match its SHA-256 when read back" in run.said[0]
 
 
 def fail_on_rank_one(folder: Path) -> None:

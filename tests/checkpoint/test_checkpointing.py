@@ -81,12 +81,14 @@ def test_best_checkpoint_is_kept_with_the_newest_and_ends_the_run(tmp_path):
     config = small_config(tmp_path / "run", checkpoint=options)
     folder = config.run_dir / "checkpoints"
     best: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
 
     def run(accuracies: list[float], until: int, config: SmallConfig = config) -> list[str]:
         with small_trainer(config, callbacks=[Evaluated(accuracies)]) as trainer:
             trainer.max_steps = until
             trainer.fit()
             best.append(trainer.results.get("best_checkpoint"))
+            results.append(trainer.results)
             kept = folder / f"step-{best[-1]['step'] if best[-1] else until:08d}"
             without_model.export(kept, tmp_path / f"{len(best)}.safetensors")
             weights = load_file(tmp_path / f"{len(best)}.safetensors")
@@ -95,6 +97,7 @@ def test_best_checkpoint_is_kept_with_the_newest_and_ends_the_run(tmp_path):
 
     assert run([0.5, 0.7, torch.nan, 0.6], 10) == ["step-00000004", "step-00000010"]
     assert best[-1] == {"metric": "validation/accuracy", "step": 4, "evaluated": {"validation/accuracy": 0.7}}
+    assert results[-1]["validation_accuracy"] == 0.7, "as the weights"
     assert best_or_newest(folder).name == "step-00000004"
     assert run([0.7, 0.1], 16) == ["step-00000004", "step-00000016"], "equal is not better"
     shutil.rmtree(folder / "step-00000004")

@@ -95,7 +95,8 @@ def test_damaged_checkpoint_is_completed_from_its_copy_and_old_copies_are_delete
         train(small(tmp_path / "run", bucket), Stop(14, "exception"))
     assert Storage(bucket).names("checkpoints", "directory") == ["step-00000008", "step-00000012"]
     path = tmp_path / "run" / "checkpoints" / "step-00000012"
-    (path / "model.safetensors").write_bytes(b"damaged")
+    model = path / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"?")
     (path / "optimizer.safetensors").unlink()
     train(small(tmp_path / "run", bucket))
     assert "continuing at step 12 (step-00000012 verified)" in capsys.readouterr().out
@@ -136,3 +137,29 @@ def test_run_in_a_storage_is_not_overwritten(bucket: str, tmp_path: Path):
         train(small(tmp_path / "third", "memory://nothing", resume="yes"))
     with pytest.raises(UserError, match="resume_from=4: leave storage out"):
         small(tmp_path / "fourth", bucket, resume_from=4)
+
+
+def test_run_killed_after_a_copy_keeps_its_newer_files(bucket: str, tmp_path: Path, monkeypatch):
+    config, folder = small(tmp_path / "run", bucket), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "put_finished", lambda *_: None)
+        finish(config)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "run/note": "written after the copy"}\n')
+    written = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    Storage(bucket).get_run(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == written
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    Storage(bucket).get("metrics.jsonl", copy / "metrics.jsonl")
+    assert (copy / "metrics.jsonl").read_bytes() != written["metrics.jsonl"], "the copy is older"
+    (folder / "config.json").write_text("{")
+    (folder / "metrics.jsonl").unlink()
+    Storage(bucket).get_run(folder)
+    assert (folder / "config.json").read_bytes() == written["config.json"]
+    assert (folder / "metrics.jsonl").read_bytes() == (copy / "metrics.jsonl").read_bytes()
+    (folder / "summary.txt").write_text("of an older step")
+    (folder / "checkpoints" / "step-00000020").rename(tmp_path / "gone")
+    Storage(bucket).put(folder / "summary.txt", "metrics.jsonl")
+    Storage(bucket).get_run(folder)
+    assert (folder / "metrics.jsonl").read_text() == "of an older step"

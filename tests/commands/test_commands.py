@@ -7,7 +7,6 @@ import pytest
 
 from tests.support.helpers import ROOT
 from toolkit.commands import COMMANDS, main
-from toolkit.version import __version__
 
 
 def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]):
@@ -16,19 +15,6 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
     for name, command in COMMANDS.items():
         assert f"{name} " in said
         assert command.summary in said
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as leaving:
-        main([name, "--help"])
-    assert leaving.value.code == 0
-    assert f"usage: toolkit {name}" in capsys.readouterr().out
-
-
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 @pytest.mark.parametrize(

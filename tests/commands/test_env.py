@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support.helpers import ROOT
-from toolkit.commands import env, main
+from toolkit.commands import main
 from toolkit.errors import EXIT_DONE
-from toolkit.run import hardware
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -29,43 +27,7 @@ def test_env_prints_versions_and_machine(capsys: pytest.CaptureFixture[str]):
     assert {"toolkit", "python", "NCCL", "GPUs", "processor", "memory"} <= set(found)
 
 
-def test_what_cannot_be_found_out_is_named_and_nothing_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    def broken() -> str:
-        raise OSError("out of order")
-
-    monkeypatch.setitem(env.FACTS, "processor", broken)
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho driver and library differ >&2\nexit 18\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = told(capsys)
-    assert found["processor"].strip() == "unknown (OSError: out of order)"
-    assert found["GPUs"].strip() == "unknown (nvidia-smi: driver and library differ)"
-    smi.write_text("#!/bin/sh\necho NVIDIA H100, 81559 MiB, 570.1\necho NVIDIA H100, 81559 MiB, 570.1\n")
-    assert told(capsys)["GPUs"].strip() == "0: NVIDIA H100, 81559 MiB, 570.1; 1: NVIDIA H100, 81559 MiB, 570.1"
-
-
 def test_it_imports_nothing_heavy():
     code = "import sys; from toolkit.commands import main; main(['env']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_the_limit_of_memory_is_the_least_of_the_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    inner = tmp_path / "slice" / "job"
-    inner.mkdir(parents=True)
-    monkeypatch.setattr(hardware, "CGROUPS", tmp_path)
-    monkeypatch.setattr(hardware, "own_groups", lambda: ["0::/slice/job"])
-    assert hardware.memory_limit_bytes() is None
-    (inner / "memory.max").write_text("max\n")
-    assert hardware.memory_limit_bytes() is None
-    (tmp_path / "slice" / "memory.max").write_text(f"{3 << 20}\n")
-    assert hardware.memory_limit_bytes() == 3 << 20
-    (inner / "memory.max").write_text(f"{2 << 20}\n")
-    assert hardware.memory_limit_bytes() == 2 << 20
-    monkeypatch.setattr(hardware, "own_groups", lambda: ["5:cpu,memory:/job"])
-    (tmp_path / "memory" / "job").mkdir(parents=True)
-    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text(f"{1 << 20}\n")
-    assert hardware.memory_limit_bytes() == 1 << 20

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import random
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 
-from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT
 from toolkit.commands import main
-from toolkit.commands.ray.command import absolute, parse_workers
-from toolkit.commands.ray.ray_train import Journal
 
 MNIST = str(ROOT / "recipes" / "mnist_moe.py")
-
-
-def test_parse_workers_reads_number_and_range():
-    assert parse_workers("4") == (4, 4)
-    assert parse_workers("2:8") == (2, 8)
-    for text in ("0", "8:2"):
-        with pytest.raises(ArgumentTypeError, match=f"{text}: take a number, or the fewest and the most"):
-            parse_workers(text)
-
-
-def test_absolute_keeps_uri_and_completes_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.chdir(tmp_path)
-    assert absolute("s3://bucket/run/") == "s3://bucket/run"
-    assert absolute("copies/run") == f"{tmp_path}/copies/run"
 
 
 @pytest.mark.parametrize(
@@ -46,24 +28,6 @@ def test_bad_input_exits_with_one_line_before_connecting(words, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_ray_missing_exits_with_install_command():
-    code = "import sys; sys.modules['ray'] = None; from toolkit.commands import main; import toolkit.train.trainer; "
-    code += f"sys.exit(main(['ray', {MNIST!r}, 'debug']))"
-    done = run_forked("-c", code)
-    assert done.returncode == 2
-    assert done.stderr == "error: toolkit ray needs Ray Train, which is missing: pip install 'moe-toolkit[ray]'.\n"
-
-
-def test_journal_reasons_name_numbers_of_processes():
-    journal = Journal()
-    assert journal.begin(3) == ([], "")
-    journal.note("rank 1 was lost.")
-    assert journal.begin(2)[0] == ["rank 1 was lost. 3 processes before, 2 from here on."]
-    assert journal.begin(3)[0][1:] == ["machines were added or taken away. 2 processes before, 3 from here on."]
-    journal.refuse("bad input.")
-    assert journal.begin(3)[1] == "bad input."
 
 
 @pytest.mark.ray

@@ -1,6 +1,5 @@
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,18 +50,6 @@ def test_what_is_remembered_depends_on_what_was_seen_and_not_on_when_or_how_ofte
     assert set(at_once.rows.tolist()) <= set(seen.tolist())
 
 
-def test_every_row_is_as_likely_to_be_remembered():
-    labels = TensorTable(input=torch.zeros(40, 1), label=torch.zeros(40, dtype=torch.int64))
-    kept = torch.zeros(40)
-    for seed in range(400):
-        memory = ReplayMemory(labels, 10, seed=seed)
-        memory.add(torch.arange(40))
-        kept[memory.rows] += 1
-    # Each count is binomial(400, 1/4): mean 100, standard deviation 8.7; five of these are 43.
-    assert kept.sum() == 4000
-    assert (kept - 100).abs().max() < 43
-
-
 def test_a_draw_is_a_function_of_seed_and_address():
     memory = ReplayMemory(table(), 20, seed=0)
     memory.add(torch.arange(400))
@@ -91,10 +78,3 @@ def test_a_memory_comes_back_from_its_state():
     for each in (memory, other):
         each.add(torch.arange(300, 400))
     assert torch.equal(memory.rows, other.rows)
-
-
-def test_an_empty_memory_gives_nothing():
-    with pytest.raises(ValueError, match="empty"):
-        ReplayMemory(table(), 20, seed=0).draw(1)
-    with pytest.raises(ValueError, match="0 rows"):
-        ReplayMemory(table(), 0, seed=0)

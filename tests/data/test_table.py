@@ -1,11 +1,8 @@
 """Tables: columns of one length, fetched by whole batches."""
 
-import numpy as np
-import pytest
 import torch
 
 from toolkit.data.table import TensorTable
-from toolkit.errors import UserError
 
 
 def test_a_batch_holds_the_rows_that_were_asked_for_in_that_order():
@@ -26,18 +23,3 @@ def test_a_batch_is_a_copy_of_its_rows():
     table = TensorTable(input=torch.zeros(3))
     table[torch.tensor([0])]["input"].fill_(1)
     assert table.columns["input"].tolist() == [0, 0, 0]
-
-
-def test_columns_of_different_length_are_refused():
-    with pytest.raises(ValueError, match="one common length"):
-        TensorTable(input=torch.zeros(3), label=torch.zeros(2))
-
-
-def test_a_table_without_columns_is_refused():
-    with pytest.raises(ValueError, match="one common length"):
-        TensorTable()
-
-
-def test_a_column_that_is_no_tensor_is_refused():
-    with pytest.raises(UserError, match=r"the column `label` is a ndarray: give a tensor, as torch\.from_numpy"):
-        TensorTable(input=torch.zeros(3), label=np.zeros(3))  # type: ignore[arg-type]

@@ -156,14 +156,6 @@ def test_a_path_is_a_data_set(kind, tmp_path):
     assert targets(data, "test").endswith("9 a text")
 
 
-def test_a_path_without_text_is_named(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"dataset='.*empty': holds neither text"):
-        load(str(tmp_path / "empty"))
-    with pytest.raises(UserError, match=r"a file or folder, or owner/name of the Hub"):
-        load("nothing-like-this")
-
-
 def test_conversations_are_written_by_the_tokenizers_template(tmp_path, saved_tokenizer):
     chats = tmp_path / "chats.jsonl"
     row = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]}
@@ -277,32 +269,3 @@ def test_a_tokenizer_of_transformers_encodes_and_counts_its_bytes(tmp_path, save
     assert data.bytes_per_token == 120 / tokens > 1
     assert int(test.max()) < data.tokenizer.vocab_size
     assert data.tokenizer.decode(data.train.columns["tokens"][0].tolist()).startswith("the cat")
-
-
-@pytest.mark.parametrize(
-    ("dataset", "arrange", "says"),
-    [
-        ("folder", None, "name it with data_dir"),
-        ("tinyshakespeare", None, "give data_dir with tinyshakespeare/input.txt"),
-        ("shakespear", None, "choose one of auto, tinyshakespeare"),
-        ("nobody/nothing", None, "dataset='nobody/nothing': cannot be loaded"),
-        ("folder", {}, "holds neither text"),
-        ("folder", {"a.txt": b"short"}, "has 0 training blocks of 4 tokens where a batch takes 1"),
-        ("folder", {"a.jsonl": b'{"n": 1}\n{"n": 2}\n'}, "messages or prompt and completion, but n"),
-    ],
-)  # fmt: skip
-def test_text_that_is_not_there_is_refused_in_one_sentence(dataset, arrange, says, tmp_path):
-    for name, content in (arrange or {}).items():
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=says) as refusal:
-        load(dataset, None if arrange is None else tmp_path)
-    assert "\n" not in str(refusal.value)
-
-
-def test_bytes_that_are_no_text_are_refused_by_a_tokenizer_alone(tmp_path, saved_tokenizer):
-    (tmp_path / "a.txt").write_bytes(b"abc\xff" * 100)
-    assert len(load("folder", tmp_path).train)
-    with pytest.raises(UserError, match=r"not UTF-8.*use tokenizer='bytes'"):
-        load("folder", tmp_path, tokenizer=str(saved_tokenizer))
-    with pytest.raises(UserError, match=r"tokenizer='.*nowhere' is neither a folder nor a Hub name"):
-        load("folder", tmp_path, tokenizer=str(tmp_path / "nowhere"))

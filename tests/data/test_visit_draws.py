@@ -67,9 +67,3 @@ def test_a_resumed_run_sees_the_same_images():
     whole, rest = seen(9), seen(5, start=4)
     for label, visits in rest.items():
         assert all(torch.equal(a, b) for a, b in zip(visits, whole[label][-len(visits) :], strict=True))
-
-
-def test_the_table_itself_is_not_changed():
-    batches = make_batches()
-    next(batches.steps(0))
-    assert bool((batches.table.columns["input"] == 200).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,12 @@ def test_a_run_that_is_resumed_goes_on_with_its_scheduler(tmp_path: Path):
     parts = lines_of("sgd_plateau", tmp_path / "parts", 1, "--extend", "--max-steps", "92")
     for name in ("train/loss", "train/learning_rate"):
         assert values(parts, name)[-3:] == values(whole, name)[-3:]
+
+
+def test_readme_diff_is_what_its_script_runs():
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    after = [line[1:] for line in diff.splitlines() if line[:1] in ("+", " ") and line[1:]]
+    script = (ROOT / "docs" / "examples" / "two_lines.py").read_text().splitlines()
+    places = [script.index(line) for line in after]
+    assert places == sorted(places)
+    assert diff.count("\n+") + diff.startswith("+") == 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.dynamic.dynamic_run import EVENTFUL, dynamic_config, dynamic_trainer, history_of
 from tests.support.equality import relative_difference
@@ -15,6 +16,7 @@ from tests.support.helpers import run_distributed
 from toolkit.data.table import Batch
 from toolkit.dynamic.callback import COUNTED, Lifecycle
 from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.trainer import Trainer
@@ -79,6 +81,41 @@ def assert_same_run(found: list[Outcome], expected: Outcome) -> None:
 
 def test_two_ranks_have_the_same_events_and_losses_as_one(alone: Outcome, on_two: list[Outcome]) -> None:
     assert_same_run(on_two, alone)
+
+
+def weights_after_removals(folder: Path, ep_size: int) -> tuple[dict[str, Tensor], int]:
+    """Weights of a run in which experts are removed and others get their ids, with replay before; and the removals."""
+    lifecycle = EVENTFUL.replace(undo_above=5.0, replay_steps=5, trial_gain=0.5, grow_every=5, prune_below=0.3)
+    with dynamic_trainer(dynamic_config(folder, lifecycle=lifecycle), ep_size=ep_size) as (trainer, watched):
+        trainer.fit()
+        removals = sum(kind in ("merge", "prune") for _, kind, _ in history_of(watched))
+        return whole_state_dict(trainer.raw_model), removals
+
+
+def test_replay_does_not_depend_on_the_world_size(tmp_path: Path) -> None:
+    (expected, removals), *_ = run_distributed(weights_after_removals, 1, tmp_path / "1", 1)
+    assert removals > 5
+    for world in (2, 4):
+        found, _ = run_distributed(weights_after_removals, world, tmp_path / str(world), world)[0]
+        for name, value in expected.items():
+            assert not value.is_floating_point() or relative_difference(found[name], value) < 1e-10, name
+
+
+class Rates(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
+        self.seen.append(trainer.optimizer.param_groups[0]["lr"])
+
+
+def test_replay_leaves_the_rates_that_a_scheduler_set(tmp_path: Path) -> None:
+    rates = Rates()
+    with dynamic_trainer(dynamic_config(tmp_path / "run", max_steps=20), callbacks=(rates,)) as (trainer, watched):
+        trainer.schedule = None
+        trainer.fit()
+    assert "sleep" in [kind for _, kind, _ in history_of(watched)]
+    assert set(rates.seen) == {0.01}
 
 
 def test_a_run_resumes_between_any_two_events_on_another_number_of_ranks(tmp_path: Path, alone: Outcome) -> None:

@@ -123,3 +123,4 @@ def test_plan_sleep_with_more_than_twice_the_initial_experts_shortens_the_interv
 
     assert [steps(active) for active in (2, 4, 6, 8, 9, 12, 40)] == [1000, 1000, 1000, 1000, 889, 667, 500]
     assert steps(40, least=None) == 1000
+    assert plan_sleep(4, 4, every=150, least=500) == 150

@@ -155,6 +155,14 @@ def test_merging_equal_experts_with_permuted_units_keeps_the_outputs(world: int)
         assert roster.records[4].merged_into == 1
 
 
+def test_merge_weights_the_router_rows_by_load() -> None:
+    _, experts, optimizer = trained_layer()
+    before = rows_of(experts, optimizer)
+    experts.carry_out("", Merge(0, 1, 0.3, {}), optimizer, step=4)
+    expected = 0.7 * before[0]["router"] + 0.3 * before[1]["router"]
+    torch.testing.assert_close(rows_of(experts, optimizer)[1]["router"], expected)
+
+
 def prune_an_unused_expert() -> tuple[float, bool, bool]:
     layer, experts, optimizer = trained_layer()
     layer.router.weight.data[2] = 0

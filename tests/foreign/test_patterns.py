@@ -1,4 +1,4 @@
-"""Scripts for plain Accelerate, converted as `docs/train/convert.md` says, have the numbers that they had.
+"""Scripts for plain Accelerate, converted as `docs/train/accelerate.md` says, have the numbers that they had.
 
 The scripts in `patterns/` have the shape of Accelerate's examples by feature and of `run_clm_no_trainer.py` of
 transformers, made small. Both ways run on two processes: the script as it is, under DDP, and converted.
@@ -20,7 +20,7 @@ from tests.support.helpers import ROOT, run_distributed
 from toolkit.errors import UserError
 
 PATTERNS = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "patterns").glob("*.py"))}
-PAGE = (ROOT / "docs" / "train" / "convert.md").read_text()
+PAGE = (ROOT / "docs" / "train" / "accelerate.md").read_text()
 (DIFF,) = re.findall(r"<!-- tests/foreign/patterns: all -->\n```diff\n(.*?)```", PAGE, re.DOTALL)
 TABLE = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
 REFUSED = {name for name, lines in TABLE.items() if lines == "refused"}

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from tests.support.drifting import drifting
 from toolkit.experts.placement.loads import expert_imbalance, rank_imbalance
 from toolkit.experts.placement.placement import contiguous
-from toolkit.lab.workloads import WORKLOADS, Sizes, burst, drifting, rotating_hotspot
+from toolkit.lab.workloads import WORKLOADS, Sizes, burst, rotating_hotspot
 
 SIZES = Sizes(steps=40, ranks=4, experts=16, pairs=1000)
 CONTIGUOUS = contiguous(16, 4)

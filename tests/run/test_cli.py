@@ -13,7 +13,6 @@ import pytest
 from recipes import few_labels, finetune_moe, har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
 from tests.support.helpers import run_recipe
 from toolkit.errors import Preempted, UserError
-from toolkit.experts.options import Options
 from toolkit.run import cli
 from toolkit.run.config.flags import as_typed
 from toolkit.run.config.run import RunConfig, to_dict
@@ -86,23 +85,6 @@ def refusal(presets: dict[str, Callable[[], Any]], typed: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("--widths a b", "Error parsing --widths: "),
-        ("--width 3", "unknown flag --width: did you mean --widths?"),
-        ("--weight-decay 3", "unknown flag --weight-decay: did you mean --optimizer.weight-decay?"),
-        ("tinny", "unknown preset 'tinny': did you mean tiny?"),
-        ("large", "unknown preset 'large': take one of full, tiny."),
-        ("--run-dir=", "--run-dir needs a value."),
-        ("--epochs 0", "--epochs 0: input should be greater than 0."),
-        ("--optimizer.weight-decay -1", "--optimizer.weight-decay -1.0: input should be greater than or equal to 0."),
-    ],
-)
-def test_a_refusal_is_a_sentence_with_the_remedy(typed: str, says: str):
-    assert refusal(PRESETS, typed).startswith(says)
-
-
-@pytest.mark.parametrize(
     ("typed", "switch"),
     [
         ("--replan.every 10", "--replan.planner swap"),
@@ -154,35 +136,6 @@ def test_help_is_a_screen(recipe: ModuleType, capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
-
-
-def test_help_has_the_first_sentence_of_a_preset_whole(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    def cited() -> Config:
-        """The network of Voelker et al. 2019: 1.8 million parameters, of which a token uses a third. No more."""
-        return full()
-
-    monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(SystemExit):
-        cli.parse({"cited": cited}, ["--help"])
-    line = "  cited  The network of Voelker et al. 2019: 1.8 million parameters, of which a token uses a third"
-    assert line in capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_flag_of_a_recipe_has_a_sentence(recipe: ModuleType):
-    def undescribed(options: type[Options]) -> list[str]:
-        found: list[str] = []
-        for name, field in options.model_fields.items():
-            kind: Any = field.annotation
-            if isinstance(kind, type) and issubclass(kind, Options):
-                found += undescribed(kind)
-            elif not field.description:
-                found.append(name)
-        return found
-
-    assert undescribed(type(next(iter(recipe.PRESETS.values()))())) == []
 
 
 @pytest.mark.parametrize(

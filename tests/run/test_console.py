@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.run import console
 from toolkit.run.console import metrics_line
-from toolkit.run.summary import duration, summarise
+from toolkit.run.summary import summarise
 
 
 def test_a_line_says_where_training_is_and_how_it_goes():
@@ -44,27 +44,10 @@ def test_a_summary_says_how_many_experts_moved_and_what_it_was_good_for(tmp_path
     assert "moved" not in summarise({"recipe": "toy", "migrated_experts": 0}, tmp_path)
 
 
-def test_a_validation_figure_is_on_the_line_and_in_the_summary(tmp_path):
-    line = metrics_line({"validation/loss": 0.25, "validation/accuracy": 0.5, "eval/loss": 0.1}, 5, 10)
-    assert line == "step  5/10  val loss 0.2500  val acc 50.00 %  test loss 0.1000"
-    text = summarise({"recipe": "toy", "validation_loss": 0.25, "validation_accuracy": 0.5}, tmp_path)
-    assert "validation  50.00%, loss 0.2500\n" in text
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(42.4, "0:42"), (725, "12:05"), (4325, "1:12:05")])
-def test_the_time_that_is_left_is_said_as_a_clock_would(seconds, said):
-    values = {"train/loss": 0.1}
-    assert metrics_line(values, 5, 10, seconds) == f"step  5/10  loss 0.1000  eta {said}"
-
-
 def test_a_narrow_line_keeps_the_step_and_the_time_that_is_left():
     numbers = {"epoch": 12.5, "loss": 12.09213, "accuracy": 1.0, "learning_rate": 1.8e-3}
     values = {f"train/{name}": value for name, value in numbers.items()} | {"perf/samples_per_second": 1_142_000.3}
     assert metrics_line(values, 5, 10, 42, width=40) == "step  5/10  loss 12.0921  eta 0:42"
-
-
-def test_a_line_leaves_out_what_is_not_known():
-    assert metrics_line({}, 5, 10) == "step  5/10"
 
 
 @pytest.mark.parametrize(
@@ -84,14 +67,3 @@ def test_a_bar_is_drawn_only_on_a_terminal_that_can(monkeypatch, environment, te
     monkeypatch.setattr(console.sys, "stdout", Stream())
     monkeypatch.setattr(console.sys, "stderr", Stream())
     assert console.can_redraw() is redraws
-
-
-def test_a_summary_leaves_out_what_is_not_known(tmp_path):
-    text = summarise({"recipe": "toy", "samples_per_second": None, "world_size": 1, "device": "cpu"}, tmp_path)
-    assert "throughput" not in text
-    assert "toy" in text
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(42.34, "42.3 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")])
-def test_durations_are_in_the_units_people_use(seconds, said):
-    assert duration(seconds) == said

@@ -61,6 +61,8 @@ class Stop(tk.Callback):
         self.samples.append((trainer.state.step, ids))
 
     def on_step_end(self, trainer: tk.Trainer) -> None:
+        if trainer.state.step % 3 == 1:  # kept until the next log step
+            trainer.record("own/step", trainer.state.step)
         if trainer.state.step == self.step and trainer.run.rank == self.rank:
             if self.how == "exception":
                 raise RuntimeError("out of luck")

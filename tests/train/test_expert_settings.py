@@ -13,7 +13,10 @@ import toolkit as tk
 from tests.support.helpers import run_distributed
 from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
+from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.placement.placement import contiguous
 from toolkit.integrations.peft.adapters import AdapterOptions
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
@@ -117,3 +120,66 @@ def test_an_even_load_is_no_line_of_the_summary(tmp_path: Path):
 
 def test_too_few_assignments_are_not_judged(tmp_path: Path):
     assert "expert load" not in summary(tmp_path, 2, max_steps=7)
+
+
+class OwnTask:
+    """A task without anything that `tk.fit` could adapt."""
+
+    def count(self, batch: dict[str, torch.Tensor]) -> int:
+        return len(batch["label"])
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tk.Loss:
+        logits = model(batch["input"])
+        return tk.Loss(nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"]))
+
+    evaluate = loss
+
+
+class PenalisedTask(OwnTask):
+    """Has the router losses of another weight than the config's."""
+
+    def __init__(self, model: nn.Module):
+        self.balance = tk.experts.RouterPenalty(model, balance_weight=0.0)
+
+
+def router_after(folder: Path, make_task: Any) -> torch.Tensor:
+    config = tk.MoERunConfig(
+        run_dir=folder, tracker="none", cpu=True, experts=4, batch_size=10, max_steps=3, balance_weight=1.0
+    )
+    with tk.start_run("mine", config) as run:
+        model = tk.experts.make_moe(4, 8, 4, 1)
+        table = tk.TensorTable(input=torch.eye(4).repeat(10, 1), label=torch.arange(40) % 4)
+        tk.fit(run, make_task(model), model, tk.adamw(model, config), tk.Splits(table, table))
+        return model.router.weight.detach().clone()
+
+
+def test_fit_own_task_is_trained_with_the_balance_loss_of_the_config(tmp_path: Path):
+    usual = router_after(tmp_path / "usual", lambda _: tk.Classification())
+    assert torch.equal(router_after(tmp_path / "own", lambda _: OwnTask()), usual)
+    without = router_after(tmp_path / "penalised", PenalisedTask)
+    assert not torch.equal(without, usual)
+    assert torch.equal(
+        without,
+        router_after(
+            tmp_path / "own penalty",
+            lambda model: tk.Classification(penalty=tk.experts.RouterPenalty(model, balance_weight=0.0)),
+        ),
+    )
+
+
+def test_fit_names_settings_that_the_layers_do_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    own = nn.Module()
+    own.up = nn.Parameter(torch.randn(4, 4, 4))
+    own.forward = lambda x: torch.einsum("td,edf->tf", x, own.up)
+    own.expert_stack = ExpertStack({"up": own.up}, contiguous(4, 1), ExpertGroups())
+    model = nn.Sequential(tk.experts.make_moe(4, 8, 4, 1), own)
+    config = tk.MoERunConfig(
+        run_dir=tmp_path, tracker="none", cpu=True, experts=4, batch_size=10, balance="bias", capacity_factor=1.5
+    )
+    with tk.start_run("mine", config) as run:
+        table = tk.TensorTable(input=torch.eye(4).repeat(10, 1), label=torch.arange(40) % 4)
+        standard_trainer(run, OwnTask(), model, train=table, test=table)
+    said = capsys.readouterr().out
+    assert "--balance bias: has no effect on 0, which was built with loss." in said
+    assert "--capacity-factor 1.5: has no effect on 0, which was built with None." in said
+    assert "balance_weight, z_weight and capacity_factor: have no effect on 1." in said

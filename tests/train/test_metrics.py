@@ -94,3 +94,14 @@ def test_means_cover_all_ranks_and_survive_a_checkpoint_without_counting_twice()
     for before, resumed in run_distributed(mean_over_ranks, 3):
         # Sums 0 + 1 + 2 and three times 8, over 0 + 1 + 2 and three samples.
         assert before == resumed == {"loss": pytest.approx(27 / 6), "pair": [1.0, 1.0]}
+
+
+def test_sums_of_all_ranks_are_loaded_on_fewer_ranks():
+    of_ranks = []
+    for rank in range(3):
+        sums = MetricSums(CPU)
+        sums.add({"loss": torch.tensor(float(rank))}, rank + 1)
+        of_ranks += sums.state_dict()
+    resumed = MetricSums(CPU)
+    resumed.load_state_dict(of_ranks)
+    assert resumed.compute() == {"loss": (0 + 1 + 2) / (1 + 2 + 3)}

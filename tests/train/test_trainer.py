@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.helpers import run_distributed
 from tests.traps.toys import CLASSES, DIM, ToyMixture, toy_data, toy_run, toy_trainer
@@ -14,9 +17,10 @@ from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import Batch, TensorTable
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.integrations.accelerate.prepare import prepare
 from toolkit.run.config.run import RunConfig
 from toolkit.train.callbacks.base import Callback
-from toolkit.train.optim import constant, initial_rates, warmup_cosine
+from toolkit.train.optim import check_optimization, constant, initial_rates, warmup_cosine
 from toolkit.train.task import Loss
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
@@ -332,3 +336,56 @@ def test_evaluation_counts_each_sample_once_on_any_number_of_processes(world_siz
         assert metrics["held_out/loss"] == pytest.approx(3 * total / samples, rel=1e-12)
         assert metrics["held_out/squares"] == pytest.approx(squares / samples, rel=1e-12)
         assert metrics["training_again"]
+
+
+def test_trainer_optimizer_of_part_of_the_model_raises_unless_the_rest_is_frozen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with pytest.raises(
+        UserError, match=r"optimizer: lacks 2 trainable parameter\(s\) of the model, such as '0.weight'"
+    ):
+        check_optimization(model, optimizer, constant())
+    model[0].requires_grad_(False)
+    check_optimization(model, optimizer, constant())
+
+
+def test_trainer_scheduler_that_steps_once_per_process_raises():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = AcceleratedScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), optimizer)
+    with pytest.raises(UserError, match="schedule: is prepared by Accelerate"):
+        check_optimization(model, optimizer, scheduler)
+
+
+def prepared_in_ddp() -> str:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    try:
+        prepare(Accelerator(cpu=True), nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_prepare_model_in_ddp_raises():
+    for said in run_distributed(prepared_in_ddp, 2):
+        assert said == "model: is wrapped in DistributedDataParallel already. Pass the model inside, `model.module`."
+
+
+def dropped_by_micro_batch() -> list[Tensor]:
+    drawn: list[Tensor] = []
+
+    def note(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        drawn.extend([output == 0] if len(output) else [])
+
+    dropout = nn.Dropout(0.5)
+    dropout.register_forward_hook(note)
+    toy_trainer(
+        nn.Sequential(dropout, nn.Linear(DIM, CLASSES)).double(), max_steps=2, batch_size=16, accumulation=2
+    ).fit()
+    return drawn
+
+
+def test_micro_batches_of_all_steps_and_ranks_draw_differently():
+    drawn = [mask for of_rank in run_distributed(dropped_by_micro_batch, 2) for mask in of_rank]
+    assert len(drawn) == 2 * 2 * 2
+    assert len({tuple(mask[0].tolist() + mask[1].tolist()) for mask in drawn}) == len(drawn)

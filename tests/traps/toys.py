@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
+from tests.support.placements import by_slot
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer.grouped_experts import GroupedExperts
@@ -17,7 +18,6 @@ from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.router import TopKRouter
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback
@@ -33,7 +33,7 @@ class ToyMixture(nn.Module):
 
     def __init__(self, groups: ExpertGroups, slot_of_expert: tuple[int, ...] = tuple(range(EXPERTS))):
         super().__init__()
-        placement = ExpertPlacement.from_slot_of_expert(slot_of_expert, groups.ep_size)
+        placement = by_slot(slot_of_expert, groups.ep_size)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.stem = nn.Linear(DIM, DIM)

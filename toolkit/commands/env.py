@@ -41,10 +41,6 @@ def _told(find: Callable[[], str]) -> str:
         return f"unknown ({type(error).__name__}: {error})"
 
 
-def _packages() -> str:
-    return ", ".join(f"{name} {_version(name) or 'not installed'}" for name in PACKAGES)
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -100,7 +96,7 @@ FACTS: dict[str, Callable[[], str]] = {
     "toolkit": lambda: __version__,
     "python": platform.python_version,
     "system": platform.platform,
-    "packages": _packages,
+    "packages": lambda: ", ".join(f"{name} {_version(name) or 'not installed'}" for name in PACKAGES),
     "torch build": _torch_build,
     "NCCL": _nccl,
     "GPUs": _gpus,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 import sys
 import sysconfig
@@ -270,17 +269,14 @@ _NO_SHAKESPEARE = "tinyshakespeare is not here: taking the "
 def _stdlib(notice: str | None = None) -> _Corpus:
     """The modules at the top of the standard library: 4.7 MB in Python 3.11."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    if not files:
-        raise UserError(f"dataset={STDLIB!r}: this Python keeps no sources: use data_dir with a folder of text.")
     return _of_python("standard library", "files", files, notice and f"{notice}sources of Python's standard library.")
 
 
 def _reference(notice: str | None = None) -> _Corpus:
     """Returns what `help("assert")` and the like print: 0.5 MB of English in Python 3.11."""
-    found = importlib.util.find_spec("pydoc_data.topics")
-    if found is None or found.origin is None:
-        raise UserError(f"dataset={REFERENCE!r}: this Python has no pydoc_data: give a file or folder of text.")
-    files = [Path(found.origin)]
+    from pydoc_data import topics
+
+    files = [Path(topics.__file__)]
     return _of_python("language reference", "topics", files, notice and f"{notice}language reference of Python.")
 
 

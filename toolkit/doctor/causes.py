@@ -115,8 +115,8 @@ def _in_saving(applies: Callable[[Comparison, Check], bool]) -> Callable[[Compar
 
 
 def _equal_samples(c: Comparison, check: Check) -> Facts | None:
-    world = len(c.many.records)
-    return {"world": world} if world > 1 and c.many.have_equal_samples(check.step - 1) else None
+    samples = [record.steps[check.step - 1].samples for record in c.many.records]
+    return {"world": len(samples)} if len(samples) > 1 and all(s == samples[0] for s in samples) else None
 
 
 def _in_module(applies: Callable[[Comparison, str, str], bool]) -> Callable[[Comparison, Check], Facts | None]:

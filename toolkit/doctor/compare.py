@@ -181,10 +181,6 @@ class Evidence:
     def samples(self, step: int) -> Counter[str]:
         return Counter(d for record in self.records for batch in record.steps[step].samples for d in batch)
 
-    def have_equal_samples(self, step: int) -> bool:
-        """Returns whether every rank was given what the first was."""
-        return all(record.steps[step].samples == self.first.steps[step].samples for record in self.records)
-
     def loss(self, step: int) -> float:
         """Returns the mean over ranks and micro-batches of what went backward."""
         return _mean([loss for record in self.records for loss in record.steps[step].losses])

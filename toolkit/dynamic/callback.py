@@ -271,6 +271,7 @@ class Lifecycle(Callback):
     def _replay(self, trainer: Trainer) -> None:
         """Makes optimizer steps on remembered samples, augmented as others are, at the learning rate `replay_lr`."""
         multiplier = self.config.replay_lr / trainer.base_rates[0]
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
         for turn in range(self.config.replay_steps):
             visits = self.memory.draw_visits(trainer.run.config.batch_size, "sleep", trainer.state.step, turn)
             micro_batches = trainer.batches.micro_batches_of(visits)
@@ -278,6 +279,11 @@ class Lifecycle(Callback):
                 self._balance.on_step_start(trainer, micro_batches)
             trainer.learn(micro_batches, multiplier, record=False)
             self._show_all_rows()
+        # A scheduler that sets rates relative to the last ones goes on from them, and plans count training steps only.
+        for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for cursor in self._cursors.values():
+            cursor.advance()
 
     def _removals(self, trainer: Trainer, name: str, rows: Tensor, load_E: list[int]) -> list[Plan]:
         """Returns the merges, then the prunes, of one layer, given the assignments of all ranks since the last

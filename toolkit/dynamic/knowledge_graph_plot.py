@@ -84,7 +84,10 @@ def _draw_layer(
     axes.set_xlim(-1.62, 1.62)
     axes.set_ylim(-1.42, 1.38)
     room = min(1.0, 14 / max(1, len(points)))
-    radius = {uid: _radius(node, room) for uid, node in state.nodes.items()}
+    # In points. The area grows with the share of the load.
+    radius = {
+        uid: room * (11 + 45 * math.sqrt(node["share"]) if node["active"] else 8) for uid, node in state.nodes.items()
+    }
     for edge in _edges_to_draw(state):
         a = edge["source"]
         b = edge["target"]
@@ -165,11 +168,6 @@ def _edges_to_draw(state: LayerState) -> list[Mapping[str, Any]]:
         *(edge for edge in measured if edge["kind"] == "similarity"),
         *lineages,
     ]
-
-
-def _radius(node: Mapping[str, Any], room: float) -> float:
-    """Returns the radius in points; the area grows with the share of the load."""
-    return room * (11 + 45 * math.sqrt(node["share"])) if node["active"] else 8 * room
 
 
 def _add_legend(figure: Figure, num_classes: int) -> None:

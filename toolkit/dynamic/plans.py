@@ -57,9 +57,9 @@ def plan_sleep(active: int, initial: int, *, every: int, least: int | None) -> i
     """Return the optimizer steps until the next sleep phase.
 
     They are `every`, or with a `least` number of steps `every` / max(1, growth / 2), with growth = `active` / `initial`
-    experts: a layer with more than twice the initial number sleeps more often.
+    experts: a layer with more than twice the initial number sleeps more often, but not after fewer than `least` steps.
     """
-    return every if least is None else round(max(least, every / max(1.0, active / initial / 2)))
+    return every if least is None else min(every, round(max(least, every / max(1.0, active / initial / 2))))
 
 
 def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | None:

@@ -121,7 +121,7 @@ def _draw_activations(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[
         colour_of = dict(zip(uids, palette(len(uids)), strict=True))
         base = [0.0] * len(epochs)
         for uid in uids:
-            heights = [100 * _share(state, uid) for state in states]
+            heights = [100 * state.nodes[uid]["share"] if uid in state.nodes else 0.0 for state in states]
             bars = shares.bar(
                 [epoch.number for epoch in epochs], heights, 0.86, base, color=colour_of[uid], edgecolor="white", lw=0.6
             )
@@ -283,11 +283,6 @@ def _arrow(axes: Axes, step: float, start: int, end: int, colour: str) -> None:
         arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 0, "shrinkB": 0},
         annotation_clip=False,
     )
-
-
-def _share(state: LayerState, uid: int) -> float:
-    node = state.nodes.get(uid)
-    return node["share"] if node is not None else 0.0
 
 
 def _title(text: str, layer: str, layers: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from .moving.replan import Replanner as Replanner
 from .moving.replan_options import ReplanOptions as ReplanOptions
 from .parallel.groups import ExpertGroups as ExpertGroups
 from .parallel.groups import make_expert_groups as make_expert_groups
+from .parallel.penalty import parameter_penalty as parameter_penalty
 from .parallel.sync import ExpertSync as ExpertSync
 from .placement.placement import ExpertPlacement as ExpertPlacement
 from .sharding.shard import shard_experts as shard_experts

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -39,43 +38,6 @@ def new_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
     """An iterator with workers of its own, where persistent ones would go on with the random state of the last."""
     loader._iterator = None
     return iter(loader)
-
-
-ATTENTION = {
-    torch.ops.aten._scaled_dot_product_cudnn_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-}
-"""Torch has no formula for the last of them, and those of the others refuse fewer heads of keys than of queries before
-torch 2.13."""
-
-
-class FlopCounter(TorchDispatchMode):
-    """Adds up the FLOPs of what runs within it, by torch's formulas and those that torch lacks. Changes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-        self.uncounted: str | None = None
-        """An operation whose FLOPs torch's formula could not tell: the sum lacks them."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        operation = func.overloadpacket
-        if operation in ATTENTION:
-            query_BHSD, key_BHSD, value_BHSD = args[:3]
-            widths = query_BHSD.shape[-1] + value_BHSD.shape[-1]
-            self.flops += 2 * query_BHSD.shape[:-1].numel() * key_BHSD.shape[-2] * widths
-        elif operation is torch.ops.aten._grouped_mm:
-            self.flops += 2 * result.numel() * args[0].shape[-1]
-        elif operation in flop_registry:
-            try:
-                self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
-            except Exception:  # to count must not end a run
-                self.uncounted = str(operation)
-        return result
 
 
 def embedding_bag_weights_grad(
@@ -125,6 +87,18 @@ def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
     was told of before; each is in a sub-module."""
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
+
+
+def call_before_each_ddp(prepare: Callable[[nn.Module], None]) -> None:
+    """Have each DDP that is made from now on call `prepare(module)` with the module that it wraps, once."""
+    make = DistributedDataParallel.__init__
+
+    @functools.wraps(make)
+    def prepare_and_make(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        prepare(module)
+        make(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = prepare_and_make  # type: ignore[method-assign]
 
 
 def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:

@@ -77,7 +77,21 @@ class ExpertTraining:
             hooks += load_only_own_states(optimizer, self.stacks)
             for hook in hooks:
                 self._undo.callback(hook.remove)
+            for mode in ("train", "eval"):
+                if hasattr(optimizer, mode):
+                    self._refresh_after(optimizer, mode)
         self._undo.callback(step_by_only(self.optimizers[0] if self.optimizers else None, self.parameters))
+
+    def _refresh_after(self, optimizer: Optimizer, mode: str) -> None:
+        """Refresh replicas after the method `mode` of a schedule-free optimizer, which sets weights from its states."""
+        switch = getattr(optimizer, mode)
+
+        def switch_and_refresh() -> None:
+            switch()
+            self.sync.refresh_replicas()
+
+        setattr(optimizer, mode, switch_and_refresh)
+        self._undo.callback(delattr, optimizer, mode)
 
     def _after_step(self) -> None:
         self.steps += 1

@@ -104,14 +104,6 @@ def burst(sizes: Sizes, *, length: int = 10) -> Ints:
     return _draw(sizes, weights)
 
 
-def drifting(sizes: Sizes, *, skew: float = 0.6, sigma: float = 0.05) -> Ints:
-    """Draw by Zipf weights of exponent `skew` in random order, whose logarithms walk at random by `sigma` per step."""
-    rng = np.random.default_rng([sizes.seed, 2])
-    start = -skew * np.log(rng.permutation(sizes.experts) + 1.0)
-    walk = rng.normal(0.0, sigma, (sizes.steps, sizes.experts)).cumsum(0)
-    return _draw(sizes, np.exp(start + walk)[:, None])
-
-
 WORKLOADS: dict[str, Callable[[Sizes], Ints]] = {
     "W0": balanced,
     "W1": hot_experts,

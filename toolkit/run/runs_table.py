@@ -98,7 +98,8 @@ def tabulate(
         | {"digest": digest}
         for digest, config, results in found
     ]
-    runs.sort(key=lambda run: [_order(run[column]) for column in (*columns, "seed")])
+    order = [*columns, "seed"]  # numbers before words
+    runs.sort(key=lambda run: [(0, run[at], "") if is_number(run[at]) else (1, 0.0, str(run[at])) for at in order])
     return Table(columns, list(metrics), runs)
 
 
@@ -122,10 +123,6 @@ def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value`, of JSON, is a finite number. Python reads NaN and Infinity, and integers that no float holds."""
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_real and -sys.float_info.max <= value <= sys.float_info.max
-
-
-def _order(value: Any) -> tuple[int, float, str]:
-    return (0, float(value), "") if is_number(value) else (1, 0.0, str(value))
 
 
 def _key(row: Row, axes: Sequence[str]) -> tuple[str, ...]:

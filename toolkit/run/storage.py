@@ -6,6 +6,7 @@ replaced whole. `toolkit.checkpoint.finding` copies checkpoints, of which each m
 
 from __future__ import annotations
 
+import json
 import posixpath
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -88,12 +89,26 @@ class Storage:
             say(f"warning: the storage {self.uri} lacks the last files of {folder}: {error}.")
 
     def get_run(self, folder: Path) -> None:
-        """Download the files of a run to `folder`, unless its own checkpoints are newer, as after failed uploads."""
+        """Download the files of a run that `folder` lacks or has damaged; all of them if its checkpoints are older."""
         local = _newest_step(path.name for path in (folder / CHECKPOINTS).glob("step-*"))
-        if _newest_step(self.names(CHECKPOINTS, "directory")) >= local:
-            for name in self.names():
-                if not name.startswith("."):
-                    self.get(name, folder / name)
+        is_older = local < _newest_step(self.names(CHECKPOINTS, "directory"))
+        for name in self.names():
+            if not name.startswith(".") and (is_older or not _is_whole(folder / name)):
+                self.get(name, folder / name)
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether `file` exists and, if it holds JSON, can be read. A process that is killed can leave part of a last line
+    in a file to which lines are appended."""
+    if not file.is_file() or file.is_symlink():
+        return False
+    try:
+        texts = {".json": [file.read_bytes()], ".jsonl": file.read_bytes().splitlines()[:-1]}
+        for text in texts.get(file.suffix, ()):
+            json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _newest_step(names: Iterable[str]) -> int:

@@ -63,7 +63,7 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         refused = f", because a step ran out of memory with {results['out_of_memory_with']}"
         rows.append(("micro-batches", f"of {results['micro_batch_size']} sample(s) on each process{refused}"))
     if skipped := results.get("skipped_steps"):
-        rows.append(("skipped", f"{skipped} step(s) whose gradients were not finite: see nonfinite.json"))
+        rows.append(("skipped", f"{skipped} step(s) whose gradients were not finite"))
     if restarts := results.get("restarts"):
         rows.append(("restarts", f"{len(restarts)}, the last {restarts[-1]}"))
     shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""

@@ -15,6 +15,7 @@ from toolkit.data.loader import LoaderBatches, known_length, make_loader
 from toolkit.data.splits import HasSplits, Samples
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
+from toolkit.experts.layer.losses import RouterPenalty, penalties_of
 from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
@@ -27,14 +28,13 @@ from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.expert_balance import balance_callbacks, router_penalty
 from toolkit.train.callbacks.expert_load import ExpertLoad
-from toolkit.train.callbacks.pictures import Pictures
+from toolkit.train.callbacks.pictures import draw_run
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
-from toolkit.train.device_use import DeviceUse
 from toolkit.train.optim import Scheduler, build_schedule, warmup_steps
 from toolkit.train.profile import Profile
 from toolkit.train.start import announce, print_warnings
@@ -113,7 +113,8 @@ def standard_trainer(
 
     Args:
         run: The run, from `start_run`.
-        task: Computes the loss; see `Task` for what it may have besides.
+        task: Computes the loss; see `Task` for what it may have besides. The router losses of the config are added,
+            unless there is a `RouterPenalty` of the model.
         model: The model as the recipe built it.
         optimizer: Any optimizer of the model's parameters that treats each row of experts by itself.
         data: `train` and `test`, and perhaps `validation`, which early stopping and the best checkpoint go by.
@@ -132,7 +133,11 @@ def standard_trainer(
     config, validation = run.config, getattr(data, "validation", None)
     batches = _train_batches(run, data.train, augment, order)
     max_steps = min(filter(None, (config.epochs * batches.steps_per_epoch, config.max_steps)))
-    task = _for_run(run, task, model, data, max_steps)
+    if isinstance(task, AdaptsToRun):
+        splits = {"training": data.train, "test": data.test, "validation": validation}
+        task = task.for_run({name: table for name, table in splits.items() if isinstance(table, TensorTable)})
+    own = next(iter(penalties_of(model.modules())), None)
+    penalty = router_penalty(run, model, max_steps) if own is None else None
     every = max(1, round(config.eval_every * batches.steps_per_epoch))
     evaluate = partial(Evaluation.of, run, batch_size=eval_batch_size, every=every)
     evaluations = [evaluate(data.test, at_start=eval_at_start)]
@@ -140,13 +145,13 @@ def standard_trainer(
         evaluations.append(evaluate(validation, name="validation"))
     elif config.validates:
         run.print("no validation data: what is chosen, such as the end of training, is chosen by the test data.")
+    run.draw_at_finish(draw_run)
     _describe_experts(run, model)
     print_warnings(run, model, warmup_steps(config.schedule, batches.steps_per_epoch), max_steps)
     announce(run, model, data, batches, max_steps)
     model = with_batch_norm(run, model)
     if config.compile:
         model.compile()
-    throughput = Throughput()
     return Trainer(
         run,
         task,
@@ -159,13 +164,12 @@ def standard_trainer(
         schedule_metric=schedule_metric,
         max_grad_norm=config.optimizer.max_grad_norm,
         log_every=config.log_every,
+        penalty=penalty,
         callbacks=[
             Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
-            throughput,
-            Pictures(),
+            Throughput(),
             *callbacks,
-            *_expert_callbacks(run, model, task),
-            DeviceUse(throughput),
+            *_expert_callbacks(run, model, own or penalty),
             *evaluations,
             Checkpointing(config.checkpoint),
             *([Profile()] if config.profile else []),
@@ -201,16 +205,6 @@ def _train_batches(
     return LoaderBatches(loader, steps_per_epoch=steps, endless=known is None, **cut)
 
 
-def _for_run(run: Run, task: Task, model: nn.Module, data: HasSplits, steps: int) -> Task:
-    """Return the task that checks the tables of `data` and has the losses of the routers, if it says how."""
-    if not isinstance(task, AdaptsToRun):
-        return task
-    splits = {"training": data.train, "test": data.test, "validation": getattr(data, "validation", None)}
-    tables = {name: table for name, table in splits.items() if isinstance(table, TensorTable)}
-    penalty = router_penalty(run, model, steps) if isinstance(run.config, MoERunConfig) else None
-    return task.for_run(tables, penalty)
-
-
 def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
     """Return `model` with the batch norm that the config asks for; on several processes, say where it differs from
     that of one."""
@@ -222,12 +216,12 @@ def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
     return model
 
 
-def _expert_callbacks(run: Run, model: nn.Module, task: Task) -> list[Callback]:
+def _expert_callbacks(run: Run, model: nn.Module, penalty: RouterPenalty | None) -> list[Callback]:
     """Return what the config asks for of the experts in `model`: balancing, traces, moves, load metrics."""
     config = run.config
     if not isinstance(config, ExpertRunConfig):
         return []
-    callbacks = balance_callbacks(model, task) if isinstance(config, MoERunConfig) else []
+    callbacks = balance_callbacks(model, penalty) if isinstance(config, MoERunConfig) else []
     if not expert_stacks(model):
         return callbacks
     if config.record_traces:

@@ -3,10 +3,9 @@ steps whose gradients are not."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -19,14 +18,12 @@ from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import together
 from toolkit.experts.state.tensor_files import first_not_finite, named_states
-from toolkit.run.folder import write_text
 from toolkit.run.run import Run
 from toolkit.train.task import Task
 
 GRADIENT = "the gradient of"
 MOST_SKIPPED = 3
 """Skipped steps in a row after which training stops."""
-REPORT = "nonfinite.json"
 SHOWN_SAMPLES = 8
 REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
 REMEDY_FOR_DATA = "mend or drop it"
@@ -103,7 +100,7 @@ class FiniteCheck:
                 self._waiting.clear()
                 self.skipped += 1
                 if self.skipped == 1:
-                    why, _ = self._explain(step, "skipped")
+                    why, _ = self._explain(step)
                     self._trainer.run.print(f"warning: step {step:,} is skipped: its gradients are not finite{why}.")
                 return False
         else:
@@ -122,7 +119,7 @@ class FiniteCheck:
         if bad is not None:
             found = self._found(self._name(bad)) or "the norm of all gradients is not finite"
             again = f" for the {MOST_SKIPPED}rd time in a row" if self._in_a_row == MOST_SKIPPED else ""
-            why, remedy = self._explain(bad.step, found) if self.reads_at_once else ("", REMEDY)
+            why, remedy = self._explain(bad.step) if self.reads_at_once else ("", REMEDY)
             _stop(f"step {bad.step:,}: {found}{again}{why}", remedy)
 
     def check_line(self, step: int, means: Mapping[str, Any]) -> None:
@@ -156,9 +153,9 @@ class FiniteCheck:
     def _first_weight(self) -> str | None:
         return first_not_finite((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def _explain(self, step: int, what: str) -> tuple[str, str]:
-        """The first module with an output that is not finite, and the samples, of the step that was just computed: into
-        `nonfinite.json` of the run's folder, and in half a sentence; and the remedy. A collective."""
+    def _explain(self, step: int) -> tuple[str, str]:
+        """Return the first module with a non-finite output in the step that was just computed and the batch's rows, as
+        half a sentence, and the remedy. A collective."""
         trainer = self._trainer
 
         def forward() -> None:
@@ -170,16 +167,11 @@ class FiniteCheck:
         module = first_module(self.model, forward)
         words = [f"the output of {module} is the first" if module else "the outputs of all modules are finite"]
         samples = trainer.batches.rows_of(step - 1)
-        path = trainer.run.folder / REPORT
         if bad := self._found_in_data(samples):
             words.insert(0, bad)
         if samples:
             more = ", ..." if len(samples) > SHOWN_SAMPLES else ""
-            words.append(f"the batch's rows are {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more} (all in {path})")
-        if trainer.run.is_main:
-            content = {"step": step, "what": what, "module": module, "samples": samples}
-            with suppress(OSError):
-                write_text(path, json.dumps(content) + "\n")
+            words.append(f"the batch's rows are {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more}")
         return " (" + "; ".join(words) + ")", REMEDY_FOR_DATA if bad else REMEDY
 
     def _found_in_data(self, samples: list[int]) -> str | None:

@@ -1,8 +1,7 @@
 """AdamW with the usual parameter groups, learning-rate schedules, and schedulers of torch or others.
 
 A schedule is a pure function from a step to a multiplier of the base learning rate. Nothing is stepped and nothing is
-saved. A scheduler that is passed in its place is stepped and saved by the trainer. (One prepared by Accelerate steps
-once per process.)
+saved. A scheduler that is passed in its place is stepped and saved by the trainer.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.ownership import is_owned
+from toolkit.integrations.accelerate.compat import steps_once_per_process
 from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
 from toolkit.run.config.run import RunConfig
 
@@ -43,16 +43,15 @@ class SteppedRates:
     """Rates that a scheduler sets: after each optimizer step, or after an evaluation that has its metric.
 
     Args:
-        scheduler: Was made for `optimizer`.
-        optimizer: The recipe's own, before Accelerate wraps it.
+        scheduler: Was made for the recipe's own optimizer, before Accelerate wraps it.
         metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped; None: it is stepped
             after each optimizer step. `ReduceLROnPlateau` has `eval/loss` where none is given.
     """
 
-    def __init__(self, scheduler: Scheduler, optimizer: torch.optim.Optimizer, metric: str | None):
+    def __init__(self, scheduler: Scheduler, metric: str | None):
         if metric is None and isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             metric = "eval/loss"
-        self.scheduler, self.optimizer, self.metric = scheduler, optimizer, metric
+        self.scheduler, self.metric = scheduler, metric
 
     def after_step(self) -> None:
         if self.metric is None:
@@ -63,15 +62,12 @@ class SteppedRates:
             self.scheduler.step(metrics[self.metric])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON values. Raises UserError for a scheduler that counts something else."""
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        name = type(self.scheduler).__name__
-        return {"scheduler": _plain(self.scheduler.state_dict(), name), "rates": rates}
+        """Return plain JSON values. Raises UserError for a scheduler that counts something else."""
+        return {"scheduler": _plain(self.scheduler.state_dict(), type(self.scheduler).__name__)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned. The rates are settings of the optimizer, which is loaded before."""
         self.scheduler.load_state_dict(_of_plain(state["scheduler"]))
-        for group, rate in zip(self.optimizer.param_groups, state["rates"], strict=True):
-            group["lr"] = rate
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -112,6 +108,25 @@ def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerOptions) ->
         lr=lr,
         fused=True,
     )
+
+
+def check_optimization(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: object) -> None:
+    """Raise UserError for a trainable parameter outside `optimizer`, and a scheduler that Accelerate prepared.
+
+    The parameter would get gradients, which count in the norm, and stay as it is. The scheduler would step once per
+    process, so a run that continues with another world size would have other rates.
+    """
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held]
+    if left:
+        raise UserError(
+            f"optimizer: lacks {len(left)} trainable parameter(s) of the model, such as {left[0]!r}. Add them, or "
+            "freeze them by requires_grad_(False)."
+        )
+    if steps_once_per_process(schedule):
+        raise UserError(
+            "schedule: is prepared by Accelerate, so its rates depend on the world size. Pass the scheduler itself."
+        )
 
 
 def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -56,7 +56,7 @@ class Task(Protocol):
 
     A task may have two more methods. `summarise(means) -> metrics`, for metrics that are no means, such as an F1 score
     or a word error rate, gets the means of what `evaluate` summed, over all batches and ranks, and returns what to
-    report instead. `for_run` is that of `AdaptsToRun`.
+    report instead. `for_run` is described in `AdaptsToRun`.
     """
 
     def count(self, batch: Batch) -> int | Int[Tensor, ""]:
@@ -75,9 +75,9 @@ class Task(Protocol):
 
 @runtime_checkable
 class AdaptsToRun(Protocol):
-    """A task that can be adapted to the data and the routers of a run."""
+    """A task that checks the data of a run."""
 
-    def for_run(self, tables: Mapping[str, TensorTable], penalty: Callable[[], Tensor | None] | None) -> Task:
-        """Return the task whose first forward pass checks the labels of `tables` (by name: training, test, validation)
-        and that adds `penalty` to the training loss, unless it has a penalty of its own."""
+    def for_run(self, tables: Mapping[str, TensorTable]) -> Task:
+        """Return the task whose first forward pass checks the labels of `tables` (by name: training, test,
+        validation)."""
         ...

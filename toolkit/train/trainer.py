@@ -6,11 +6,11 @@ The trainer knows parameters, not models. `ExpertSync` handles parameters that o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.dense import refuse_late_parameters
+from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.seeding import seed_device
 from toolkit.experts.parallel.sync import ExpertSync
@@ -29,12 +30,15 @@ from toolkit.experts.parallel.waits import waits
 from toolkit.experts.state.tensor_files import ToCPU, on_cpu
 from toolkit.integrations.accelerate.prepare import prepare
 from toolkit.run.data import record_data
+from toolkit.run.launch.signals import HANDLED
 from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.train.finite_check import FiniteCheck
 from toolkit.train.metrics import MetricSums, global_counts, plain_values
-from toolkit.train.optim import Schedule, Scheduler, SteppedRates, initial_rates
+from toolkit.train.optim import Schedule, Scheduler, SteppedRates, check_optimization, initial_rates
 from toolkit.train.task import Loss, Task, as_loss
+
+STOP_NAMES = {number.name for number in HANDLED}
 
 
 @dataclass(slots=True)
@@ -62,11 +66,13 @@ class Trainer:
         schedule_metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped instead.
         max_grad_norm: Gradients are clipped to this norm; None: not at all.
         log_every: Steps between lines of metrics.
+        penalty: Router losses that are added to the loss of any task.
         callbacks: What happens beside the steps, in this order.
 
     Raises:
         ValueError: For callbacks in a wrong order, or two with one `state_key`.
-        UserError: Where every rate is 0.
+        UserError: If every rate is 0, the optimizer lacks a trainable parameter, or Accelerate or DDP has the model or
+            the scheduler already.
     """
 
     def __init__(
@@ -82,10 +88,12 @@ class Trainer:
         schedule_metric: str | None = None,
         max_grad_norm: float | None = 1.0,
         log_every: int = 50,
+        penalty: Callable[[], Tensor | None] | None = None,
         callbacks: Sequence[Callback] = (),
     ):
-        self.run, self.task, self.batches = run, task, batches
-        self.stepped = SteppedRates(schedule, optimizer, schedule_metric) if isinstance(schedule, Scheduler) else None
+        check_optimization(model, optimizer, schedule)
+        self.run, self.task, self.batches, self.penalty = run, task, batches, penalty
+        self.stepped = SteppedRates(schedule, schedule_metric) if isinstance(schedule, Scheduler) else None
         self.schedule = None if isinstance(schedule, Scheduler) else schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
         self.base_rates = initial_rates(optimizer)
@@ -115,6 +123,7 @@ class Trainer:
         "end" after `fit` and after `Run.finish`, when it is the caller's turn."""
         self._recorded: dict[str, Any] = {}
         self._line_is_due = False
+        self._weights_for: Literal["train", "eval"] = "train"
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
         self._hooks = hooks_of(callbacks)
@@ -137,6 +146,7 @@ class Trainer:
             self.hooks("on_fit_start")
             self.run.begin(self.state.step)
             self.model.train()
+            self.use_weights_for("train")
             steps = self.batches.steps(self.state.step)
             while self.state.step < self.max_steps and self.stop_reason is None:
                 self.enter("data")
@@ -146,6 +156,8 @@ class Trainer:
                     self.emit()
             self.finite.read()
             self.enter("callbacks")
+            if not self.is_preempted:
+                self.use_weights_for("eval")
             self.hooks("on_fit_end")
             self.enter("end")
         except BaseException as error:
@@ -191,7 +203,7 @@ class Trainer:
             self.seed_micro_batch(index)
             with accelerator.accumulate(self.model):
                 with self.autocast():
-                    loss = as_loss(self.task.loss(self.model, batch), "loss")
+                    loss = self.loss(batch)
                 value = loss.sum if loss.penalty is None else loss.sum + loss.penalty * counts[index]
                 accelerator.backward(value * scale)
             losses.append(value.detach())
@@ -212,6 +224,14 @@ class Trainer:
         self.enter("callbacks")
         return norm
 
+    def loss(self, batch: Batch) -> Loss:
+        """Return the task's training loss with the router losses. A collective if there are any."""
+        loss = as_loss(self.task.loss(self.model, batch), "loss")
+        share = None if self.penalty is None else self.penalty()
+        if share is None:
+            return loss
+        return replace(loss, penalty=share if loss.penalty is None else loss.penalty + share)
+
     def seed_micro_batch(self, index: int) -> None:
         """Seed the device for the next forward pass by (seed, step, micro-batch, rank)."""
         seed_device(self.run.device, self.run.seed, "step", self.state.step, index, self.run.rank)
@@ -220,14 +240,16 @@ class Trainer:
     def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
         """Means, or what `task.summarise` makes of them, as `name/...`. A collective; UserError if empty."""
         sums = MetricSums(self.run.device)
-        task, before = task or self.task, self.phase
+        task, before, weights = task or self.task, self.phase, self._weights_for
         self.model.eval()
+        self.use_weights_for("eval")
         for batch in batches:
             self.enter("evaluation")
             with self.autocast():
                 loss = as_loss(task.evaluate(self.model, batch), "evaluate")
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
+        self.use_weights_for(weights)
         self.enter(before)
         summarise = getattr(task, "summarise", dict)
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.of_evaluation(name)).items()}
@@ -248,6 +270,22 @@ class Trainer:
     def enter(self, phase: str) -> None:
         """Note that `phase` begins, for those who watch the run from another thread."""
         self.phase, self.phase_began = phase, time.monotonic()
+
+    def use_weights_for(self, mode: Literal["train", "eval"]) -> None:
+        """Have a schedule-free optimizer put its training or evaluation weights into the model.
+
+        Other optimizers have one set of weights. The last checkpoint of a run has evaluation weights, others have
+        training weights, with which a run resumes exactly.
+        """
+        getattr(self.optimizer, mode)()
+        if hasattr(unwrapped(self.optimizer), mode):
+            self.sync.refresh_replicas()
+        self._weights_for = mode
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a signal ended training before its last step."""
+        return self.stop_reason in STOP_NAMES and self.state.step < self.max_steps
 
     def request_stop(self, reason: str) -> None:
         """Stop training after this step. Call it on all ranks."""

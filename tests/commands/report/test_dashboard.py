@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +92,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return line.removeprefix("error: ")
 
 
-def test_what_cannot_be_made_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    pytest.importorskip("wandb_workspaces.workspaces")
-    for name in ("WANDB_API_KEY", "WANDB_ENTITY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    assert "unknown 'comet'" in refusal(capsys, "comet", "me/digits")
-    assert "is neither the folder of a run nor [ENTITY/]PROJECT" in refusal(capsys, "wandb", "a/b/c")
-    assert "nobody says whose project digits is: give --entity" in refusal(capsys, "wandb", "digits")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert refusal(capsys, "wandb", "me/digits") == (
-        "W&B cannot be asked (WANDB_MODE=offline); --dry-run prints the workspace."
-    )
-    new = write_run(tmp_path / "new", steps=1, finished=False)
-    assert "has no metrics yet" in refusal(capsys, "wandb", new)
-
-
 def test_the_workspace_is_saved_and_its_failure_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -132,11 +114,3 @@ def test_the_workspace_is_saved_and_its_failure_is_one_line(
     monkeypatch.setattr(ws.Workspace, "save", refuse)
     line = refusal(capsys, "wandb", "me/digits")
     assert line == "W&B does not take the workspace (ValueError: no such project and more): has me a project digits?"
-
-
-def test_without_the_library_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    line = refusal(capsys, "wandb", "me/digits", "--dry-run")
-    assert line.endswith("needs wandb-workspaces, which is missing: pip install 'moe-toolkit[dashboard]'.")

@@ -11,7 +11,7 @@ import pytest
 from tests.commands.report.conftest import write_run
 from tests.commands.report.test_report import page_of
 from toolkit.commands import main
-from toolkit.commands.report.processes import process_notices, process_rows, process_tables
+from toolkit.commands.report.processes import process_rows, process_tables
 from toolkit.commands.report.records import read_runs
 from toolkit.errors import EXIT_DONE
 
@@ -70,39 +70,3 @@ def test_the_page_the_table_and_json_show_it(tmp_path: Path, scaled: list[Path],
     assert main(["compare", "--json", *map(str, scaled)]) == EXIT_DONE
     assert json.loads(capsys.readouterr().out)["processes"][0][1]["efficiency"] == 0.75
     assert [head, *rows] in page_of(tmp_path, scaled).tables
-
-
-def test_what_limits_the_comparison_is_said(tmp_path: Path):
-    one, eight = write(tmp_path / "one", 1, 90.0), write(tmp_path / "eight", 8, 120.0)
-    assert process_notices(read_runs([one, eight])) == ["eight: 8 processes shared 4 cores, which limits the speed-up."]
-    results = one / "results.json"
-    results.write_text(results.read_text().replace("4 cores", "9 cores"))
-    four = write(tmp_path / "four", 4, 120.0)
-    assert process_notices(read_runs([one, four])) == ["four: ran on other hardware than one."]
-    two = write(tmp_path / "two", 2, 250.0)
-    (busy,) = process_notices(read_runs([write(tmp_path / "busy", 1, 100.0), two]))
-    assert busy.startswith("two: an efficiency above 100 %: busy shared the machine with other jobs")
-    wide = write(tmp_path / "wide", 4, 300.0, batch_size=512)
-    assert process_rows(read_runs([wide, write(tmp_path / "narrow", 1, 90.0, batch_size=128)])) == []
-    assert process_notices(read_runs([wide, tmp_path / "narrow"])) == [
-        "numbers of processes are not compared: these runs differ in what they learn, too (batch_size)."
-    ]
-
-
-def test_runs_on_one_number_of_processes_or_unfinished_ones_have_no_such_table(tmp_path: Path):
-    runs = [write(tmp_path / "a", 2, 90.0), write(tmp_path / "b", 2, 95.0, seed=1)]
-    runs.append(write_run(tmp_path / "goes on", finished=False))
-    assert process_rows(read_runs(runs)) == []
-    assert process_notices(read_runs(runs)) == []
-    page_of(tmp_path, runs)
-    assert "Numbers of processes" not in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.parametrize("damage", ["many", None, 0])
-def test_a_number_of_processes_that_is_none_is_left_out_and_named(tmp_path: Path, damage: Any):
-    run = write(tmp_path / "one", 1, 90.0)
-    results = json.loads((run / "results.json").read_text())
-    (run / "results.json").write_text(json.dumps(results | {"world_size": damage}))
-    assert main(["compare", str(run), str(write(tmp_path / "two", 2, 90.0))]) == EXIT_DONE
-    (record,) = read_runs([run])
-    assert record.notices == [f"results.json: its world_size {damage} is no number of processes, and is left out."]

@@ -118,21 +118,6 @@ def test_a_default_that_changed_is_not_mistaken_for_the_old_one(toy, capsys):
     assert "labels=100 seed=0 was run with rate 0.0, which is 0.25 by now" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--jobs", "0"], "--jobs 0: take 1 or more"),
-        (["--grid", "labels=0"], "--labels 0: take one or more"),
-        (["--collect"], "holds no sweep"),
-    ],
-)
-def test_bad_input_is_one_line(toy, words, message, capsys):
-    assert main(sweep(toy, *words)) == EXIT_USER_ERROR
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
-
-
 def test_a_metric_that_runs_lack_is_refused_once_there_are_runs(toy, capsys):
     words = sweep(toy, "--grid", "labels=100,600")
     assert main(words) == EXIT_DONE
@@ -140,25 +125,6 @@ def test_a_metric_that_runs_lack_is_refused_once_there_are_runs(toy, capsys):
     assert main([words[0], "--collect", "--metric", "test_acc", *words[1:]]) == EXIT_USER_ERROR
     told = capsys.readouterr().err
     assert "--metric test_acc: the runs have no such number to draw: take one of test_accuracy, test_loss." in told
-
-
-def test_runs_without_the_usual_metric_are_not_drawn_and_that_is_said(toy, capsys):
-    toy.write_text(RECIPE.replace('"test_accuracy": accuracy, ', ""))
-    assert main(sweep(toy, "--grid", "labels=100,600")) == EXIT_DONE
-    assert "no sweep.png: --metric test_accuracy: the runs have no such number" in capsys.readouterr().err
-    assert not (toy.parent / "out" / "sweep.png").exists()
-
-
-def test_fields_that_were_added_between_runs_are_no_axis(tmp_path):
-    from toolkit.run.runs_table import gather
-
-    for number, more in enumerate([{}, {"eval_every": 1}]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        write_json(folder / "config.json", {"recipe": "toy", "seed": number, "labels": 100} | more)
-        write_json(folder / "results.json", {"test_accuracy": 0.5})
-    assert gather(tmp_path).axes == []
-    assert gather(tmp_path, ["labels"]).means()[0]["runs"] == 2
 
 
 def test_results_that_were_changed_after_a_run_was_finished_are_in_no_table(tmp_path):
@@ -172,20 +138,6 @@ def test_results_that_were_changed_after_a_run_was_finished_are_in_no_table(tmp_
     write_json(tmp_path / "one" / "results.json", {"test_accuracy": 1.0})
     with pytest.raises(UserError, match=r"one/results.json was changed after the run was finished: delete .*one, and"):
         gather(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "content"), [("results.json", "{"), ("config.json", "[1]")])
-def test_damage_is_one_line_with_the_remedy(toy, capsys, name, content):
-    words = sweep(toy, "--grid", "labels=100")
-    assert main(words) == EXIT_DONE
-    damaged = next((toy.parent / "out" / "cells").glob(f"*/{name}"))
-    damaged.write_text(content)
-    capsys.readouterr()
-    assert main(words) == EXIT_USER_ERROR
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert str(damaged) in error
-    assert "delete" in error
 
 
 def test_a_search_chooses_among_the_same_cells(toy, capsys):

@@ -70,7 +70,7 @@ def step(layer: nn.Module, *, micro_batches: int = 2, forwards_first: bool = Fal
     found |= {name: p.grad for name, p in layer.named_parameters()}
     for name, module in layer.named_modules():
         if isinstance(module, MoE):
-            found |= {f"{name}.load": module.load_E, f"{name}.dropped": module.dropped_E}
+            found |= {f"{name}.load": module.load_E, f"{name}.dropped": module.expert_stack.log.dropped_E}
     return found
 
 
@@ -80,6 +80,13 @@ def test_recomputation_changes_no_value_gradient_or_count(options: dict[str, Any
     expected = step(layer_with(**options))
     torch.testing.assert_close(step(layer_with(**options, recompute=recompute)), expected)
     assert expected[".load"].sum() == 2 * 40 * TOP_K
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_of_torch_logs_each_forward_pass_once(use_reentrant: bool) -> None:
+    layer = layer_with()
+    torch_checkpoint(layer, tokens(1), use_reentrant=use_reentrant).sum().backward()
+    assert layer.load_E.sum() == 40 * TOP_K
 
 
 def test_several_forwards_before_their_backwards_each_find_their_own_decisions() -> None:

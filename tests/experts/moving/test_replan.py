@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.helpers import run_distributed
+from tests.support.placements import by_slot
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.routing_log import sample_forwards
 from toolkit.experts.layer.stack import expert_stacks
@@ -19,6 +20,7 @@ from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.planners import PLANNERS
 from toolkit.train.callbacks.replan import Replan
 
 EXPERTS, DIM, TOKENS = 4, 5, 12
@@ -126,7 +128,7 @@ def test_replanner_without_a_guard_keeps_no_step_times() -> None:
 def plans_that_do_not_pay(every: int) -> tuple[list[Any], dict[str, Any]]:
     """`moe/plans_refused` at each log step, and the results, where a plan costs hours and each window has one."""
     layer, optimizer = a_layer(1), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    swapped = ExpertPlacement.from_slot_of_expert((1, 0, 2, 3), 1)
+    swapped = by_slot((1, 0, 2, 3), 1)
 
     def swap(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
         return swapped
@@ -150,3 +152,7 @@ def test_refused_plans_are_counted_and_the_first_is_explained(capsys: pytest.Cap
     assert first.startswith("step 2: the guard refuses a plan for ")
     assert "a gain is judged by 2 windows of loads or more" in first
     assert second.startswith("step 4: the guard refuses a plan for ")
+
+
+def test_replanner_without_a_planner_exchanges_experts() -> None:
+    assert Replanner(expert_stacks(a_layer(1)), ReplanOptions()).planner is PLANNERS["swap"]

@@ -10,15 +10,21 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
-from tests.traps.toys import ToyMixture, my_mean_loss, reference_gradients, rows_of
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.parallel.collectives import rank, world_size
 from toolkit.experts.parallel.dense import refuse_late_parameters
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned, owned, ownership_of
+from toolkit.experts.parallel.penalty import parameter_penalty
 from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.sharding.shard import shard_experts
+from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.prepare import prepare
 
 ALONE = ExpertGroups()
@@ -100,22 +106,34 @@ def test_before_clip_takes_the_mean_over_the_expert_data_parallel_group_only():
     assert run_distributed(averaged, 4, 2) == [even, odd, even, odd]
 
 
-def gradients_with_a_penalty(ep_size: int) -> float:
-    """The largest difference from one process, of gradients of a loss plus half the squares of expert weights."""
-    groups, reference = make_expert_groups(ep_size), reference_gradients()
-    model = ToyMixture(groups)
-    penalty = sum(0.5 * p.square().sum() for p in model.moe.experts.parameters())
-    (my_mean_loss(model) + penalty).backward()
-    ExpertSync(model.parameters()).before_clip()
-    return max(
-        (p.grad - rows_of(reference[f"moe.experts.{name}"], groups) - p.detach()).abs().max().item()
-        for name, p in model.moe.experts.named_parameters()
-    )
+def penalized_step(ep_size: int, replicas: bool) -> tuple[float, float, dict[str, Tensor]]:
+    """The penalty, the norm and all weights after a step on a loss with an L2 penalty."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make_moe(4, 6, 4, 2, groups=make_expert_groups(1))).double()
+    rows = [[*range(4)[at::ep_size], *([(at + 1) % 4] if replicas else [])] for at in range(ep_size)]
+    placement = ExpertPlacement(tuple(map(tuple, rows)))
+    shard_experts(model, make_expert_groups(ep_size), placement=lambda *_: placement)
+    sync, parameters = ExpertSync(model.parameters()), list(model.parameters())
+    loss_of = DistributedDataParallel(model) if world_size() > 1 else model
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    penalty = parameter_penalty(lambda p: 0.5 * p.square(), parameters)
+    (loss_of(x.chunk(world_size())[rank()]).square().mean() + penalty).backward()
+    sync.before_clip()
+    norm = sync.clip(parameters, 0.5)
+    torch.optim.SGD(parameters, lr=0.1).step()
+    return penalty.item(), norm.item(), whole_state_dict(model)
 
 
-@pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2), (4, 4)])
-def test_a_penalty_on_expert_weights_has_the_gradient_of_one_process(world: int, ep_size: int):
-    assert max(run_distributed(gradients_with_a_penalty, world, ep_size)) < 1e-12
+@pytest.mark.parametrize(
+    ("world", "ep_size", "replicas"), [(2, 2, False), (2, 2, True), (4, 2, True), (4, 4, True), (4, 4, False)]
+)
+def test_parameter_penalty_has_the_value_and_gradient_of_one_process(world: int, ep_size: int, replicas: bool):
+    ((penalty, norm, weights),) = run_distributed(penalized_step, 1, 1, False)
+    found = run_distributed(penalized_step, world, ep_size, replicas)
+    for other_penalty, other_norm, _ in found:
+        assert (other_penalty, other_norm) == pytest.approx((penalty, norm), rel=1e-12)
+    for name, expected in weights.items():
+        torch.testing.assert_close(found[0][2][name], expected, rtol=1e-12, atol=1e-14)
 
 
 def averaged_with_a_missing_gradient() -> list[float] | None:

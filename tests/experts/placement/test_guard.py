@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.support.drifting import drifting
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate, swap
 from toolkit.lab.replay import replay, worst_span
-from toolkit.lab.workloads import WORKLOADS, Sizes, drifting
+from toolkit.lab.workloads import WORKLOADS, Sizes
 
 # A row costs 1 s, an expert (100 bytes) that moves costs 1 s.
 COST_MODEL = CostModel(seconds_per_row=1.0, bytes_per_second=100.0, weight_bytes=60, optimizer_bytes=40)

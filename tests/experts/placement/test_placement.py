@@ -25,7 +25,7 @@ UNEVEN = ExpertPlacement(((1, EMPTY_ROW, 0), (2, 1), ()))
 
 
 def test_uneven_placement_with_a_replica_by_hand():
-    assert (UNEVEN.ranks, UNEVEN.num_experts, UNEVEN.stride, UNEVEN.empty_slots) == (3, 3, 3, 1)
+    assert (UNEVEN.ranks, UNEVEN.num_experts, UNEVEN.stride) == (3, 3, 3)
     assert UNEVEN.replicas(1) == (Place(0, 0), Place(1, 1))
     assert UNEVEN.owner(1) == Place(0, 0)
     assert UNEVEN.replica_on(1, 1) == Place(1, 1)
@@ -70,15 +70,6 @@ def test_contiguous_for_experts_that_do_not_divide_leaves_spare_slots():
         contiguous(7, 3)
     with pytest.raises(UserError, match="use at least 3 slots per rank"):
         contiguous(7, 3, slots_per_rank=2)
-
-
-def test_from_slot_of_expert_by_hand():
-    placement = ExpertPlacement.from_slot_of_expert((3, 0, 2, 1), 2)
-    assert placement.slots == ((1, 3), (2, 0))
-    assert placement.slot_of_expert == (3, 0, 2, 1)
-    for wrong in ((0, 1, 2), (0, 0, 1, 2)):
-        with pytest.raises(ValueError, match="do not fill 2"):
-            ExpertPlacement.from_slot_of_expert(wrong, 2)
 
 
 @given(placements())

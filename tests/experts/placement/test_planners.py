@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experts.placement.placements import placements, placements_with_loads
+from tests.support.drifting import drifting
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.loads import rank_imbalance
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, moves, with_spare_slots
@@ -22,7 +23,7 @@ from toolkit.experts.placement.planners import PLANNERS, contiguous, lpt, regist
 from toolkit.experts.placement.planners.packing import PackingState, even_counts, pack
 from toolkit.experts.placement.planners.replicas import replicas_for
 from toolkit.lab.replay import replay
-from toolkit.lab.workloads import WORKLOADS, Sizes, drifting
+from toolkit.lab.workloads import WORKLOADS, Sizes
 from toolkit.run.process_settings import flushes_subnormals
 
 Case = tuple[ExpertPlacement, list[float]]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
+from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.sharding.layouts import batched_experts, sorted_experts, stack_experts
@@ -174,7 +175,7 @@ LAYERS: list[type[Layer]] = [InAList, SortedRows, FlatTables, GatedEinsum, Anoth
 
 def placed(_layer: str, _experts: int, ranks: int) -> ExpertPlacement:
     """Experts elsewhere than in order."""
-    return ExpertPlacement.from_slot_of_expert([1, 3, 2, 0], ranks)
+    return by_slot([1, 3, 2, 0], ranks)
 
 
 def batches(step: int) -> Tensor:

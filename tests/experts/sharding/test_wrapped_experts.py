@@ -72,6 +72,6 @@ def test_shard_experts_raises_if_rows_would_be_taken_twice() -> None:
     sharded, shared = Model(), Model()
     shard_experts(sharded)
     shared.blocks[1].experts.up = shared.blocks[0].experts.up
-    for model, words in ((sharded, "'blocks.0.experts' are sharded already"), (shared, "share parameters")):
+    for model, words in ((sharded, "'blocks.0.experts' are sharded already"), (shared, "share a parameter")):
         with pytest.raises(UserError, match=words):
             shard_experts(model)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.equality import assert_equal_rows, relative_difference
 from tests.support.helpers import run_distributed
+from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -93,7 +94,7 @@ def place(kind: str) -> Any:
         if kind == "one rank":
             return ExpertPlacement((tuple(order), *[()] * (ranks - 1)))
         if kind == "shuffled" or ranks == 1:
-            return ExpertPlacement.from_slot_of_expert(order, ranks)
+            return by_slot(order, ranks)
         if kind == "uneven":
             return ExpertPlacement((tuple(order[:4]), *(tuple(order[4 + r :: ranks - 1]) for r in range(ranks - 1))))
         blocks = contiguous(experts, ranks)

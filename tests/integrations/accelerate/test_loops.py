@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.integrations.accelerate.test_expert_parallel import Model, by_id, place, together
 from tests.support.equality import assert_equal_rows
 from tests.support.helpers import run_distributed
+from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
@@ -165,7 +165,7 @@ def placed_amid_a_step() -> list[str]:
     other: Any = torch.optim.SGD([model.head.weight], lr=0.1)
     prepared, optimizer, other = ExpertParallel(accelerator).prepare(model, optimizer, other)
     experts = sum(len(row) for row in model.blocks[0].experts.expert_stack.placement.slots)
-    moved = ExpertPlacement.from_slot_of_expert([*range(1, experts), 0], 2)
+    moved = by_slot([*range(1, experts), 0], 2)
 
     def place() -> None:
         place_experts(model, moved, optimizer)

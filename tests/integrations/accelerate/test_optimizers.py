@@ -26,9 +26,10 @@ from tests.integrations.accelerate.test_expert_parallel import (
 from tests.integrations.accelerate.test_loops import refused
 from tests.support.equality import assert_equal_rows
 from tests.support.helpers import run_distributed
+from tests.support.optimizers import ScheduleFreeSGD
+from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.moving.migrate import place_experts
-from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
@@ -59,6 +60,29 @@ def test_state_before_the_first_step_follows_the_experts(tmp_path: Path) -> None
     (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "1", adagrad, (3, 3))
     found = run_distributed(stopped_and_continued, 2, tmp_path / "2", adagrad, (3, 3))
     assert_equal_rows(together(found), expected, 1e-10)
+
+
+def evaluated_schedule_free(kind: str) -> dict[str, Tensor]:
+    model, accelerator = Model().double(), Accelerator(cpu=True)
+    experts = ExpertParallel(accelerator, placement=place(kind), spare_slots=1)
+    prepared, optimizer = experts.prepare(model, ScheduleFreeSGD(model.parameters(), lr=0.1))
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        optimizer.train()
+        x = torch.randn(BATCH, 5, dtype=torch.float64, generator=draws)
+        loss = prepared(x[shares(1)[0]]).square().sum() * accelerator.num_processes / BATCH
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+    return by_id(model, lambda p: p.detach())
+
+
+def test_schedule_free_optimizer_evaluates_replicas_as_one_process() -> None:
+    (expected,) = run_distributed(evaluated_schedule_free, 1, "blocks")
+    for world in (2, 4):
+        found = run_distributed(evaluated_schedule_free, world, "copies")
+        assert_equal_rows(together(found), expected, 1e-10)
 
 
 class DecayedSGD(torch.optim.SGD):
@@ -150,7 +174,7 @@ def states_loaded() -> list[str]:
     dist.broadcast_object_list(first)
     plain = {key: own[key] for key in ("state", "param_groups")}
     said = [refused(lambda state=state: optimizer.load_state_dict(state)) for state in (first[0], own, plain)]
-    place_experts(model, ExpertPlacement.from_slot_of_expert([*range(1, EXPERTS), 0], 2), optimizer)
+    place_experts(model, by_slot([*range(1, EXPERTS), 0], 2), optimizer)
     return said + [
         refused(lambda state=state: optimizer.load_state_dict(state)) for state in (own, optimizer.state_dict())
     ]

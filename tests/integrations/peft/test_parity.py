@@ -15,6 +15,7 @@ from tests.integrations.peft.models import adapted, rows
 from tests.integrations.transformers.families import tokens
 from tests.support.equality import assert_equal_rows, in_float64, relative_difference
 from tests.support.helpers import run_distributed
+from tests.support.placements import by_slot
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.integrations.transformers import recompute_blocks
@@ -64,7 +65,7 @@ def place(name: str, ranks: int) -> ExpertPlacement:
     """In blocks; equal counts in any order; a replica of expert 3 on each rank that has none."""
     if name in ("contiguous", "moving"):
         return contiguous(len(ORDER), ranks)
-    shuffled = ExpertPlacement.from_slot_of_expert(ORDER, ranks)
+    shuffled = by_slot(ORDER, ranks)
     if name == "copies":
         return ExpertPlacement(tuple((*row, EMPTY_ROW if 3 in row else 3) for row in shuffled.slots))
     return shuffled

@@ -108,13 +108,3 @@ def test_what_is_wrong_in_a_file_is_one_line_with_its_name(tmp_path: Path, text:
     assert str(refusal.value).startswith(f"--config {tmp_path / 'mine.yaml'}: ")
     assert says in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(("name", "text"), [("mine.json", '{"lr": 0.5}'), ("mine.yaml", "lr: 0.5")])
-def test_a_byte_order_mark_is_passed_over(tmp_path: Path, name: str, text: str):
-    assert parse(tmp_path, "\ufeff" + text, name=name).lr == 0.5
-
-
-def test_a_value_on_the_command_line_is_not_said_to_be_of_the_file(tmp_path: Path):
-    with pytest.raises(UserError, match=r"^Error parsing --epochs: invalid literal"):
-        parse(tmp_path, "epochs: 3", "--epochs", "many")

@@ -70,16 +70,6 @@ def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp
     assert len(said) == 1
 
 
-def test_lines_that_never_found_room_are_counted_at_the_end(tmp_path):
-    said = []
-    metrics = MetricsFile(tmp_path / "m.jsonl", said.append)
-    metrics._file = FullDisk(metrics._file, room=20)
-    for step in (1, 2, 3):
-        metrics.append(step, {})
-    metrics.close()
-    assert said[-1] == f"warning: the last 2 line(s) of {tmp_path / 'm.jsonl'} are lost: there is no room for them."
-
-
 def test_lines_are_removed_though_the_folder_has_become_read_only(tmp_path):
     metrics = MetricsFile(tmp_path / "m.jsonl", print)
     for step in (1, 2, 3):

@@ -12,8 +12,6 @@ import pytest
 
 from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT
-from toolkit.errors import UserError
-from toolkit.run.tracking.trackers import check_installed
 
 PROGRAM = """
 import sys
@@ -73,9 +71,3 @@ def test_trackio_gets_every_line_and_a_continued_run_goes_on(tmp_path: Path):
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     of_first = {log["step"]: log["train/loss"] for log in found[0][1] if "train/loss" in log}
     assert of_first == {line["step"]: line["train/loss"] for line in metrics}
-
-
-def test_without_trackio_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(UserError, match=r"tracker='trackio': Trackio is missing: pip install 'moe-toolkit\[trackio\]'"):
-        check_installed("trackio")

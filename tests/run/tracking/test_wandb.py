@@ -225,15 +225,3 @@ def test_a_wandb_service_that_dies_or_freezes_in_mid_run_costs_one_line_and_noth
     done = run_program(program + shorter + "train(config, Disturb())", folder)
     assert_ended_well(done, folder)
     assert done.stdout.count("W&B is off for this run (") == 1
-
-
-def test_a_missing_wandb_is_one_notice(tmp_path):
-    program = """
-    import importlib.util
-    find = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, *args: None if name == "wandb" else find(name, *args)
-    train(config)
-    """
-    done = run_program(program, tmp_path / "run")
-    assert_ended_well(done, tmp_path / "run")
-    assert done.stdout.count("W&B is not installed") == 1

@@ -15,7 +15,7 @@ from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
-from toolkit.train.callbacks.pictures import Pictures
+from toolkit.train.callbacks.pictures import draw_run
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.tasks.classification import Classification
@@ -52,10 +52,10 @@ def train(config: RunConfig, *callbacks: Callback, epochs: int = 2, **facts: Any
                 FakeLoad(),
                 Throughput(),
                 Evaluation(EvalBatches(table, batch_size=100, **where)),
-                Pictures(),
                 Progress(),
             ],
         )
+        run.draw_at_finish(draw_run)
         return run.finish(trainer.fit())
 
 

@@ -7,6 +7,7 @@ import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,3 +181,35 @@ def test_the_limit_follows_the_runs_own_steps():
     assert watchdog.limit_of("step") == 600
     assert Watchdog(limit_s=3).limit_of("step") == 3
     assert Watchdog(limit_s=3).limit_of("evaluation") == 600
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_rank_that_goes_on_while_others_report_is_not_ended(goes_on: bool, tmp_path: Path, monkeypatch):
+    ended: list[str] = []
+    monkeypatch.setattr("toolkit.train.callbacks.watchdog.end_from_a_thread", ended.append)
+    run = SimpleNamespace(folder=tmp_path, rank=0, world_size=1, ranks_here=[0])
+    state = SimpleNamespace(step=7)
+    trainer = SimpleNamespace(run=run, state=state, phase="step", phase_began=2.0 if goes_on else 1.0)
+    watchdog = Watchdog()
+    watchdog._main = threading.get_ident()
+    watchdog._end_run(trainer, began=1.0, every=0.01, limit=5.0)
+    assert bool(ended) is not goes_on
+    assert (tmp_path / "hang").exists() is not goes_on
+
+
+@pytest.mark.parametrize(("naps", "ends"), [([1.0] * 8, True), ([1.0, 1000.0], False)])
+def test_process_that_was_suspended_is_not_ended(naps: list[float], ends: bool, tmp_path: Path, monkeypatch):
+    """Each nap is the time between two looks of the thread, which come every second."""
+    clock, ended = [0.0], []
+
+    def wait(_seconds: float) -> bool:
+        clock[0] += naps.pop(0) if naps else 0.0
+        return not naps
+
+    monkeypatch.setattr("toolkit.train.callbacks.watchdog.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watchdog = Watchdog(limit_s=5)
+    naps.append(0.0)  # the last one ends the thread
+    watchdog._stop = SimpleNamespace(wait=wait)
+    watchdog._end_run = lambda *reason: ended.append(reason)
+    watchdog._watch(SimpleNamespace(phase="step", phase_began=0.5, run=SimpleNamespace(folder=tmp_path)))
+    assert bool(ended) is ends

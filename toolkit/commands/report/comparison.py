@@ -72,7 +72,9 @@ def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[li
         row = [run.name, *(_cell(values.get(axis)) for axis in axes)]
         row += ["finished" if run.finished else "not finished", f"{run.step:,}"]
         row += [metric_cell(name, run.last(name)) for name in metrics]
-        row += [f"{speed:,.0f}" if speed else "", _time(run), str(len(run.results.get("restarts", ()))), hardware(run)]
+        seconds = run.results.get("wall_seconds")
+        took = duration(seconds) if is_number(seconds) else ""
+        row += [f"{speed:,.0f}" if speed else "", took, str(len(run.results.get("restarts", ()))), hardware(run)]
         rows.append(row)
     return [head, *rows]
 
@@ -102,11 +104,6 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
         ],
         "final": final_numbers(runs).means(),
     }
-
-
-def _time(run: RunRecord) -> str:
-    seconds = run.results.get("wall_seconds")
-    return duration(seconds) if is_number(seconds) else ""
 
 
 def metric_cell(name: str, value: float | None) -> str:

@@ -231,7 +231,7 @@ class AllToAllDispatcher(TokenDispatcher):
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Float[Tensor, "N D"], Dispatched]:
         if self.announce is not None:
-            self.announce(x_TD, expert_ids_TK)
+            self.announce(x_TD, weights_TK)
         plan = decide(lambda: self._plan(expert_ids_TK, kept_TK))
         columns = x_TD, weights_TK, plan.slots_TK.to(SLOT_TYPE)
         (x_RD, weights_RK, slots_RK), copies = self._send(columns, plan, meanwhile)

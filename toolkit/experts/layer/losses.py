@@ -60,9 +60,13 @@ _penalties: WeakSet[RouterPenalty] = WeakSet()
 
 def balance_weight_of(modules: Iterable[nn.Module]) -> float:
     """The largest weight that a `RouterPenalty` gives the balance of a router or `MoE` among `modules`; 0 for none."""
+    return max((penalty.balance_weight for penalty in penalties_of(modules)), default=0.0)
+
+
+def penalties_of(modules: Iterable[nn.Module]) -> list[RouterPenalty]:
+    """Return each `RouterPenalty` of a router or `MoE` among `modules`."""
     ids = {id(module) for module in modules}
-    penalties = [each for each in _penalties if any(id(getattr(r, "module", r)) in ids for r in each.layers)]
-    return max((penalty.balance_weight for penalty in penalties), default=0.0)
+    return [each for each in _penalties if any(id(getattr(r, "module", r)) in ids for r in each.layers)]
 
 
 def load_balancing_share(

@@ -15,7 +15,7 @@ from toolkit.experts.layer.capacity import Capacity, DropPolicy
 from toolkit.experts.layer.dispatcher import Plan
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts, Weights
 from toolkit.experts.layer.model_inputs import counted_tokens
-from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, replaying
+from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, in_reentrant_forward, recomputing
 from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.layer.routing_log import Choices
@@ -70,11 +70,6 @@ class MoE(nn.Module):
         return self.expert_stack.log.load_E
 
     @property
-    def dropped_E(self) -> Int[Tensor, " E"]:
-        """Returns those of `load_E` that the capacity dropped."""
-        return self.expert_stack.log.dropped_E
-
-    @property
     def last_load_E(self) -> Int[Tensor, " E"]:
         """The load of the last forward alone, in training or evaluation."""
         return self.expert_stack.log.last_load_E
@@ -114,7 +109,7 @@ class MoE(nn.Module):
         y_TD = dispatcher.combine(self.experts(rows_ND, dispatched.rows_per_slot, *weights), dispatched)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
-        if not replaying():
+        if not recomputing():
             self.sequence_length = x.shape[-2] if x.ndim > 2 else None
             self.record(routing, dispatched.plan, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
@@ -135,7 +130,7 @@ class MoE(nn.Module):
             dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
             dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
         choices = Choices(routing.expert_ids_TK, None)
-        training = self.training and torch.is_grad_enabled()
+        training = self.training and (torch.is_grad_enabled() or in_reentrant_forward())
         self.expert_stack.record(plan, choices, x_TD, routing.weights_TK, y_TD, training=training, dropped_E=dropped_E)
 
 

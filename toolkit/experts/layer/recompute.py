@@ -90,7 +90,7 @@ def replaying() -> bool:
 
 def recomputing() -> bool:
     """Whether any checkpointed region is being recomputed in a backward, PyTorch's own included: count nothing then."""
-    return in_backward()
+    return not torch.compiler.is_compiling() and in_backward()
 
 
 @torch.compiler.disable

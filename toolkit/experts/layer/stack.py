@@ -19,6 +19,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
 from toolkit.experts.layer.model_inputs import counted_tokens
 from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
+from toolkit.experts.parallel.dense import leave_out_of_every_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
@@ -67,6 +68,7 @@ class ExpertStack:
         self.sync: ExpertSync | None = None
         """What follows the optimizer under `ExpertParallel`."""
         self.mark()
+        leave_out_of_every_ddp()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
         """The experts of a copied model, on the same ranks, with an empty log."""

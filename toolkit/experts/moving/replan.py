@@ -52,12 +52,12 @@ class Replanner:
 
     Args:
         stacks: The experts to plan for, by layer.
-        options: The planner, how often it is asked, and what the guard assumes.
+        options: The planner (default: "swap"), how often it is asked, and what the guard assumes.
     """
 
     def __init__(self, stacks: Mapping[str, ExpertStack], options: ReplanOptions):
         self.options = options
-        planner = options.planner or "contiguous"
+        planner = options.planner or "swap"
         self.planner: Planner = PLANNERS[planner] if isinstance(planner, str) else planner
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []

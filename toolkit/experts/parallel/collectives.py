@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 
 from toolkit.errors import UserError
 
@@ -38,6 +39,15 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def broadcast_from_main(tensor: Tensor) -> None:
+    """Overwrite `tensor` with the main process's, as DDP does with a model. A collective."""
+    if world_size() > 1:
+        moved = tensor.cuda() if dist.get_backend() == "nccl" else tensor
+        dist.broadcast(moved, src=0)
+        if moved is not tensor:
+            tensor.copy_(moved)
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:

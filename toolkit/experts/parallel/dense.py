@@ -6,13 +6,14 @@ import atexit
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError
-from toolkit.experts.compat import exclude_from_ddp, holders_of_process_group
+from toolkit.experts.compat import call_before_each_ddp, exclude_from_ddp, holders_of_process_group
 from toolkit.experts.parallel.ownership import is_owned
 
 
@@ -35,6 +36,21 @@ def leave_out_of_ddp(model: nn.Module, equal: Sequence[str] = ()) -> None:
             raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
     if excluded := [*names, *equal, *constant_buffers(model)]:
         exclude_from_ddp(model, excluded)
+
+
+@cache
+def leave_out_of_every_ddp() -> None:
+    """Have each DDP that is made from now on leave out owned parameters, also those of a module within another one.
+
+    A LightningModule, a module that computes the loss, or `torch.compile` put other names before those of the model, by
+    which DDP excludes parameters.
+    """
+
+    def exclude(module: nn.Module) -> None:
+        if any(is_owned(parameter) for parameter in module.parameters()):
+            leave_out_of_ddp(module)
+
+    call_before_each_ddp(exclude)
 
 
 def refuse_meta(model: nn.Module) -> None:

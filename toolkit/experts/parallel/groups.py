@@ -101,7 +101,7 @@ def make_expert_groups(
     """Split the world into EP groups. A collective: every rank calls it, with the same arguments.
 
     Args:
-        ep_size: Expert-parallel group size.
+        ep_size: Expert-parallel group size. Default: the largest with this stride.
         ep_stride: Distance between the ranks of a group. Default: 1, neighbours.
         ranks: The ranks of each group, instead of `ep_size`: lists of equal length that together have every rank once,
             or one dimension of a mesh, such as `mesh["ep"]`. Experts are placed on the ranks in ascending order.
@@ -121,7 +121,10 @@ def make_expert_groups(
     world = world_size()
     if ranks is not None and (ep_size, ep_stride) != (None, 1):
         raise UserError("ranks: ep_size or ep_stride is given, too. Give ranks only, or leave it out.")
-    partition = strided_partition(world, ep_size, ep_stride) if ep_size is not None else _agreed_partition(ranks)
+    if ranks is None:
+        partition = strided_partition(world, ep_size or max(1, world // ep_stride), ep_stride)
+    else:
+        partition = _agreed_partition(ranks)
     require_choice("exchange", exchange, ExpertExchange)
     if world == 1:
         return ExpertGroups()

@@ -132,7 +132,8 @@ class ExpertSync:
         for parameter in parameters:
             if isinstance(parameter.grad, DTensor):
                 shards.append(parameter)
-                sharded_over = sharded_over or _sharded_over(parameter.grad)
+                mesh, places = parameter.grad.device_mesh, parameter.grad.placements
+                sharded_over = [mesh.get_group(dim) for dim, place in enumerate(places) if place.is_shard()]
             elif parameter.grad is not None:
                 (rows if is_owned(parameter) else replicated).append(parameter)
         listed = replicated + rows + shards
@@ -161,7 +162,7 @@ class ExpertSync:
             factor = max_norm / (norm + 1e-6)
             if factor.device.type != "cpu":
                 multiply_each_(grads, factor.clamp(max=1.0))
-            elif factor < 1:  # a host sync elsewhere, but free on a CPU, where it saves a pass over the gradients
+            elif not factor >= 1:  # also NaN; a host sync elsewhere, but on a CPU it saves a pass over the gradients
                 multiply_each_(grads, factor)
         return norm
 
@@ -174,13 +175,22 @@ class ExpertSync:
             optimizer: The optimizer that made the step.
         """
         self._arrivals.await_step = False
+        self.refresh_replicas()
+        if self.rebalance is not None:
+            self.rebalance(step, optimizer)
+
+    @torch.no_grad()
+    def refresh_replicas(self) -> None:
+        """Copy each row's weights from its owner to the replicas. A collective of the EP group.
+
+        Replicas' optimizer states are out of date, so whatever sets weights from states calls this, such as the
+        `train()` and `eval()` of a schedule-free optimizer.
+        """
         # The optimizer also steps a parameter that was frozen after its gradient arrived.
         for parameter, ownership in _with_replicas(p for p in self.parameters if p.requires_grad or p.grad is not None):
             borrowed, lent = ownership.replicas_on(parameter.device)
             received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
             parameter.index_copy_(0, borrowed.rows, received)
-        if self.rebalance is not None:
-            self.rebalance(step, optimizer)
 
 
 def _sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
@@ -215,8 +225,3 @@ def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, owner
     out = rows.index_select(0, sent.rows)
     dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)
     return result
-
-
-def _sharded_over(tensor: DTensor) -> list[dist.ProcessGroup]:
-    """The groups that hold different parts of `tensor`, one for each such dimension of its mesh."""
-    return [tensor.device_mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if place.is_shard()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,16 +54,6 @@ class ExpertPlacement:
             missing = min(set(range(max(found))) - found)
             raise ValueError(f"expert {missing} has no slot, but expert {max(found)} has")
 
-    @classmethod
-    def from_slot_of_expert(cls, slot_of_expert: Sequence[int], ranks: int) -> ExpertPlacement:
-        """Returns a placement without replicas; `slot_of_expert[e]` counts slots through all ranks, which are filled
-        evenly."""
-        if len(slot_of_expert) % ranks or sorted(slot_of_expert) != list(range(len(slot_of_expert))):
-            raise ValueError(f"slots {tuple(slot_of_expert)} do not fill {ranks} rank(s) evenly")
-        by_slot = sorted(range(len(slot_of_expert)), key=slot_of_expert.__getitem__)
-        per_rank = len(by_slot) // ranks
-        return cls(tuple(tuple(by_slot[r * per_rank : (r + 1) * per_rank]) for r in range(ranks)))
-
     @property
     def ranks(self) -> int:
         return len(self.slots)
@@ -109,10 +99,6 @@ class ExpertPlacement:
     @property
     def has_replicas(self) -> bool:
         return any(len(places) > 1 for places in self._replicas)
-
-    @property
-    def empty_slots(self) -> int:
-        return sum(row.count(EMPTY_ROW) for row in self.slots)
 
     @property
     def slot_of_expert(self) -> tuple[int, ...]:

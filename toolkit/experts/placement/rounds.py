@@ -78,12 +78,10 @@ class _Draft:
         self.taken |= dict.fromkeys(free, False)
         while free:
             place = _source(self.pending[free.pop()])
-            if self._can_follow(place) and place.rank not in self.busy:
+            can_follow = place in self.pending and place not in self.taken and self.waiting[place] <= self.taken.keys()
+            if can_follow and place.rank not in self.busy:
                 self._take_by_buffer(place)
                 free.append(place)
-
-    def _can_follow(self, place: Place) -> bool:
-        return place in self.pending and place not in self.taken and self.waiting[place] <= self.taken.keys()
 
     def _take_by_buffer(self, place: Place) -> None:
         self.taken[place] = True

@@ -33,10 +33,11 @@ class _Meeting:
         self.device = stack.device
         self.group = stack.groups.ep_group
 
-    def announce(self, number: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
-        """Tell the others that this rank computes layer `number`."""
+    def announce(self, number: int, x_TD: Tensor, weights_TK: Tensor) -> None:
+        """Tell the others that this rank computes layer `number`, and shapes and dtypes of its rows."""
         if not self.serving:
-            self.meet([number, -number, x_TD.shape[-1], DTYPES.index(x_TD.dtype), expert_ids_TK.shape[-1]])
+            dtypes = [DTYPES.index(tensor.dtype) for tensor in (x_TD, weights_TK)]
+            self.meet([number, -number, x_TD.shape[-1], weights_TK.shape[-1], *dtypes])
 
     def meet(self, mine: list[int]) -> list[int]:
         largest = torch.tensor(mine, device=self.device)
@@ -53,16 +54,17 @@ class _Meeting:
         """Compute the other ranks' tokens with none of this rank, until no rank computes any more."""
         self.serving = True
         while True:
-            number, width, dtype, top_k = self.meet([0, -MOST_LAYERS, 0, 0, 0])
+            number, width, top_k, *dtypes = self.meet([0, -MOST_LAYERS, 0, 0, 0, 0])
             if number == 0:
                 return
             _, module, _ = self.layers[number - 1]
-            x_TD = torch.empty(0, width, dtype=DTYPES[dtype], device=self.device)
+            of_rows, of_weights = (DTYPES[dtype] for dtype in dtypes)
+            x_TD = torch.empty(0, width, dtype=of_rows, device=self.device)
             if isinstance(module, MoE):
                 module(x_TD)
             else:
                 ids_TK = torch.empty(0, top_k, dtype=torch.int64, device=self.device)
-                module(x_TD, ids_TK, x_TD.new_empty(0, top_k))
+                module(x_TD, ids_TK, x_TD.new_empty(0, top_k, dtype=of_weights))
 
 
 def _refuse_copy(*_: Tensor) -> None:

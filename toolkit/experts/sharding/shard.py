@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, RowsInFiles, expert_stacks, hook_state, rows_of
-from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.parallel.collectives import broadcast_from_main, world_size
 from toolkit.experts.parallel.dense import leave_out_of_ddp
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.sharding.check import Forward, check_experts
-from toolkit.experts.sharding.experts_modules import layers_with_experts, num_experts, run_experts
+from toolkit.experts.sharding.experts_modules import layers_with_experts, num_experts, outside_wrappers, run_experts
 from toolkit.experts.sharding.layouts import adapt_experts, has_split_tables
 from toolkit.experts.sharding.libraries import libraries
 
@@ -35,13 +35,14 @@ def shard_experts(
     spare_slots: int = 0,
     placement: InitialPlacement | PlacementOf = "contiguous",
 ) -> dict[str, ExpertStack]:
-    """Keep this rank's experts of each layer of `model`, in place. A collective if experts are loaded lazily.
+    """Keep this rank's experts of each layer of `model`, in place. A collective.
 
     Layers with experts are our `MoE`, and modules of any model with an integer `num_experts` whose own parameters have
     one row per expert, called with (hidden (T, D), expert ids (T, K), weights (T, K)).
 
     Args:
-        model: The same on all ranks. An optimizer that was made before stays valid if it has not stepped.
+        model: Experts of rank 0 are broadcast, as DDP does with other parameters. An optimizer that was made before
+            stays valid if it has not stepped.
         groups: The ranks that share the experts. Default: as many as divide both the world size and the experts.
         spare_slots: Empty slots on each rank, for replicas.
         placement: "contiguous", "round_robin", or a function of (layer, number of experts, `ep_size`). An experts
@@ -61,7 +62,7 @@ def shard_experts(
         >>> model = DistributedDataParallel(model)  # leaves the experts alone
     """
     layers = require_experts(model)
-    _require_own_rows(layers)
+    _require_own_rows(model, layers)
     groups = groups or make_expert_groups(math.gcd(world_size(), *map(num_experts, layers.values())))
     placements = {name: _initial(name, module, groups, placement, spare_slots) for name, module in layers.items()}
     for name, module in layers.items():
@@ -106,9 +107,13 @@ def _is_callable_with_three(module: nn.Module) -> bool:
     return len(required) <= 3 <= len(taken)
 
 
-def _require_own_rows(layers: Mapping[str, nn.Module]) -> None:
-    """Raise UserError if rows would be taken twice: of experts that are sharded, and of parameters of two layers."""
+def _require_own_rows(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise UserError for experts that are sharded already, or that share parameters with another module."""
     layer_of: dict[int, str] = {}
+    own = tuple(f"{outside_wrappers(name)}." if name else "" for name in layers)
+    for name, module in model.named_modules():
+        if not f"{name}.".startswith(own):
+            layer_of |= {id(p): f"{name}.{key}" for key, p in module.named_parameters(recurse=False)}
     for name, module in layers.items():
         stack: ExpertStack | None = vars(module).get("expert_stack")
         parameters = stacked_parameters(module)[0].values()
@@ -119,8 +124,8 @@ def _require_own_rows(layers: Mapping[str, nn.Module]) -> None:
             first = layer_of.setdefault(id(parameter), name)
             if first != name:
                 raise UserError(
-                    f"model: the experts at {first!r} and {name!r} share parameters, and each layer has a placement of "
-                    "its own. Use one module in both places, or parameters for each."
+                    f"model: the experts at {name!r} share a parameter with {first!r}, and each rank would keep a part "
+                    "of it. Use one module in both places, or parameters for each."
                 )
 
 
@@ -158,6 +163,8 @@ def _keep_rows(module: nn.Module, place: ExpertPlacement, groups: ExpertGroups) 
     frozen = [name for name in read if not module.get_parameter(name).requires_grad]
     parameters, in_files = stacked_parameters(module)
     for name, parameter in parameters.items():
+        if name not in read:
+            broadcast_from_main(parameter.data)
         rows = read[name] if name in read else rows_of(parameter.data, slots)
         if rows.device == parameter.device:
             parameter.data = rows
@@ -175,7 +182,6 @@ def _dispatch_tokens(module: nn.Module, stack: ExpertStack) -> None:
     """Wrap the forward of an experts module: it gets the rows dispatched to its slots, each with weight 1."""
     signature = inspect.signature(module.forward)
     three = signature.replace(parameters=list(signature.parameters.values())[:3])
-    module.num_experts = stack.slots  # type: ignore[assignment]
     # No closure: `copy.deepcopy` gives a copied module its own forward, which has it and its stack.
     module.forward = partial(_forward, module, stack, module.forward, three)
 
@@ -188,4 +194,16 @@ def _forward(
     if ids_TK.is_floating_point():
         ids_TK, weights_TK = weights_TK, ids_TK
     x_TD = hidden.reshape(-1, hidden.shape[-1])
-    return run_experts(module, stack, compute, x_TD, ids_TK, weights_TK).view(hidden.shape)
+    return run_experts(module, stack, partial(_compute, module, stack.slots, compute), x_TD, ids_TK, weights_TK).view(
+        hidden.shape
+    )
+
+
+def _compute(module: nn.Module, slots: int, compute: Forward, *rows: Tensor) -> Tensor:
+    """Compute rows of this rank's slots. Only meanwhile is `num_experts` the number of rows of the parameters."""
+    experts = module.num_experts
+    module.num_experts = slots  # type: ignore[assignment]
+    try:
+        return compute(*rows)
+    finally:
+        module.num_experts = experts

@@ -229,19 +229,7 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
 
     on_main(check)
     saved = read(path)
-    optimizers, then = _listed(model, optimizer), saved.state["optimizer"].get("groups", ())
-    now = len(_groups(optimizers))
-    differ = now and then and now != len(then)
-    found = [f"it has {len(then)} parameter groups and the optimizer {now}"] if differ else []
-    load_tensors(saved, model, optimizers, found)
-    for group, settings in zip(_groups(optimizers), then, strict=False):  # the optimizer has made new ones
-        for name, value in settings.items():
-            if name == PARAMETERS:
-                continue
-            if isinstance(group.get(name), Tensor):
-                group[name].fill_(value)
-            else:
-                group[name] = tuple(value) if isinstance(value, list) else value
+    load_tensors(saved, model, optimizer)
     if len(random := saved.state.get("random") or ()) == world_size():  # a Trainer needs none
         restore_random_states(random[rank()])
     training: dict[str, Any] = saved.state["training"]
@@ -280,12 +268,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def load_tensors(saved: Saved, model: nn.Module, optimizer: Optimizers, found: Sequence[str] = ()) -> None:
-    """Load weights and optimizer states; the settings of the optimizer stay its own. A collective.
+    """Load weights, optimizer states and the settings of parameter groups. A collective.
 
     Args:
         saved: The checkpoint.
         model: Gets the weights.
-        optimizer: Gets its states.
+        optimizer: Gets its states and settings.
         found: Mismatches between the checkpoint and the run, each as half a sentence.
 
     Raises:
@@ -306,6 +294,8 @@ def load_tensors(saved: Saved, model: nn.Module, optimizer: Optimizers, found: S
         lines += dict.fromkeys(line for on_rank, _ in answers for line in on_rank)
         strangers = {*tensors.weights, *tensors.states} - {weight for _, wanted in answers for weight in wanted}
         lines += [f"it holds {weight!r}, which the model lacks" for weight in sorted(strangers)]
+        settings, differ = _saved_settings(model, optimizers, then.get("groups", ()))
+        lines += differ
         if lines:
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             raise UserError(
@@ -316,6 +306,12 @@ def load_tensors(saved: Saved, model: nn.Module, optimizer: Optimizers, found: S
         load_model(model, tensors)
         for each in optimizers:
             load_optimizer(model, each, tensors)
+    for group, values in zip(_groups(optimizers), settings, strict=True):  # `load_optimizer` has made new groups
+        for name, value in values.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
     scaler = _scaler(optimizers)
     if scaler is not None and then["scaler"] is not None:
         scaler.load_state_dict(then["scaler"])
@@ -344,6 +340,31 @@ def _describe(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
             for group in _groups(optimizers)
         ],
     }
+
+
+def _saved_settings(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved_groups: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the saved settings of each parameter group, found by the names of its parameters, and mismatches.
+
+    Groups may be in another order, and divided differently: a model whose experts are sharded has other groups than the
+    same model on one rank.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    saved: dict[str, dict[str, Any]] = {}
+    for group in saved_groups:
+        settings = {key: value for key, value in group.items() if key != PARAMETERS}
+        saved |= dict.fromkeys(group[PARAMETERS], settings)
+    found, lines = [], []
+    for group in _groups(optimizers):
+        known = [name for parameter in group[PARAMETERS] if (name := names[parameter]) in saved]
+        other = next((name for name in known if saved[name] != saved[known[0]]), None)
+        if other is not None:
+            lines.append(
+                f"its optimizer has other settings for {known[0]!r} than for {other!r}, and this one has equal"
+            )
+        found.append(saved[known[0]] if known else {})
+    return found, lines
 
 
 def _names(optimizers: Sequence[torch.optim.Optimizer]) -> str:

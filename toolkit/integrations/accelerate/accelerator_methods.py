@@ -16,7 +16,8 @@ from toolkit.integrations.accelerate.patches import Patches
 
 
 def replace_training_methods(accelerator: Accelerator, training: ExpertTraining, patches: Patches) -> None:
-    """Have `accelerator` clip by the norm over all ranks' experts, and raise for uneven batches.
+    """Have `accelerator` average gradients before it clips, by the norm of all ranks' experts, and raise for uneven
+    batches.
 
     An accelerator may outlive its models: it must not keep `training` in memory.
     """
@@ -35,6 +36,12 @@ def replace_training_methods(accelerator: Accelerator, training: ExpertTraining,
         found.sync.before_clip()
         return found.sync.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm)
 
+    def clip_values(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        if (found := mine()) is not None and accelerator.sync_gradients:
+            accelerator.unscale_gradients()
+            found.sync.before_clip()
+        clip_values_by_accelerate(parameters, clip_value)
+
     def join_uneven_inputs(joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
         even = accelerator.even_batches if even_batches is None else even_batches
         if mine() and not even and accelerator.num_processes > 1:
@@ -45,4 +52,5 @@ def replace_training_methods(accelerator: Accelerator, training: ExpertTraining,
         return join_by_accelerate(joinables, even_batches)
 
     clip_by_accelerate = patches.replace(accelerator, "clip_grad_norm_", clip)
+    clip_values_by_accelerate = patches.replace(accelerator, "clip_grad_value_", clip_values)
     join_by_accelerate = patches.replace(accelerator, "join_uneven_inputs", join_uneven_inputs)

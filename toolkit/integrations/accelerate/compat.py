@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ def mark_as_prepared(model: nn.Module) -> None:
 def is_marked_as_prepared(model: nn.Module) -> bool:
     """Whether `Accelerator.prepare` would return `model` as it is."""
     return getattr(model, "_is_accelerate_prepared", False)
+
+
+def steps_once_per_process(scheduler: object) -> bool:
+    """Whether Accelerate has prepared `scheduler`, whose `step` then makes a step for each process."""
+    return isinstance(scheduler, AcceleratedScheduler)
 
 
 def models_of(accelerator: Accelerator) -> list[nn.Module]:

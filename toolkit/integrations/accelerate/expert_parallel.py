@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -45,7 +45,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
     """Shards the experts of any model over ranks, trains them there, and rebalances them.
 
     Its `prepare` replaces `accelerator.prepare`; the rest of a loop on Accelerate stays. As a context manager it calls
-    `close` at the end. `docs/experts/prepare.md` tells what `prepare` does, in order.
+    `close` at the end. `docs/train/accelerate.md` tells what `prepare` does, in order.
 
     Args:
         accelerator: Prepares the non-expert parameters.
@@ -256,10 +256,19 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             ):
                 yield
 
+    def global_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the 2-norm of the gradients of `parameters` over the experts of all ranks. A collective.
+
+        Call it after the last backward pass of a step, such as the first one of sharpness-aware minimization (SAM).
+        """
+        sync = self._require_training("global_norm").sync
+        sync.before_clip()
+        return sync.clip(parameters, None)
+
     def metrics(self) -> dict[str, float]:
         """Return balance and traffic over all ranks since the last call. A collective.
 
-        Names are those of `docs/experts/moe.md#read-the-metrics`. The first call starts counting and returns an empty
+        Names are those of `docs/reference/metrics.md`. The first call starts counting and returns an empty
         dict, as does a call without training forward passes since the last.
         """
         return self._require_training("metrics").metrics()

@@ -55,9 +55,11 @@ def prepare(
 
     Raises:
         UserError: fp16 with sharded parameters, an optimizer whose statistics span the rows of experts or with
-            parameters outside the model, or FSDP2 with experts that every rank has.
+            parameters outside the model, FSDP2 with experts that every rank has, or a model in DDP.
         ValueError: A sharded expert parameter is on the root module, see `leave_out_of_ddp`.
     """
+    if any(isinstance(module, DistributedDataParallel | nn.DataParallel) for module in model.modules()):
+        raise UserError("model: is wrapped in DistributedDataParallel already. Pass the model inside, `model.module`.")
     leave_out_of_ddp(model)
     experts = owned(model.parameters())
     is_parallel = accelerator.num_processes > 1

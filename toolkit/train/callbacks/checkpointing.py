@@ -12,7 +12,6 @@ from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.folder import is_finished
-from toolkit.run.launch.signals import HANDLED
 from toolkit.run.tracking.metric_names import is_share, result_name
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from toolkit.data.table import Batch
     from toolkit.train.trainer import Trainer
 
-STOP_NAMES = {number.name for number in HANDLED}
 LONGEST_WAIT_S = 30.0
 """Limit in seconds for a checkpoint in progress when training ends with an error."""
 
@@ -96,7 +94,7 @@ class Checkpointing(Callback):
     def _end_with_best(self, trainer: Trainer) -> None:
         """Put the weights of the best checkpoint into the model, and its evaluations into the results."""
         trainer.results.pop("best_checkpoint", None)  # from an earlier start of the run, which kept one
-        if is_preempted(trainer):
+        if trainer.is_preempted:
             return
         self._have_best(trainer)
         if self._best is None:
@@ -107,6 +105,7 @@ class Checkpointing(Callback):
         run, step = trainer.run, self._best["step"]
         folder = run.checkpoints / f"step-{step:08d}"
         load_checkpoint(folder, model=trainer.raw_model, optimizer=trainer.optimizer, run=run)
+        trainer.use_weights_for("eval")
         trainer.results |= {result_name(name): value for name, value in self._best["evaluated"].items()}
         run.print(f"the model has the weights of step {step:,}, the best by {self.metric}")
 
@@ -148,7 +147,7 @@ class Checkpointing(Callback):
         if self._background is not None:
             self._finish(trainer, self._background)
         saved = trainer.state.step == self._started_at or trainer.save(self.keep) is not None
-        if not saved and not is_preempted(trainer):  # else `Preemption` says where the run will continue
+        if not saved and not trainer.is_preempted:  # else `Preemption` says where the run will continue
             raise UserError(
                 f"the last checkpoint, of step {trainer.state.step:,}, could not be written to "
                 f"{trainer.run.checkpoints}. Make room, and run the same command again, which continues from the "
@@ -162,11 +161,6 @@ class Checkpointing(Callback):
         folder = background.wait()
         if folder is not None:
             trainer.hooks("on_save", folder)
-
-
-def is_preempted(trainer: Trainer) -> bool:
-    """Whether a signal ended training before its last step."""
-    return trainer.stop_reason in STOP_NAMES and trainer.state.step < trainer.max_steps
 
 
 def _describe_extension(trainer: Trainer) -> None:
@@ -200,6 +194,6 @@ def settle_buckets(trainer: Trainer) -> None:
         return
     trainer.model.train()
     with trainer.run.accelerator.autocast():
-        loss = trainer.task.loss(trainer.model, trainer.batches.empty())
+        loss = trainer.loss(trainer.batches.empty())
     loss.total.backward()
     trainer.optimizer.zero_grad()

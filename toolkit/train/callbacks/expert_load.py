@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.losses import balance_weight_of
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.metrics import Window
 from toolkit.train.callbacks.base import Callback
@@ -98,9 +98,9 @@ class ExpertLoad(Callback):
             return f"routers are frozen: freeze_router=False trains them{elsewhere}"
         if getattr(config, "balance", "loss") != "loss":
             return "use balance='loss'"
-        penalty = getattr(trainer.task, "penalty", None)
-        if isinstance(penalty, RouterPenalty) and hasattr(config, "balance_weight"):
-            weight = f"{penalty.balance_weight:.2g}"
+        weight_of_loss = balance_weight_of(trainer.raw_model.modules())
+        if weight_of_loss and hasattr(config, "balance_weight"):
+            weight = f"{weight_of_loss:.2g}"
             return f"the balance loss has the weight {weight}: take more than balance_weight={config.balance_weight:g}"
         return "give the task a RouterPenalty with a balance_weight"
 

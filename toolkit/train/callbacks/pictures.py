@@ -8,20 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.run.pictures.plots import draw_plots
 from toolkit.run.summary import moves
-from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from toolkit.train.trainer import Trainer
-
-
-class Pictures(Callback):
-    """Has `Run.finish` draw loss, accuracy, expert load and placement, as far as the run recorded them.
-
-    They lie in the run's folder as *.png, and go to trackers.
-    """
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        trainer.run.draw_at_finish(draw_run)
+    pass
 
 
 def draw_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from toolkit.experts.parallel.groups import new_group
 from toolkit.run.launch.restarts import stopped_at_once
 from toolkit.run.launch.signals import handle_signals
 from toolkit.train.callbacks.base import Callback
-from toolkit.train.callbacks.checkpointing import Checkpointing, is_preempted
+from toolkit.train.callbacks.checkpointing import Checkpointing
 
 if TYPE_CHECKING:
     from toolkit.run.run import Run
@@ -75,7 +75,7 @@ class Preemption(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         self._read()  # so that no reduction is left unfinished
         step, run, reason = trainer.state.step, trainer.run, trainer.stop_reason
-        if not is_preempted(trainer):
+        if not trainer.is_preempted:
             self._restore_handlers()
             return
         newest = find_checkpoint(run.checkpoints, run)

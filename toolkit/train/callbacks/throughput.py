@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 class Throughput(Callback):
     """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics;
     `perf/step_time_worst_rank_ms`; `perf/step_time_median_ms` and `perf/step_time_p95_ms` of this rank's steps, one
-    by one (on a GPU as the host issues them, which may run ahead).
+    by one (on a GPU as the host issues them, which may run ahead). On a GPU also `perf/gpu_utilization`, between 0 and
+    1, as NVML measures it.
 
     Of several processes also `perf/slowest_rank`, whose steps take longest without what they spend in collectives, and
     `perf/slowest_rank_ratio`, how many times as long as the median of the other ranks'; `perf/collectives_ms`, what a
@@ -100,6 +102,9 @@ class Throughput(Callback):
         trainer.record("perf/step_time_median_ms", 1e3 * median(single))
         trainer.record("perf/step_time_p95_ms", 1e3 * single[math.ceil(0.95 * len(single)) - 1])
         trainer.record("perf/peak_memory_bytes", peak_bytes(trainer.run.device))
+        if trainer.run.device.type == "cuda":
+            with suppress(Exception):  # no pynvml, no driver, or no permission: which of them depends on the machine
+                trainer.record("perf/gpu_utilization", torch.cuda.utilization(trainer.run.device) / 100)
         self._begin(trainer)
 
     def _compare_ranks(self, trainer: Trainer, seconds: float, steps: int) -> None:

@@ -39,10 +39,9 @@ class Classification:
         self.penalty, self.label_smoothing, self.inputs = penalty, label_smoothing, inputs
         self._unchecked: dict[str, Integer[Tensor, " _"]] = {}
 
-    def for_run(self, tables: Mapping[str, TensorTable], penalty: Callable[[], Tensor | None] | None) -> Self:
+    def for_run(self, tables: Mapping[str, TensorTable]) -> Self:
         """See `toolkit.train.task.AdaptsToRun`. Every rank checks the labels on the CPU, so a GPU does not wait."""
         adapted = copy.copy(self)
-        adapted.penalty = penalty if self.penalty is None else self.penalty
         columns = {name: table.columns.get("label") for name, table in tables.items()}
         adapted._unchecked = {name: labels for name, labels in columns.items() if labels is not None}
         return adapted

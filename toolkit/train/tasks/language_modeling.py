@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.data.table import Batch, TensorTable
+from toolkit.data.table import Batch
 from toolkit.data.text import IGNORED, input_ids
 from toolkit.train.task import Loss
 
@@ -33,12 +32,6 @@ class LanguageModeling:
     def __init__(self, *, bytes_per_token: float = 1.0, penalty: Callable[[], Tensor | None] | None = None):
         self.bits_per_nat = 1 / (math.log(2) * bytes_per_token)
         self.penalty = penalty
-
-    def for_run(self, tables: Mapping[str, TensorTable], penalty: Callable[[], Tensor | None] | None) -> Self:  # noqa: ARG002
-        """See `toolkit.train.task.AdaptsToRun`; text has no labels to check."""
-        adapted = copy.copy(self)
-        adapted.penalty = penalty if self.penalty is None else self.penalty
-        return adapted
 
     def count(self, batch: Batch) -> int | Int[Tensor, ""]:
         counted = targets_of(batch)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.helpers import run_distributed
+from tests.support.placements import by_slot
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from toolkit.experts.layer.rows import copies_for_peers, sort_by_slot
 from toolkit.experts.parallel.groups import make_expert_groups
@@ -168,9 +169,7 @@ SLOT_OF_EXPERT = [3, 0, 6, 1, 7, 2, 4, 5]
 
 def every_case_on_one_rank() -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    dispatcher = AllToAllDispatcher(
-        ExpertPlacement.from_slot_of_expert(SLOT_OF_EXPERT, world), make_expert_groups(world)
-    )
+    dispatcher = AllToAllDispatcher(by_slot(SLOT_OF_EXPERT, world), make_expert_groups(world))
     slots = EXPERTS // world
     mine = [SLOT_OF_EXPERT.index(slot) for slot in range(rank * slots, (rank + 1) * slots)]
     return {
