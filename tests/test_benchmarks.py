@@ -11,11 +11,11 @@ import pytest
 from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT
 
-ALONE = {"report.py", "figures.py"}
+ALONE = {"report.py"}
 SCRIPTS = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "benchmarks").rglob("*.py")
-    if path.name not in ALONE and 'if __name__ == "__main__":' in path.read_text() and path.parent.name != "matrix"
+    if path.name not in ALONE and "parse_args()" in path.read_text() and path.parent.name != "matrix"
 )
 SMALLEST = {
     "placement/planners.py": "",
