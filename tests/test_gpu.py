@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.support.emulated_device import emulate
-from tests.support.gpu import has_grouped_kernel, skip_without_gpus, stage_sends, use_gpu
+from tests.support.gpu import has_grouped_kernel, skip_without_gpus, use_gpu
 from tests.support.helpers import run_distributed
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
@@ -156,20 +154,6 @@ def test_a_continued_run_has_the_scale_of_the_checkpoint(tmp_path: Path, device:
 
 
 @on_a_gpu
-def test_the_layer_gives_on_a_gpu_what_it_gives_on_a_cpu():
-    layer = make_moe(64, 128, 8, 2, activation="swiglu").double()
-    x = torch.randn(200, 64, dtype=torch.float64, requires_grad=True)
-    layer(x).square().sum().backward()
-    expected = [x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
-    layer.zero_grad()
-    layer.cuda()
-    y = x.detach().cuda().requires_grad_()
-    layer(y).square().sum().backward()
-    for found, wanted in zip([y.grad, *(p.grad for p in layer.parameters())], expected, strict=True):
-        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-9, atol=1e-12)
-
-
-@on_a_gpu
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
 def test_a_compiled_model_learns_what_it_learns_without(tmp_path: Path, mixed_precision: str):
@@ -255,25 +239,3 @@ def compare_layouts(folder: Path) -> None:
 def test_ddp_and_fsdp2_train_under_nccl(tmp_path: Path, processes: int):
     skip_without_gpus(processes)
     run_distributed(compare_layouts, processes, tmp_path)
-
-
-# --- gloo, for several processes on one GPU --------------------------------------------------------------------------
-
-
-def exchanged() -> list[list[float]]:
-    """What rank 1 receives from rank 0: in a batch, and by itself."""
-    stage_sends()
-    with emulate() as device:
-        found = [torch.full((2,), value).to(device.device) for value in (1.0 + dist.get_rank(), 5.0 * dist.get_rank())]
-        op, peer = (dist.irecv, 0) if dist.get_rank() else (dist.isend, 1)
-        for work in dist.batch_isend_irecv([dist.P2POp(op, found[0], group=dist.group.WORLD, group_peer=peer)]):
-            work.wait()
-        if dist.get_rank():
-            dist.recv(found[1], group=dist.group.WORLD, group_src=0)
-        else:
-            dist.send(found[1], group=dist.group.WORLD, group_dst=1)
-        return [each.cpu().tolist() for each in found]
-
-
-def test_sends_of_tensors_on_a_device_are_staged_on_the_cpu():
-    assert run_distributed(exchanged, 2)[1] == [[1.0, 1.0], [0.0, 0.0]]
