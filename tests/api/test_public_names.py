@@ -55,14 +55,6 @@ def test_names_at_run_time_are_those_that_types_see():
     assert all(hasattr(tk, name) for name in tk.__all__)
 
 
-def test_a_prompt_offers_all_names_before_any_is_loaded():
-    offered, _, loaded = " ".join(
-        run_python(f"import sys, toolkit as tk; print(*dir(tk), '|', *{HEAVY!r} & set(sys.modules))")
-    ).partition(" |")
-    assert set(listed()) <= set(offered.split())
-    assert loaded.split() == []
-
-
 def test_importing_the_command_line_loads_nothing_heavy():
     code = "import sys, toolkit, toolkit.run.cli, toolkit.run.launch, toolkit.run.config.run; "
     code += f"print(*{HEAVY!r} & set(sys.modules))"

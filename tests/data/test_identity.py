@@ -70,12 +70,6 @@ def test_what_another_processor_rounds_otherwise_is_the_same_data():
     assert same_data(identity_of(make()), identity_of(other) | {"decoder": "another"})
 
 
-def test_a_run_from_before_pixels_were_compared_bit_for_bit_goes_on():
-    before = {name: value for name, value in identity_of(make()).items() if name not in ("pixels", "decoder")}
-    assert same_data(before, identity_of(make()))
-    assert not same_data(before, identity_of(OTHERS["other pixels"]))
-
-
 def test_inputs_that_are_not_finite_have_an_identity_too():
     inputs = BASE["input"].clone()
     inputs[3, 0, 0], inputs[4, 0, 0] = torch.nan, torch.inf

@@ -111,20 +111,6 @@ def test_auto_prefers_shakespeare_and_says_when_it_is_not_there(tmp_path, monkey
     assert targets(data).startswith("irst Citizen:\nBefore")
 
 
-def test_prose_is_the_language_reference_where_shakespeare_is_not(tmp_path, monkeypatch):
-    monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
-    found, named = load("prose", block=64), load("reference", block=64)
-    assert found.name == named.name
-    assert found.name.startswith("language reference of Python 3")
-    assert (found.notice or "").endswith("taking the language reference of Python.")
-    assert named.notice is None
-    assert "expression" in targets(found)
-    assert torch.equal(found.train.columns["tokens"], named.train.columns["tokens"])
-    (tmp_path / "input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
-    monkeypatch.setenv("TOOLKIT_DATA_DIR", str(tmp_path))
-    assert load("prose").name == "tinyshakespeare"
-
-
 def test_the_folder_of_data_may_begin_with_a_tilde_and_is_named_where_it_lacks_the_text(tmp_path, monkeypatch):
     monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
     with pytest.raises(UserError, match=r"tinyshakespeare': there is no data_dir and no \$TOOLKIT_DATA_DIR: give"):

@@ -48,17 +48,6 @@ def test_a_checkpoint_keeps_the_identity_when_config_json_is_gone(tmp_path):
         train_on(folder, rows=95)
 
 
-def test_a_run_from_before_identities_were_kept_takes_them_up(tmp_path):
-    folder = tmp_path / "run"
-    with pytest.raises(Preempted):
-        train(small_config(folder), Stop(7, "SIGTERM"))
-    path = folder / "config.json"
-    before = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in before.items() if name != "data_identity"}))
-    train(small_config(folder))
-    assert json.loads(path.read_text()) == before
-
-
 def refusals(folder) -> str:
     """What a rank is told whose data are not those of the first."""
     config = small_config(folder, num_processes=2)

@@ -242,16 +242,6 @@ def test_a_console_log_on_a_full_disk_does_not_end_the_run(monkeypatch):
         run.print("a line")
 
 
-def test_a_reader_that_has_enough_of_the_console_log_does_not_end_the_run(monkeypatch, capsys):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as pipe, start_run("toy", config()) as run, monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", pipe)
-        run.print("a line")
-        run.print("another")
-    assert capsys.readouterr().err.count("nobody reads the output any more: the run goes on") == 1
-
-
 def test_resume_no_refuses_a_used_folder(tmp_path):
     start_run("toy", config(run_dir=tmp_path, resume="no")).close()
     with pytest.raises(UserError, match="resume='no'"):

@@ -155,7 +155,7 @@ class PretrainedTokenizer:
                 f"tokenizer={name!r}: the folder has no tokenizer: give bytes, another folder or a Hub name."
             )
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # Whatever a half-written file makes it raise: there is no tokenizer.
         except Exception as error:
             raise UserError(

@@ -164,6 +164,12 @@ def test_the_norm_is_over_all_gradients_and_larger_ones_are_scaled():
     assert a.grad.tolist() + b.grad.tolist() == pytest.approx([0.6, 0.0, 0.8])
 
 
+def test_a_nan_norm_makes_all_gradients_nan():
+    finite, spoilt = parameter(3.0), parameter(float("nan"))
+    ExpertSync([]).clip([finite, spoilt], 1.0)
+    assert finite.grad.isnan().all()
+
+
 def test_an_infinite_gradient_is_reported_and_not_hidden():
     assert ExpertSync([]).clip([parameter(float("inf"))], 1.0).item() == float("inf")
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -73,28 +69,3 @@ def steps() -> list[tuple[str, str]]:
     text = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]
-
-
-def test_dockerfile_copies_an_installable_package(tmp_path: Path):
-    """Its steps without Docker: COPY into a folder, the metadata that pip builds first, the user's command."""
-    passed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    for name, rest in steps():
-        if name == "COPY":
-            *sources, target = rest.split()
-            for source in sources:
-                assert source in passed, f"{source} is not in .dockerignore"
-                if (ROOT / source).is_dir():
-                    ignored = shutil.ignore_patterns("__pycache__")
-                    shutil.copytree(ROOT / source, tmp_path / target, ignore=ignored)
-                else:
-                    shutil.copy(ROOT / source, tmp_path / target)
-        for group in re.findall(r"/work\[([\w,]+)\]", rest):
-            assert set(group.split(",")) <= extras()
-    build = "import setuptools.build_meta as build; print(build.prepare_metadata_for_build_wheel('.'))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    words = [json.loads(rest) for name, rest in steps() if name in ("ENTRYPOINT", "CMD")]
-    assert words[0] == ["python"]
-    done = subprocess.run([sys.executable, *words[1]], cwd=tmp_path, env={"PYTHONPATH": "."}, capture_output=True)
-    assert done.returncode == 0
-    assert b"--num-processes" in done.stdout

@@ -60,21 +60,6 @@ def test_rows_of_a_heat_map_have_the_numbers_of_their_experts():
     assert named == {row: str(active[row]) for row in named}
 
 
-@pytest.mark.parametrize(
-    ("layers", "names"),
-    [
-        (["a.layers.0.mlp.experts.base", "a.layers.1.mlp.experts.base"], ["layers.0", "layers.1"]),
-        (["layers.1.moe", "layers.11.moe", "layers.11.other.moe"], ["layers.1", "layers.11", "layers.11.other"]),
-        (["moe", "moe.moe"], ["moe", "moe.moe"]),
-        (["up.moe", "down.moe"], ["up", "down"]),
-        (["model.layers.0.moe"], ["model.layers.0.moe"]),
-        ([""], [""]),
-    ],
-)
-def test_titles_have_what_tells_layers_apart(layers, names):
-    assert list(plots.short_names(layers).values()) == names
-
-
 def test_the_loss_shows_when_experts_moved():
     figure = Figure()
     lines = [{"step": step, "train/loss": 1.0, "moe/migrated_experts": step == 2} for step in (1, 2, 3)]

@@ -18,7 +18,7 @@ def read_config(folder: str) -> PreTrainedConfig:
     """Return the configuration of the model in `folder`."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def causal_lm(
@@ -37,7 +37,7 @@ def causal_lm(
         dtype: Type of its parameters.
         vocab_size: Size of the tokenizer's vocabulary, compared with the model's. None skips the check.
         experts_implementation: eager, batched_mm, grouped_mm, or `use_toolkit_kernel()`. Default: transformers' choice.
-        **options: Further options of transformers.
+        **options: Further options of transformers. Code in the folder runs with `trust_remote_code=True` only.
 
     Raises:
         UserError: The tokenizer has more ids than the model.
@@ -47,7 +47,7 @@ def causal_lm(
     """
     from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-    options |= {"dtype": dtype}
+    options = {"trust_remote_code": False, "dtype": dtype} | options
     if experts_implementation is not None:
         options["experts_implementation"] = experts_implementation
     if isinstance(source, PreTrainedConfig):
