@@ -23,7 +23,7 @@ PATTERNS = {path.stem: path.read_text() for path in sorted((Path(__file__).paren
 PAGE = (ROOT / "docs" / "train" / "accelerate.md").read_text()
 (DIFF,) = re.findall(r"<!-- tests/foreign/patterns: all -->\n```diff\n(.*?)```", PAGE, re.DOTALL)
 TABLE = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
-REFUSED = {name for name, lines in TABLE.items() if lines == "refused"}
+REFUSED = {name for name, lines in TABLE.items() if lines == "raises"}
 
 
 def converted(name: str) -> tuple[str, int]:

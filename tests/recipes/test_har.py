@@ -168,7 +168,7 @@ def batch_table() -> list[list[str]]:
     section = (
         (ROOT / "docs" / "recipes" / "har.md")
         .read_text()
-        .partition("## Train on several GPUs")[2]
+        .partition("## Multi-GPU training")[2]
         .partition("\n## ")[0]
     )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]

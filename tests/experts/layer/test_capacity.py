@@ -107,14 +107,14 @@ def test_a_layer_with_dropped_assignments_computes_the_rest_exactly(policy: Drop
     torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
     routed_E = routing.expert_ids_TK.flatten().bincount(minlength=EXPERTS)
     assert layer.load_E.tolist() == layer.last_load_E.tolist() == routed_E.tolist()
-    assert layer.dropped_E.tolist() == (routed_E - 12).clamp(min=0).tolist()  # ceil(0.75 * 60 / 4) = 12
-    assert 0 < layer.dropped_E.sum() == (~kept_TK).sum()
+    assert layer.expert_stack.log.dropped_E.tolist() == (routed_E - 12).clamp(min=0).tolist()  # ceil(0.75 * 60 / 4) = 12
+    assert 0 < layer.expert_stack.log.dropped_E.sum() == (~kept_TK).sum()
 
 
 def test_nothing_is_dropped_or_counted_in_evaluation() -> None:
     layer, x_TD = layer_on(1, capacity_factor=0.5).eval(), torch.randn(30, DIM)
     torch.testing.assert_close(layer(x_TD), layer_on(1)(x_TD))
-    assert layer.dropped_E.tolist() == [0] * EXPERTS
+    assert layer.expert_stack.log.dropped_E.tolist() == [0] * EXPERTS
 
 
 REPLICATED = ExpertPlacement(((0, 1, 2), (3, 1)))
@@ -132,7 +132,7 @@ def layers_on_one_rank() -> dict[tuple[DropPolicy, bool], dict[str, Any]]:
                 "y": y_TD.detach(),
                 "router": layer.router.weight.grad,
                 "up": 2 * layer.experts.up.grad,  # a mean over the ranks' batches
-                "dropped": layer.dropped_E,
+                "dropped": layer.expert_stack.log.dropped_E,
                 "load": layer.load_E,
             }
     return found
@@ -158,7 +158,7 @@ def test_ranks_together_compute_what_one_process_computes() -> None:
             torch.testing.assert_close(found["up"][0][1] + found["up"][1][1], up_grad[1])
         else:
             torch.testing.assert_close(torch.cat(found["up"]), up_grad)
-        assert torch.equal(sum(found["dropped"]), layer.dropped_E)
+        assert torch.equal(sum(found["dropped"]), layer.expert_stack.log.dropped_E)
         assert torch.equal(sum(found["load"]), layer.load_E)
 
 
@@ -176,5 +176,5 @@ def tiny_capacity_on_one_rank() -> dict[str, float]:
     y_TD = layer(x_TD)
     y_TD.sum().backward()
     assert x_TD.grad is not None
-    sent = int((layer.load_E - layer.dropped_E).sum())
+    sent = int((layer.load_E - layer.expert_stack.log.dropped_E).sum())
     return {"sent": sent, "y": float(y_TD.abs().sum()), "grad": float(x_TD.grad.abs().sum())}
