@@ -166,10 +166,7 @@ def test_what_cannot_be_is_refused(changes, message):
 def batch_table() -> list[list[str]]:
     """The cells of the table of batches in docs/recipes/har.md."""
     section = (
-        (ROOT / "docs" / "recipes" / "har.md")
-        .read_text()
-        .partition("## Multi-GPU training")[2]
-        .partition("\n## ")[0]
+        (ROOT / "docs" / "recipes" / "har.md").read_text().partition("## Multi-GPU training")[2].partition("\n## ")[0]
     )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     assert {row[0] for row in rows[2:]} == {"1", "2", "4", "8"}
