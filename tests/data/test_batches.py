@@ -115,3 +115,8 @@ def test_evaluation_can_be_run_again_and_by_workers():
     assert once == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [batch["row"].tolist() for batch in batches] == once
     assert [batch["row"].tolist() for batch in EvalBatches(table(10), batch_size=4, num_workers=2)] == once
+
+
+def test_the_order_of_an_epoch_is_what_it_was_when_this_test_was_written():
+    # Resuming on a newer version must meet the same order, so a change here is a change of format.
+    assert BatchOrder(num_samples=8, batch_size=4, seed=0).epoch(0).tolist() == [1, 2, 4, 3, 0, 7, 5, 6]

@@ -206,6 +206,7 @@ def test_images_of_16_bits_keep_their_upper_8(tmp_path):
     ("images", "fault"),
     [
         ([ONE_IMAGE] * 19 + [png(TEST[0][0][:20])], "has an image of shape"),
+        ([png(np.full((5, 5), 7, np.uint8))] * 20, "all pixels of the training images have one value"),
         ([ONE_IMAGE] * 19 + [b"no image"], "cannot be decoded"),
     ],
 )

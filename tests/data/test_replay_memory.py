@@ -78,3 +78,15 @@ def test_a_memory_comes_back_from_its_state():
     for each in (memory, other):
         each.add(torch.arange(300, 400))
     assert torch.equal(memory.rows, other.rows)
+
+
+def test_every_row_is_as_likely_to_be_remembered():
+    labels = TensorTable(input=torch.zeros(40, 1), label=torch.zeros(40, dtype=torch.int64))
+    kept = torch.zeros(40)
+    for seed in range(400):
+        memory = ReplayMemory(labels, 10, seed=seed)
+        memory.add(torch.arange(40))
+        kept[memory.rows] += 1
+    # Each count is binomial(400, 1/4): mean 100, standard deviation 8.7; five of these are 43.
+    assert kept.sum() == 4000
+    assert (kept - 100).abs().max() < 43

@@ -402,3 +402,25 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_was(name, tmp_path):
     with pytest.raises(UserError, match=r"run_dir=.*thesis: it holds other files and no run"):
         start_run("toy", config(run_dir=tmp_path / "thesis"))
     assert [file for file in (tmp_path / "thesis").rglob("*") if file.is_file()] == [path]
+
+
+def test_the_time_of_a_run_does_not_jump_with_the_clock(tmp_path, monkeypatch):
+    with start_run("toy", config(run_dir=tmp_path)) as run:
+        monkeypatch.setattr("time.time", lambda: 0.0)
+        assert run.finish({})["wall_seconds"] >= 0
+
+
+def test_a_reader_that_has_enough_of_the_console_log_does_not_end_the_run(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, start_run("toy", config()) as run, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", pipe)
+        run.print("a line")
+        run.print("another")
+    assert capsys.readouterr().err.count("nobody reads the output any more: the run goes on") == 1
+
+
+def test_two_runs_of_one_process_may_differ_in_precision():
+    for precision in ("bf16", "no"):
+        with start_run("toy", config(mixed_precision=precision)) as run:
+            assert run.accelerator.mixed_precision == precision

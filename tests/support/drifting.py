@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from toolkit.lab.workloads import Ints, Sizes, _draw
+from toolkit.lab.workloads import Ints, Sizes, draw
 
 
 def drifting(sizes: Sizes, *, skew: float = 0.6, sigma: float = 0.05) -> Ints:
@@ -12,4 +12,4 @@ def drifting(sizes: Sizes, *, skew: float = 0.6, sigma: float = 0.05) -> Ints:
     rng = np.random.default_rng([sizes.seed, 2])
     start = -skew * np.log(rng.permutation(sizes.experts) + 1.0)
     walk = rng.normal(0.0, sigma, (sizes.steps, sizes.experts)).cumsum(0)
-    return _draw(sizes, np.exp(start + walk)[:, None])
+    return draw(sizes, np.exp(start + walk)[:, None])

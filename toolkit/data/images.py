@@ -295,7 +295,10 @@ def _read_own(
 
 def _with_facts(columns: dict[str, np.ndarray], classes: Iterable[str]) -> dict[str, np.ndarray]:
     """`columns`, with mean and deviation of the training pixels, and the names of the classes."""
-    return columns | {"pixel_mean_std": _mean_std(columns["train_input"]), "classes": words_column([*classes])}
+    mean_std = _mean_std(columns["train_input"])
+    if not mean_std[1]:
+        raise UserError("all pixels of the training images have one value: there is nothing to learn from them.")
+    return columns | {"pixel_mean_std": mean_std, "classes": words_column([*classes])}
 
 
 def read_digits() -> dict[str, np.ndarray]:

@@ -34,7 +34,7 @@ class Sizes:
         return max(1, self.experts // self.ranks)
 
 
-def _draw(sizes: Sizes, weights: Floats, pairs_P: Ints | None = None) -> Ints:
+def draw(sizes: Sizes, weights: Floats, pairs_P: Ints | None = None) -> Ints:
     """Draw pairs by `weights`, which broadcast to (steps, P, E); `pairs_P`: how many each rank has."""
     shape = (sizes.steps, sizes.ranks, sizes.experts)
     weights = np.broadcast_to(weights, shape)
@@ -51,29 +51,29 @@ def _heated(sizes: Sizes, hot: Ints) -> Floats:
 
 def balanced(sizes: Sizes) -> Ints:
     """Draw equal experts: the control, which no plan should change."""
-    return _draw(sizes, np.ones(sizes.experts))
+    return draw(sizes, np.ones(sizes.experts))
 
 
 def hot_experts(sizes: Sizes) -> Ints:
     """Heat a random set of experts."""
     ids = np.random.default_rng([sizes.seed, 1]).permutation(sizes.experts)
-    return _draw(sizes, _heated(sizes, ids[: sizes.hot]))
+    return draw(sizes, _heated(sizes, ids[: sizes.hot]))
 
 
 def hot_rank(sizes: Sizes) -> Ints:
     """Heat the same number of experts in one block: all on the first rank under a contiguous placement."""
-    return _draw(sizes, _heated(sizes, np.arange(sizes.hot)))
+    return draw(sizes, _heated(sizes, np.arange(sizes.hot)))
 
 
 def spread_heat(sizes: Sizes) -> Ints:
     """Heat the same number of experts, evenly spaced: a contiguous placement is balanced already."""
-    return _draw(sizes, _heated(sizes, np.arange(sizes.hot) * (sizes.experts // sizes.hot)))
+    return draw(sizes, _heated(sizes, np.arange(sizes.hot) * (sizes.experts // sizes.hot)))
 
 
 def ragged_sources(sizes: Sizes) -> Ints:
     """Draw equal experts from unequal ranks: the first sends most, the last a P-th of that."""
     parts = 1 / np.arange(1, sizes.ranks + 1)
-    return _draw(sizes, np.ones(sizes.experts), (parts / parts.sum() * sizes.ranks * sizes.pairs).astype(np.int64))
+    return draw(sizes, np.ones(sizes.experts), (parts / parts.sum() * sizes.ranks * sizes.pairs).astype(np.int64))
 
 
 def zero_tokens(sizes: Sizes) -> Ints:
@@ -85,7 +85,7 @@ def zero_tokens(sizes: Sizes) -> Ints:
         weights[-1] = 1
     pairs = np.full(sizes.ranks, sizes.pairs)
     pairs[-1] = 0
-    return _draw(sizes, weights, pairs)
+    return draw(sizes, weights, pairs)
 
 
 def rotating_hotspot(sizes: Sizes, *, period: int = 50) -> Ints:
@@ -93,7 +93,7 @@ def rotating_hotspot(sizes: Sizes, *, period: int = 50) -> Ints:
     blocks = max(1, sizes.experts // sizes.hot)
     first = np.arange(sizes.steps) // period % blocks * sizes.hot
     weights = np.stack([_heated(sizes, np.arange(f, f + sizes.hot)) for f in first])
-    return _draw(sizes, weights[:, None])
+    return draw(sizes, weights[:, None])
 
 
 def burst(sizes: Sizes, *, length: int = 10) -> Ints:
@@ -101,7 +101,7 @@ def burst(sizes: Sizes, *, length: int = 10) -> Ints:
     weights = np.ones((sizes.steps, 1, sizes.experts))
     start = sizes.steps // 2
     weights[start : start + length, :, : sizes.hot] = sizes.heat
-    return _draw(sizes, weights)
+    return draw(sizes, weights)
 
 
 WORKLOADS: dict[str, Callable[[Sizes], Ints]] = {

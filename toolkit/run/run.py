@@ -4,7 +4,7 @@ with start_run("mnist_moe", config) as run:
     ...
     run.describe(dataset=data.name)             facts for results.json, the summary and the trackers
     results = trainer.fit()                     calls run.log
-    return run.finish(results)                  results.json, summary.txt, pictures (`toolkit.train.callbacks.pictures`)
+    return run.finish(results)                  results.json, summary.txt, pictures (`toolkit.train.pictures`)
 """
 
 from __future__ import annotations

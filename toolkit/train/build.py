@@ -28,7 +28,6 @@ from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.expert_balance import balance_callbacks, router_penalty
 from toolkit.train.callbacks.expert_load import ExpertLoad
-from toolkit.train.callbacks.pictures import draw_run
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.replan import Replan
@@ -36,6 +35,7 @@ from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.train.optim import Scheduler, build_schedule, warmup_steps
+from toolkit.train.pictures import draw_run
 from toolkit.train.profile import Profile
 from toolkit.train.start import announce, print_warnings
 from toolkit.train.task import AdaptsToRun, Task

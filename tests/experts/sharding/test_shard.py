@@ -15,6 +15,7 @@ from tests.support.helpers import run_distributed
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.parallel import collectives
+from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.state.state_dict import whole_state_dict
 
 EXPERTS, DIM, TOKENS, STEPS = 4, 6, 16, 4
@@ -121,8 +122,6 @@ def join_with_weights_of(dtype: torch.dtype) -> dict[str, Any]:
     model = Block()
     experts.shard_experts(model, experts.make_expert_groups(2))
     outputs = []
-    from toolkit.experts.sharding.join import join_forwards
-
     stacks = [model.experts.expert_stack]
     with join_forwards([model.experts], stacks):
         for _ in range(1 + 2 * dist.get_rank()):

@@ -157,3 +157,13 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(place, tmp_p
     assert (tmp_path / "precious").read_text() == "precious"
     assert json.loads((tmp_path / "r.json").read_text()) == {"a": 1}
     assert not (tmp_path / "r.json").is_symlink()
+
+
+def test_lines_that_never_found_room_are_counted_at_the_end(tmp_path):
+    said = []
+    metrics = MetricsFile(tmp_path / "m.jsonl", said.append)
+    metrics._file = FullDisk(metrics._file, room=20)
+    for step in (1, 2, 3):
+        metrics.append(step, {})
+    metrics.close()
+    assert said[-1] == f"warning: the last 2 line(s) of {tmp_path / 'm.jsonl'} are lost: there is no room for them."

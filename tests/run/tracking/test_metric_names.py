@@ -11,3 +11,8 @@ from toolkit.run.tracking.metric_names import is_share
 )
 def test_accuracies_and_f1_are_shares(metric: str):
     assert is_share(metric)
+
+
+@pytest.mark.parametrize("metric", ["loss", "test_loss", "word_error_rate", "perf/bf16_flops", "samples_per_second"])
+def test_other_metrics_are_none(metric: str):
+    assert not is_share(metric)

@@ -15,9 +15,9 @@ from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
-from toolkit.train.callbacks.pictures import draw_run
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.throughput import Throughput
+from toolkit.train.pictures import draw_run
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 

@@ -132,8 +132,7 @@ class ExpertSync:
         for parameter in parameters:
             if isinstance(parameter.grad, DTensor):
                 shards.append(parameter)
-                mesh, places = parameter.grad.device_mesh, parameter.grad.placements
-                sharded_over = [mesh.get_group(dim) for dim, place in enumerate(places) if place.is_shard()]
+                sharded_over = sharded_over or _sharded_over(parameter.grad)
             elif parameter.grad is not None:
                 (rows if is_owned(parameter) else replicated).append(parameter)
         listed = replicated + rows + shards
@@ -225,3 +224,8 @@ def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, owner
     out = rows.index_select(0, sent.rows)
     dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)
     return result
+
+
+def _sharded_over(tensor: DTensor) -> list[dist.ProcessGroup]:
+    """Return the groups that hold different parts of `tensor`, one for each sharded dimension of its mesh."""
+    return [tensor.device_mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if place.is_shard()]

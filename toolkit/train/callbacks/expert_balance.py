@@ -83,7 +83,7 @@ def router_penalty(run: Run, model: nn.Module, steps: int) -> RouterPenalty | No
     config, layers = run.config, moe_layers(model)
     if not isinstance(config, MoERunConfig):
         return None
-    if others := ", ".join(expert_stacks(model).keys() - layers.keys()):
+    if others := ", ".join(sorted(expert_stacks(model).keys() - layers.keys())):
         run.note(f"balance={config.balance}, balance_weight, z_weight and capacity_factor: have no effect on {others}.")
     for name, layer in layers.items():
         built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity and layer.capacity.factor}

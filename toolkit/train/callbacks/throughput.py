@@ -47,8 +47,6 @@ class Throughput(Callback):
         self._begin_at = (0.0, 0, 0)
         """Of the window: seconds on the host's clock, step and samples; 0 seconds before the first step."""
         self._samples = self._seconds = 0.0
-        self.samples_per_second: float | None = None
-        """On the last line of metrics."""
         self._ends: list[float] = []
         self._world_size = 1
         self._hook: RemovableHandle | None = None
@@ -94,8 +92,7 @@ class Throughput(Callback):
         if steps == 0:
             return
         self._samples, self._seconds = self._samples + samples, self._seconds + seconds
-        self.samples_per_second = samples / seconds
-        trainer.record("perf/samples_per_second", self.samples_per_second)
+        trainer.record("perf/samples_per_second", samples / seconds)
         trainer.record("perf/step_time_ms", 1e3 * seconds / steps)
         self._compare_ranks(trainer, seconds, steps)
         single = sorted(after - before for before, after in pairwise([began, *self._ends]))

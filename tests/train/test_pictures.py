@@ -15,7 +15,7 @@ from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.run.config.run import RunConfig
-from toolkit.train.callbacks.pictures import draw_run
+from toolkit.train.pictures import draw_run
 
 
 def config(folder: Path) -> RunConfig:
@@ -34,9 +34,7 @@ def test_the_standard_trainer_leaves_pictures(tmp_path: Path):
 
 def test_results_and_picture_show_where_experts_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn = []
-    monkeypatch.setattr(
-        "toolkit.train.callbacks.pictures.draw_plots", lambda _, placement, __: drawn.append(placement) or {}
-    )
+    monkeypatch.setattr("toolkit.train.pictures.draw_plots", lambda _, placement, __: drawn.append(placement) or {})
     layer = tk.experts.make_moe(4, 4, 4, 1, spare_slots=1)
     model = torch.nn.ModuleDict({"block": layer})
     with tk.start_run("toy", config(tmp_path / "run")) as run:

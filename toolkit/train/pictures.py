@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.run.pictures.plots import draw_plots
 from toolkit.run.summary import moves
-
-if TYPE_CHECKING:
-    pass
 
 
 def draw_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
