@@ -15,7 +15,6 @@ from toolkit.doctor.record import read_records
 TOY = Path(__file__).parent / "toy.py"
 
 FAULTS = {
-    "broadcast": "experts overwritten by rank 0",
     "sum": "gradients W times too large",
     "clip": "local clip norm",
     "refresh": "unsynchronised replica",

@@ -69,13 +69,12 @@ penalty = RouterPenalty(model, balance_weight=0.1)
 waiting = [model.head.weight, *stack.parameters.values()] if fault == "unfreeze" else []
 for parameter in waiting:
     parameter.requires_grad_(False)
-prepared = accelerator.prepare if fault == "broadcast" else lambda *parts: prepare(accelerator, *parts)
 if fault == "unsynchronised":
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, ["head.weight", "moe.experts.up", "moe.experts.down"]
     )
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = lambda *_: None
-wrapped, optimizer = prepared(model, optimizer)
+wrapped, optimizer = prepare(accelerator, model, optimizer)
 sync = ExpertSync(model.parameters())
 
 if fault == "balance":

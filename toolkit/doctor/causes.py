@@ -58,7 +58,7 @@ def diagnose(comparison: Comparison) -> list[Finding]:
     failed = [quantity for quantity in QUANTITIES if not comparison[quantity].ok]
     independent = [finding for quantity in failed if quantity not in CHAIN for finding in _first(comparison, quantity)]
     differing = [quantity for quantity in failed if quantity in CHAIN]
-    explained = independent and independent[0].name in (OVERWRITTEN, REDECIDED, LOST)
+    explained = independent and independent[0].name in (REDECIDED, LOST)
     if not differing or explained:
         return independent
     return [*_first(comparison, min(differing, key=lambda quantity: comparison[quantity].step)), *independent]
@@ -72,8 +72,7 @@ def _first(comparison: Comparison, quantity: str) -> list[Finding]:
 
 # --- findings that need no comparison of two runs ------------------------------------------------------------------
 
-OVERWRITTEN, REDECIDED = "experts overwritten by rank 0", "router decides otherwise under recomputation"
-LOST = "micro-batch lost"
+REDECIDED, LOST = "router decides otherwise under recomputation", "micro-batch lost"
 
 
 def recomputed_otherwise(error: str) -> Finding:
@@ -241,13 +240,6 @@ LOST_IN_MOVE = Rule(
 
 RULES = [
     # What a rank sees by itself, and what saving loses.
-    Rule(
-        "owned rows after prepare",
-        OVERWRITTEN,
-        "preparing the model changed rows that a rank owns: {where}",
-        "DDP treated them as replicated and broadcast rank 0's; it averages their gradients too",
-        "prepare with ExpertParallel.prepare, the Trainer, or toolkit.integrations.accelerate.prepare.prepare",
-    ),
     Rule(
         "one routing decision",
         REDECIDED,

@@ -20,7 +20,6 @@ from toolkit.experts.placement.placement import EMPTY_ROW
 PADDING = (0, -1, -100)
 """What inputs and labels are padded with."""
 SEEN = {
-    "owned rows after prepare": "rows of this rank that `Accelerator.prepare` changed",
     "one routing decision": "MoE layers whose second forward, during backward, chose other experts than the first",
     "all micro-batches": "steps in which the gradients of a micro-batch were gone before those of the next were added",
     "buffers of ranks": "buffers of this rank that DDP changed before a forward",

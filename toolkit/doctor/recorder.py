@@ -100,7 +100,7 @@ class Recorder:
     # --- what is seen -----------------------------------------------------------------------------------------
 
     def prepare(self, accelerator: Any, models: list[nn.Module], prepare: Callable[[], Any]) -> Any:
-        """Call Accelerate's `prepare`, and record whether it overwrites rows that this rank owns."""
+        """Call Accelerate's `prepare` on models to record."""
         if self.is_preparing:
             return prepare()
         self.accelerator = accelerator
@@ -110,16 +110,11 @@ class Recorder:
             if any(p.requires_grad for p in model.parameters()) and all(m is not model for m in self.models):
                 self.models.append(model)
                 self._listen(len(self.models) - 1, model)
-        before = {name: digest(p) for name, p in self.parameters() if is_owned(p)}
         self.is_preparing = True
         try:
-            result = prepare()
+            return prepare()
         finally:
             self.is_preparing = False
-        after = dict(self.parameters())
-        changed = [name for name, bits in before.items() if digest(after[name]) != bits]
-        self.record.see("owned rows after prepare", *changed)
-        return result
 
     def _listen(self, number: int, model: nn.Module) -> None:
         # Before the hooks of FSDP2, which replace the optimizer's parameters by gathered ones.
