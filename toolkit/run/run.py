@@ -10,7 +10,6 @@ with start_run("mnist_moe", config) as run:
 from __future__ import annotations
 
 import errno
-import os
 import random
 import sys
 import time
@@ -42,13 +41,12 @@ from toolkit.run.folder import (
     is_finished,
     open_folder,
     recorded_config,
-    write_digests,
     write_json,
     write_text,
     writing,
 )
 from toolkit.run.hardware import gpu_names, hardware
-from toolkit.run.launch.restarts import ELASTIC, command_to_continue, past_restarts, tell_folder
+from toolkit.run.launch.restarts import command_to_continue, past_restarts, tell_folder
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import check_same_start, git_revision, versions
@@ -284,9 +282,7 @@ class Run:
             for draw in self._draws:
                 self._enter("finish")
                 self._draw(draw, numbers)
-            with writing("pictures", self.folder):
-                write_digests(self.folder)
-                (self.folder / FINISHING).unlink(missing_ok=True)
+            (self.folder / FINISHING).unlink(missing_ok=True)
             if self.storage is not None:
                 self._enter("finish")
                 self.storage.put_finished(self.folder, self.print)
@@ -377,9 +373,8 @@ def start_run(name: str, config: RunConfig) -> Run:
             raise UserError(
                 field="auto_batch_size", value=True, remedy="only the command of a recipe, without a launcher, takes it"
             )
-        if ELASTIC not in os.environ:  # there batches are cut into parts that differ by one sample at most
-            pieces = run.world_size * config.gradient_accumulation_steps
-            require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
+        pieces = run.world_size * config.gradient_accumulation_steps
+        require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
         run.on_main_and_share(lambda: check_installed(config.tracker))
         run.folder, run.continues = run.on_main_and_share(lambda: _open(run))
         run.folder, run.ranks_here = folder_of_machine(run.folder, config, run.rank, run.world_size)
