@@ -8,7 +8,7 @@ summary.txt     the same in words, and *.png
 .finishing      from before results.json until the pictures are drawn, and while a finished run is extended
 hang/           what each process of a run that hung did, see toolkit.train.callbacks.watchdog
 profile/        traces of --profile
-micro_batch_size.json   after a step ran out of memory, see toolkit.train.batch_size
+micro_batch_size.json   after a step ran out of memory, see toolkit.run.micro_batches
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from toolkit.run.tracking.jsonl import from_json, to_json
 RUNS = Path("runs")
 FINISHING = ".finishing"
 LOCK = ".lock"
-MICRO_BATCH_SIZE = "micro_batch_size.json"
-"""What a run came to after a step ran out of memory: see `toolkit.train.batch_size`."""
 DATA = "data_identity"
 """The key of config.json that `toolkit.run.data` fills in."""
 
