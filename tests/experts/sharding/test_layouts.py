@@ -17,7 +17,7 @@ from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.sharding.layouts import batched_experts, sorted_experts, stack_experts
+from toolkit.experts.sharding.adapt import batched_experts, sorted_experts, stack_experts
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel

@@ -26,8 +26,8 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
 from toolkit.experts.routing.routes import RouteHook, Routes, given
-from toolkit.experts.sharding.experts_modules import experts_modules, num_experts, outside_wrappers
-from toolkit.experts.sharding.layouts import has_fused_tables
+from toolkit.experts.sharding.adapt import has_fused_tables
+from toolkit.experts.sharding.find import experts_modules, num_experts, outside_wrappers
 
 
 @contextmanager
