@@ -91,8 +91,8 @@ def build(config: Config, data: tk.data.ImageData) -> tuple[ConvolutionalClassif
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
-    return tk.adamw(model, config)
+    """Return `--optimizer.kind`, or any other optimizer of the model's parameters."""
+    return tk.build_optimizer(model, config)
 
 
 def main(config: Config) -> dict[str, Any]:

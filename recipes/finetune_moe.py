@@ -111,8 +111,8 @@ def build_model(config: Config, base: str, vocab_size: int) -> nn.Module:
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in groups; return any other optimizer of `model`'s parameters here."""
-    return tk.adamw(model, config)
+    """Return `--optimizer.kind`, or any other optimizer of the model's parameters."""
+    return tk.build_optimizer(model, config)
 
 
 def main(config: Config) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def learn_images(folder: Path, name: str | None, *callbacks: Callback) -> tuple[
             run,
             tk.Classification(),
             model,
-            tk.adamw(model, config),
+            tk.build_optimizer(model, config),
             tk.Splits(table, table),
             augment=dimmed,
             callbacks=callbacks,

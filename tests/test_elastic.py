@@ -100,7 +100,7 @@ def trainer_of(
         )
         replan = [] if planner is None else [Replan(model, ReplanOptions(planner=planner, every=3, guarded=False))]
         penalty = RouterPenalty(model, balance_weight=0.1 if balance == "loss" else 0.0, z_weight=0.01)
-        optimizer: torch.optim.Optimizer = build_optimizer(model, lr=3e-3, config=config.optimizer)
+        optimizer: torch.optim.Optimizer = build_optimizer(model, config.replace(lr=3e-3))
         schedule: Any = warmup_cosine(max_steps=STEPS, warmup_steps=3)
         if optimization is not None:
             optimizer, schedule = optimization(model)

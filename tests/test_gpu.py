@@ -79,7 +79,7 @@ def training(
             run,
             Classification(penalty=penalty),
             model,
-            build_optimizer(model, lr=1e-3, config=config.optimizer),
+            build_optimizer(model, config.replace(lr=1e-3)),
             TrainBatches(table, batch_size=64, seed=0, rank=run.rank, world_size=run.world_size, device=run.device),
             max_steps=STEPS,
             schedule=constant(),

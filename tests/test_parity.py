@@ -214,7 +214,7 @@ def train(folder: Path, case: Case) -> dict[str, Any]:
             run,
             Classification(penalty=penalty),
             model,
-            build_optimizer(model, lr=3e-3, config=config.optimizer),
+            build_optimizer(model, config.replace(lr=3e-3)),
             TrainBatches(
                 table,
                 batch_size=BATCH,

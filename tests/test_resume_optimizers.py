@@ -57,6 +57,7 @@ OPTIMIZATIONS: dict[str, Any] = {
     "Lion": lambda model: (Lion(model.parameters(), lr=1e-3), constant()),
     "Adafactor": lambda model: (torch.optim.Adafactor(model.parameters(), lr=1e-2), constant()),
     "NAdam": lambda model: (torch.optim.NAdam(model.parameters(), lr=1e-2), constant()),
+    "Muon": lambda model: (experts.Muon(experts.muon_groups(model), lr=1e-2), constant()),
     "ASGD": lambda model: (torch.optim.ASGD(model.parameters(), lr=1e-1, t0=2), constant()),
 }
 LAYOUTS: list[Layout] = [(1, 1, "blocks"), (2, 2, "copies"), (4, 2, "uneven")]

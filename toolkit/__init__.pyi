@@ -38,7 +38,7 @@ from .train.models.mlp import MLP as MLP
 from .train.models.mlp import Pixels as Pixels
 from .train.models.mlp import ResidualClassifier as ResidualClassifier
 from .train.models.moe import moe_from_config as moe_from_config
-from .train.optim import adamw as adamw
+from .train.optim import build_optimizer as build_optimizer
 from .train.task import Loss as Loss
 from .train.task import Task as Task
 from .train.tasks.classification import Classification as Classification

@@ -151,7 +151,15 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 lifecycle_callback.watch([EvalBatches(test, batch_size=1000) for test in tests], ends)
                 callbacks = [remember, lifecycle_callback, report]
                 splits = tk.Splits(train, tests[-1])
-                results = tk.fit(run, task, model, tk.adamw(model, config), splits, order=order, callbacks=callbacks)
+                results = tk.fit(
+                    run,
+                    task,
+                    model,
+                    tk.build_optimizer(model, config),
+                    splits,
+                    order=order,
+                    callbacks=callbacks,
+                )
         around = lifecycle_callback.around
         changes = [after - before for before, after in around]
         kinds = [event.kind for event in lifecycle_callback.history]
@@ -194,7 +202,14 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             task = tk.Classification(penalty=penalty)
             still = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
             with torch.enable_grad():
-                tk.fit(run, task, model, tk.adamw(model, config), data, callbacks=still)
+                tk.fit(
+                    run,
+                    task,
+                    model,
+                    tk.build_optimizer(model, config),
+                    data,
+                    callbacks=still,
+                )
         (layer,) = moe_layers(model).values()
         images, labels = data.test.columns["input"], data.test.columns["label"]
         model.eval()
@@ -318,7 +333,14 @@ def step_times(config: Config) -> list[float]:
         model = build_model(config, data, tk.experts.make_expert_groups(1))
         task = tk.Classification()
         changes = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
-        tk.fit(run, task, model, tk.adamw(model, config), data, callbacks=[clock, *changes])
+        tk.fit(
+            run,
+            task,
+            model,
+            tk.build_optimizer(model, config),
+            data,
+            callbacks=[clock, *changes],
+        )
     return clock.of_block(CHECK_EVERY)
 
 

@@ -75,7 +75,7 @@ def run(settings: dict[str, Any] | None) -> tuple[list[float], float]:
                 started,
                 tk.Classification(),
                 model,
-                build_optimizer(model, lr=1e-4, config=config.optimizer),
+                build_optimizer(model, config.replace(lr=1e-4)),
                 TrainBatches(table, batch_size=BATCH, seed=0, rank=0, world_size=1),
                 max_steps=STEPS,
                 schedule=warmup_cosine(max_steps=STEPS),

@@ -87,7 +87,7 @@ def main(config: Config) -> dict[str, Any]:
         train, test, names, tokenizer = load_passages(config, run)
         run.describe(dataset=" / ".join(names))
         model = build_model(config, names, tokenizer.vocab_size)
-        optimizer = tk.adamw(model, config)
+        optimizer = tk.build_optimizer(model, config)
 
         def save(_: tk.Trainer) -> None:
             tk.transformers.save_pretrained(model.encoder, run.folder / "model")

@@ -59,7 +59,7 @@ def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int 
     model = SmallModel(groups or ExpertGroups(), experts)
     if spare_slots:
         shard_experts(model, ExpertGroups(), spare_slots=spare_slots)
-    optimizer = build_optimizer(model, lr=0.1, config=tk.OptimizerOptions())
+    optimizer = build_optimizer(model, tk.RunConfig(lr=0.1))
     for step in range(steps):
         for place, parameter in enumerate(model.parameters()):
             ids = getattr(parameter, "ownership", None)
@@ -133,7 +133,7 @@ def test_load_keeps_the_memory_format_of_weights_for_moments(tmp_path):
 
     def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        return model, build_optimizer(model, lr=0.1, config=tk.OptimizerOptions())
+        return model, build_optimizer(model, tk.RunConfig(lr=0.1))
 
     going_on, loaded = fresh(), fresh()
     learn(*going_on)

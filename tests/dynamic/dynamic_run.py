@@ -104,7 +104,7 @@ def dynamic_trainer(
                 run,
                 task,
                 model,
-                build_optimizer(model, lr=config.lr, config=config.optimizer),
+                build_optimizer(model, config),
                 TrainBatches(
                     table,
                     batch_size=BATCH,

@@ -92,7 +92,7 @@ def small_trainer(
             run,
             tk.Classification(penalty=tk.experts.RouterPenalty(model, balance_weight=0.01)),
             model,
-            build_optimizer(model, lr=config.lr, config=config.optimizer),
+            build_optimizer(model, config),
             TrainBatches(table, batch_size=config.batch_size, seed=config.seed, accumulation=accumulation, **where),
             max_steps=config.max_steps or STEPS,
             schedule=warmup_cosine(max_steps=STEPS),

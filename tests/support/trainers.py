@@ -15,4 +15,4 @@ def standard_trainer(
 ) -> tk.Trainer:
     """`toolkit.train.build.standard_trainer` with AdamW as the run's config says."""
     data = tk.Splits(train, test, validation)
-    return with_optimizer(run, task, model, tk.adamw(model, run.config), data, **settings)
+    return with_optimizer(run, task, model, tk.build_optimizer(model, run.config), data, **settings)

@@ -149,7 +149,13 @@ def router_after(folder: Path, make_task: Any) -> torch.Tensor:
     with tk.start_run("mine", config) as run:
         model = tk.experts.make_moe(4, 8, 4, 1)
         table = tk.TensorTable(input=torch.eye(4).repeat(10, 1), label=torch.arange(40) % 4)
-        tk.fit(run, make_task(model), model, tk.adamw(model, config), tk.Splits(table, table))
+        tk.fit(
+            run,
+            make_task(model),
+            model,
+            tk.build_optimizer(model, config),
+            tk.Splits(table, table),
+        )
         return model.router.weight.detach().clone()
 
 

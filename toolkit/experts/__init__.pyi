@@ -5,6 +5,8 @@ from .layer.moe_layer import make_moe as make_moe
 from .moving.migrate import place_experts as place_experts
 from .moving.replan import Replanner as Replanner
 from .moving.replan_options import ReplanOptions as ReplanOptions
+from .muon import Muon as Muon
+from .muon import muon_groups as muon_groups
 from .parallel.groups import ExpertGroups as ExpertGroups
 from .parallel.groups import make_expert_groups as make_expert_groups
 from .parallel.penalty import parameter_penalty as parameter_penalty

@@ -1,4 +1,4 @@
-"""AdamW with the usual parameter groups, learning-rate schedules, and schedulers of torch or others.
+"""Optimizers with the usual parameter groups, learning-rate schedules, and schedulers of torch or others.
 
 A schedule is a pure function from a step to a multiplier of the base learning rate. Nothing is stepped and nothing is
 saved. A scheduler that is passed in its place is stepped and saved by the trainer.
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
+from toolkit.experts.muon import Muon, muon_groups
 from toolkit.experts.parallel.ownership import is_owned
 from toolkit.integrations.accelerate.compat import steps_once_per_process
-from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
+from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.run.config.run import RunConfig
 
 Schedule = Callable[[int], float]
@@ -89,22 +90,25 @@ def _of_plain(value: Any) -> Any:
     return [_of_plain(each) for each in value] if isinstance(value, list) else value
 
 
-def adamw(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """Returns the usual optimizer of a recipe: AdamW at the config's peak rate, see `build_optimizer`."""
-    return build_optimizer(model, lr=config.peak_lr, config=config.optimizer)
+def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a recipe: fused AdamW, or Muon with AdamW for what is not a matrix.
 
+    Vectors have no weight decay. Expert-parallel parameters are in groups of their own.
 
-def build_optimizer(model: nn.Module, *, lr: float, config: OptimizerOptions) -> torch.optim.AdamW:
-    """Fused AdamW with weight decay on matrices and none on vectors; owned parameters are in groups of their own.
-
-    Fused, because at small batches memory traffic bounds the step: each tensor is read and written once.
+    Args:
+        model: After its experts are sharded.
+        config: The run's config, with the kind of optimizer, weight decay and peak learning rate.
     """
+    lr, options = config.peak_lr, config.optimizer
+    if options.kind == "muon":
+        return Muon(muon_groups(model), lr=lr, weight_decay=options.weight_decay)
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             groups.setdefault((is_owned(parameter), parameter.ndim >= 2), []).append(parameter)
+    # Fused: at small batches memory traffic bounds the step, and each tensor is read and written once.
     return torch.optim.AdamW(
-        [{"params": params, "weight_decay": config.weight_decay * decays} for (_, decays), params in groups.items()],
+        [{"params": params, "weight_decay": options.weight_decay * decays} for (_, decays), params in groups.items()],
         lr=lr,
         fused=True,
     )

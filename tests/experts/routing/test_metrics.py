@@ -158,7 +158,7 @@ def train(
             run,
             Classification(),
             model,
-            build_optimizer(model, lr=0.02, config=config.optimizer),
+            build_optimizer(model, config.replace(lr=0.02)),
             TrainBatches(table, batch_size=BATCH, seed=0, accumulation=accumulation, **where),
             max_steps=STEPS,
             schedule=warmup_cosine(max_steps=STEPS),

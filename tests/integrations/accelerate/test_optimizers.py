@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.experts.parallel.test_optimizer_rows import transformers_adafactor
 from tests.integrations.accelerate.test_expert_parallel import (
@@ -30,20 +31,27 @@ from tests.support.optimizers import ScheduleFreeSGD
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.moving.migrate import place_experts
+from toolkit.experts.muon import Muon, muon_groups
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
-def adagrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
 
 
-def stopped_and_continued(folder: Path, make: Any, steps: tuple[int, int]) -> dict[str, Tensor]:
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return Muon(muon_groups(model), lr=0.05)
+
+
+def stopped_and_continued(
+    folder: Path, make: Any, steps: tuple[int, int], dense: Literal["ddp", "fsdp2"] = "ddp"
+) -> dict[str, Tensor]:
     """Weights after some steps, a checkpoint that another placement loads, and some more."""
     draws = torch.Generator().manual_seed(1)
     for part, kind in zip(steps, ("copies", "shuffled"), strict=True):
         model, accelerator = Model().double(), Accelerator(cpu=True)
-        experts = ExpertParallel(accelerator, placement=place(kind), spare_slots=1, **MIGRATING)
-        prepared, optimizer = experts.prepare(model, make(model.parameters()))
+        experts = ExpertParallel(accelerator, placement=place(kind), spare_slots=1, dense=dense, **MIGRATING)
+        prepared, optimizer = experts.prepare(model, make(model))
         if kind == "shuffled":
             experts.load(folder)
         for _ in range(part):
@@ -53,12 +61,19 @@ def stopped_and_continued(folder: Path, make: Any, steps: tuple[int, int]) -> di
             optimizer.step()
             optimizer.zero_grad()
         experts.save(folder)
-    return by_id(model, lambda p: p.detach())
+    return by_id(model, lambda p: p.full_tensor() if isinstance(p, DTensor) else p.detach())
 
 
 def test_state_before_the_first_step_follows_the_experts(tmp_path: Path) -> None:
     (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "1", adagrad, (3, 3))
     found = run_distributed(stopped_and_continued, 2, tmp_path / "2", adagrad, (3, 3))
+    assert_equal_rows(together(found), expected, 1e-10)
+
+
+@pytest.mark.parametrize(("world", "dense"), [(2, "ddp"), (4, "ddp"), (2, "fsdp2")])
+def test_muon_with_moves_replicas_and_resume_equals_one_process(world: int, dense: str, tmp_path: Path) -> None:
+    (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "1", muon, (3, 3))
+    found = run_distributed(stopped_and_continued, world, tmp_path / "2", muon, (3, 3), dense)
     assert_equal_rows(together(found), expected, 1e-10)
 
 
@@ -99,18 +114,22 @@ class DecayedSGD(torch.optim.SGD):
             p.sub_(p.grad, alpha=state["rate"] / state["step"])
 
 
+def decayed_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return DecayedSGD(model.parameters())
+
+
 def test_python_numbers_in_states_are_saved(tmp_path: Path) -> None:
-    (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "whole", DecayedSGD, (4, 0))
-    found = run_distributed(stopped_and_continued, 2, tmp_path / "parts", DecayedSGD, (2, 2))
+    (expected,) = run_distributed(stopped_and_continued, 1, tmp_path / "whole", decayed_sgd, (4, 0))
+    found = run_distributed(stopped_and_continued, 2, tmp_path / "parts", decayed_sgd, (2, 2))
     assert_equal_rows(together(found), expected, 1e-10)
 
 
 def refusals() -> list[str]:
     said = []
-    for make, dense in ((transformers_adafactor, "ddp"), (adagrad, "fsdp2")):
+    for make, dense in ((lambda model: transformers_adafactor(model.parameters()), "ddp"), (adagrad, "fsdp2")):
         model = Model()
         with pytest.raises(UserError) as error:
-            ExpertParallel(Accelerator(cpu=True), dense=dense).prepare(model, make(model.parameters()))  # type: ignore[arg-type]
+            ExpertParallel(Accelerator(cpu=True), dense=dense).prepare(model, make(model))  # type: ignore[arg-type]
         said.append(str(error.value))
     return said
 

@@ -121,7 +121,12 @@ def test_early_stopping_goes_by_validation_data_or_the_metric_of_the_best_checkp
         model = tk.MLP(4, 2)
         data = tk.Splits(table, table, validation=table)
         results = tk.fit(
-            run, tk.Classification(), model, tk.adamw(model, config), data, callbacks=[NoBetter(no_better)]
+            run,
+            tk.Classification(),
+            model,
+            tk.build_optimizer(model, config),
+            data,
+            callbacks=[NoBetter(no_better)],
         )
     assert results["epochs"] == epochs
     assert {"validation_loss", "test_loss"} <= results.keys()

@@ -11,8 +11,10 @@ from toolkit.experts.options import Options
 
 
 class OptimizerOptions(Options):
-    """Optimizer: AdamW, with gradient clipping."""
+    """Optimizer, with gradient clipping."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """AdamW, or Muon for matrices and experts with AdamW for the other parameters."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices, times the learning rate; vectors have none."""
     max_grad_norm: PositiveFloat | None = 1.0

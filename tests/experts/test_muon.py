@@ -1,0 +1,54 @@
+"""Muon on stacks of experts equals torch's Muon on each expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.muon import Muon, muon_groups, orthogonal
+
+
+def test_muon_of_a_stack_equals_torch_expert_by_expert():
+    torch.manual_seed(0)
+    stack, router = nn.Parameter(torch.randn(3, 12, 8)), nn.Parameter(torch.randn(4, 8))
+    alone = [nn.Parameter(value.clone()) for value in (*stack.detach(), router.detach())]
+    ours = Muon([{"params": [stack, router]}], lr=0.1)
+    reference = torch.optim.Muon(alone, lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        stack.grad, router.grad = torch.randn_like(stack), torch.randn_like(router)
+        for parameter, gradient in zip(alone, (*stack.grad, router.grad), strict=True):
+            parameter.grad = gradient.clone()
+        ours.step()
+        reference.step()
+        torch.testing.assert_close(torch.stack(alone[:3]), stack, rtol=0, atol=1e-6)
+        torch.testing.assert_close(alone[3], router, rtol=0, atol=1e-6)
+
+
+def test_muon_steps_other_parameters_as_adamw():
+    torch.manual_seed(0)
+    ours, theirs = nn.Embedding(5, 4), nn.Embedding(5, 4)
+    theirs.load_state_dict(ours.state_dict())
+    muon = Muon(muon_groups(ours), lr=0.1, betas=(0.8, 0.9))
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.1)
+    for _ in range(3):
+        for model, optimizer in ((ours, muon), (theirs, adamw)):
+            model.weight.grad = torch.cos(model.weight.detach())
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+def test_muon_groups_orthogonalizes_matrices_of_experts_and_hidden_layers():
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 8), "moe": make_moe(8, 12, 4, 2), "norm": nn.LayerNorm(8)})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    chosen: dict[bool, set[str]] = {True: set(), False: set()}
+    for group in muon_groups(model):
+        chosen[group["orthogonalize"]] |= {names[parameter] for parameter in group["params"]}
+    assert chosen[True] == {"moe.router.weight", "moe.experts.up", "moe.experts.down"}
+    assert chosen[True] | chosen[False] == set(names.values())
+
+
+def test_orthogonal_of_zeros_and_of_float64():
+    assert not orthogonal(torch.zeros(2, 3, 4)).any()
+    singular_values = torch.linalg.svdvals(orthogonal(torch.randn(2, 6, 9, dtype=torch.float64)))
+    assert ((singular_values > 0.5) & (singular_values < 1.5)).all()

@@ -1,0 +1,160 @@
+"""Muon for matrices and stacks of expert matrices, with AdamW for the other parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.sharding.experts_modules import experts_modules
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""The quintic Newton-Schulz iteration of Jordan et al. (https://kellerjordan.github.io/posts/muon), as in torch."""
+ITERATIONS, EPSILON = 5, 1e-7
+Group = dict[str, Any]
+
+
+class Muon(Optimizer):
+    """Momentum that is orthogonalized for each matrix, and AdamW for vectors, embeddings and the output layer.
+
+    A stack of experts, shape (E, A, B), is E matrices: one batched Newton-Schulz iteration per stack, and no
+    communication, because each rank has whole experts. The momentum of an expert is a row of the optimizer state, so
+    it is migrated and saved with the expert. Matrices that FSDP2 shards are gathered for the iteration.
+
+    Updates have the root mean square of AdamW's, 0.2 sqrt(max(A, B)) times an orthogonal matrix (Liu et al. 2025,
+    https://arxiv.org/abs/2502.16982, section 2.2), so one learning rate and weight decay serve all parameters. Matrices
+    in float64 are orthogonalized in float64, all others in bfloat16, as `torch.optim.Muon` does.
+
+    Args:
+        params: Groups of `muon_groups`, or other groups with a boolean `"orthogonalize"`.
+        lr: The learning rate.
+        weight_decay: Decoupled weight decay of the matrices and embeddings.
+        momentum: Nesterov momentum of the matrices.
+        betas: AdamW's, for the other parameters.
+
+    Example:
+        >>> import torch
+        >>> from toolkit import experts
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), experts.make_moe(16, 32, num_experts=4, top_k=2))
+        >>> optimizer = experts.Muon(experts.muon_groups(model), lr=1e-3)
+        >>> model(torch.randn(5, 8)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[model[0].weight])
+        ['momentum_buffer']
+    """
+
+    def __init__(
+        self,
+        params: list[Group],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+    ):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas}
+        super().__init__(params, {**defaults, "orthogonalize": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["orthogonalize"]:
+                for parameter in parameters:
+                    self._step_matrices(parameter, group)
+            elif parameters:
+                self._step_elements(parameters, group)
+        return loss
+
+    def _step_matrices(self, parameter: Tensor, group: Group) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+        update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape[-2:]) ** 0.5)
+
+    def _step_elements(self, parameters: list[Tensor], group: Group) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=1e-8,
+            maximize=False,
+        )
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Return U V^T of each matrix U S V^T, approximately: its singular values are between 0.5 and 1.5.
+
+    Args:
+        matrices: Shape (A, B) or (E, A, B); a `DTensor` is gathered, and each rank computes the whole of it.
+
+    Returns:
+        The shape and sharding of `matrices`, in bfloat16 unless `matrices` are float64.
+    """
+    if isinstance(matrices, DTensor):
+        mesh, placements = matrices.device_mesh, matrices.placements
+        whole = DTensor.from_local(orthogonal(matrices.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(mesh, placements)
+    a, b, c = COEFFICIENTS
+    x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = (x.mT if is_tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).reshape(matrices.shape)
+
+
+def muon_groups(model: nn.Module) -> list[Group]:
+    """Return the trainable parameters of a model as groups for `Muon`.
+
+    Matrices and stacks of expert matrices are orthogonalized. AdamW steps vectors, expert biases, embeddings, and the
+    output layer if the model has `get_output_embeddings`, as transformers' models have. Vectors have no weight decay.
+
+    Args:
+        model: Before or after its experts are sharded.
+
+    Returns:
+        Groups with `"orthogonalize"`; a group that would be empty is left out.
+    """
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    embeddings |= set() if head is None else {head.weight}
+    stacked = {p for module in experts_modules(model).values() for p in module.parameters(recurse=False)}
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+        is_expert = parameter in stacked or ownership_of(parameter) is not None
+        is_matrix = parameter.ndim == 2 + is_expert and parameter not in embeddings
+        decays = parameter.ndim >= 2 + is_expert
+        groups.setdefault((is_expert, is_matrix, decays), []).append(parameter)
+    return [
+        {"params": params, "orthogonalize": is_matrix, **({} if decays else {"weight_decay": 0.0})}
+        for (_, is_matrix, decays), params in groups.items()
+    ]
