@@ -96,7 +96,7 @@ def model_of(experts: type[nn.Module]) -> nn.Module:
     ("experts", "words"),
     [
         (WeightsItsInput, "Multiply the outputs of experts by their weights"),
-        (HasBuffers, "buffer 'scale' is not moved with them.*Keep what differs between experts in parameters with a row for each expert"),
+        (HasBuffers, "buffer 'scale' is not moved with them.*Keep what differs"),
         (HasTables, "parameters with a row for each expert"),
         (ReturnsTwo, "it returns a tuple"),
         (ChoosesTokens, "cannot be called with hidden"),

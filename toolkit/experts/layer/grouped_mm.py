@@ -168,10 +168,10 @@ def in_equal_batches(
     rows_ND: Float[Tensor, "N D"],
     rows_per_slot: Int[Tensor, " S"],
 ) -> Float[Tensor, "N F"]:
-    """Return what `compute` makes, (S, rows, F) or (S * rows, F), of an equal batch for each slot. With a host sync for the longest.
+    """Return what `compute` makes of an equal batch for each slot. A host sync: batches are as long as the longest.
 
     Args:
-        compute: Is called with the rows of each slot, filled up with copies of a row, whose outputs are dropped.
+        compute: Is called with the rows of each slot, filled up with zeros, whose outputs are dropped.
         rows_ND: Rows in slot order, shape (N, D).
         rows_per_slot: Rows of each slot, int64, shape (S,).
     """

@@ -61,7 +61,7 @@ def batched_experts(module: Any) -> Any:
 
     Args:
         module: Has `num_experts` and parameters with a row per expert, such as operands of `einsum` or `bmm`. Batches
-            are filled up with copies of rows, whose outputs are dropped.
+            are filled up with zeros, whose outputs are dropped.
 
     Returns:
         `module`.

@@ -30,8 +30,6 @@ class RouterWatch:
         self.is_sigmoid: bool | None = None
         """Whether it scores by the sigmoid of each logit and not by a softmax; None until a forward tells."""
         self.routing: Routing | None = None
-        self.sequence_length: int | None = None
-        """transformers flattens sequences before its routers see them."""
         self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
         """int64: assignments per expert on this rank in the last forward, in training or not, without padding."""
         self.model_balances = False

@@ -60,8 +60,7 @@ class WholeStepBalance(Callback):
     @torch.no_grad()
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
         penalty = self.penalty
-        linear = not penalty.layers or penalty.balance_weight == 0 or penalty.balance_scope != "global"
-        if len(micro_batches) == 1 or linear:
+        if len(micro_batches) == 1 or not penalty.layers or penalty.balance_weight == 0:
             return
         loads = []
         for index, batch in enumerate(micro_batches):
@@ -86,7 +85,7 @@ def router_penalty(run: Run, model: nn.Module, steps: int) -> RouterPenalty | No
     if others := ", ".join(sorted(expert_stacks(model).keys() - layers.keys())):
         run.note(f"balance={config.balance}, balance_weight, z_weight and capacity_factor: have no effect on {others}.")
     for name, layer in layers.items():
-        built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity and layer.capacity.factor}
+        built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity_factor}
         for field, value in built.items():
             if getattr(config, field) != value:
                 run.note(f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}.")
