@@ -138,3 +138,28 @@ def test_a_run_on_another_number_of_processes_begins_with_the_size_of_its_config
     (tmp_path / MICRO_BATCH_SIZE).write_text('{"world_size": 2, "micro_batch_size": 6, "out_of_memory_with": 12}')
     with started(tmp_path) as run:
         assert accumulation_steps(run) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff{",
+        b"[]",
+        b"{}",
+        b'{"world_size": 1, "micro_batch_size": 6}',
+        b'{"world_size": null, "micro_batch_size": 6, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": "six", "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": true, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": 0, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": -6, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": 48, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": 5, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": 6, "out_of_memory_with": [12]}',
+    ],
+)
+def test_accumulation_steps_damaged_file_raises_with_its_name(tmp_path: Path, content: bytes):
+    started(tmp_path).close()
+    (tmp_path / MICRO_BATCH_SIZE).write_bytes(content)
+    with started(tmp_path) as run, pytest.raises(UserError, match=rf"{MICRO_BATCH_SIZE}.*: delete it to train"):
+        accumulation_steps(run)
