@@ -131,19 +131,34 @@ def test_a_run_that_ran_out_of_memory_continues_with_the_next_smaller_size_that_
     assert saved == {"world_size": 1, "micro_batch_size": 4, "out_of_memory_with": 8}
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "[]", "{}", '{"world_size": 1, "micro_batch_size": 0}', '{"world_size": 1, "micro_batch_size": 5}']
-)
-def test_damaged_micro_batch_size_is_named(tmp_path: Path, damage: str):
-    started(tmp_path).close()
-    (tmp_path / MICRO_BATCH_SIZE).write_text(damage)
-    with pytest.raises(UserError, match=r"micro_batch_size.json: cannot be read"):
-        started(tmp_path)
-
-
 def test_a_run_on_another_number_of_processes_begins_with_the_size_of_its_config(tmp_path: Path):
     with started(tmp_path) as run:
         _shrink(run, 1)
     (tmp_path / MICRO_BATCH_SIZE).write_text('{"world_size": 2, "micro_batch_size": 6, "out_of_memory_with": 12}')
     with started(tmp_path) as run:
         assert run.accumulation == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff{",
+        b"[]",
+        b"{}",
+        b'{"world_size": 1, "micro_batch_size": 6}',
+        b'{"world_size": null, "micro_batch_size": 6, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": "six", "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": true, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": 0, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": -6, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": 48, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": 5, "out_of_memory_with": 12}',
+        b'{"world_size": 1, "micro_batch_size": 6, "out_of_memory_with": [12]}',
+    ],
+)
+def test_damaged_micro_batch_size_raises_with_its_name(tmp_path: Path, content: bytes):
+    started(tmp_path).close()
+    (tmp_path / MICRO_BATCH_SIZE).write_bytes(content)
+    with pytest.raises(UserError, match=f"{MICRO_BATCH_SIZE}: cannot be read"):
+        started(tmp_path)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, PositiveInt
+from pydantic import PositiveInt
 
 from toolkit.errors import UserError, one_line
+from toolkit.experts.options import Options
 
 MICRO_BATCH_SIZE = "micro_batch_size.json"
 
 
-class MicroBatches(BaseModel, frozen=True):
+class MicroBatches(Options, strict=True):
     """Micro-batches of a run on `world_size` ranks."""
 
     world_size: PositiveInt
     micro_batch_size: PositiveInt
     """Samples per rank."""
-    out_of_memory_with: PositiveInt | None = None
+    out_of_memory_with: PositiveInt
     """The larger size with which a step ran out of memory."""
 
     @classmethod
@@ -39,7 +39,7 @@ class MicroBatches(BaseModel, frozen=True):
         if not path.exists():
             return None
         try:
-            found = cls.model_validate(json.loads(path.read_bytes()))
+            found = cls.model_validate_json(path.read_bytes())
             if found.world_size == world_size and per_rank % found.micro_batch_size:
                 raise ValueError(f"{found.micro_batch_size} does not divide {per_rank}")
         except (OSError, ValueError) as error:

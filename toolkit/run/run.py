@@ -402,10 +402,8 @@ def _take(run: Run, micro_batches: MicroBatches) -> None:
     """Have the run train with the micro-batches that it came to before it was interrupted."""
     size, failed = micro_batches.micro_batch_size, micro_batches.out_of_memory_with
     run.accelerator.gradient_accumulation_steps = run.config.batch_size // run.world_size // size
-    run.describe(micro_batch_size=size)
-    if failed is not None:
-        run.describe(out_of_memory_with=failed)
-        run.print(f"micro-batches of {size} sample(s) on each process, because memory ran out with {failed}")
+    run.describe(micro_batch_size=size, out_of_memory_with=failed)
+    run.print(f"micro-batches of {size} sample(s) on each process, because memory ran out with {failed}")
 
 
 def _open(run: Run) -> tuple[Path, bool, MicroBatches | None]:

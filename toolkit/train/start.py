@@ -62,7 +62,7 @@ def _name_settings_without_effect(run: Run, model: nn.Module, config: MoERunConf
     if others := ", ".join(sorted(expert_stacks(model).keys() - layers.keys())):
         run.note(f"balance={config.balance}, balance_weight, z_weight and capacity_factor: have no effect on {others}.")
     for name, layer in layers.items():
-        built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity and layer.capacity.factor}
+        built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity_factor}
         for field, value in built.items():
             if getattr(config, field) != value:
                 run.note(f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}.")
