@@ -54,7 +54,7 @@ FENCES = {
     ),
     "transformers": ("toolkit.integrations.transformers", "toolkit.data.tokenizer"),
     "peft": ("toolkit.integrations.peft",),
-    "matplotlib": ("toolkit.run.pictures", "toolkit.run.tracking", "toolkit.dynamic"),
+    "matplotlib": ("toolkit.run.pictures", "toolkit.dynamic"),
     "bokeh": ("toolkit.commands.report",),
     "wandb_workspaces": ("toolkit.commands.report",),
     "fsspec": ("toolkit.run",),
