@@ -339,7 +339,9 @@ def pack(columns: Sequence[Tensor]) -> Tensor:
     """
     if len(columns) == 1:
         return columns[0].contiguous()
-    parts = [column.contiguous().view(torch.uint8) for column in sorted(columns, key=_itemsize, reverse=True)]
+    # An empty column is contiguous with any strides, and a view as bytes needs those of (rows, width).
+    whole = [column.contiguous().as_strided(column.shape, (column.shape[1], 1)) for column in columns]
+    parts = [column.view(torch.uint8) for column in sorted(whole, key=_itemsize, reverse=True)]
     if rest := sum(part.shape[1] for part in parts) % max(map(_itemsize, columns)):
         parts.append(parts[0].new_zeros(len(parts[0]), max(map(_itemsize, columns)) - rest))
     return torch.cat(parts, dim=1)
