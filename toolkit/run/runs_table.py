@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from toolkit.errors import UserError
 from toolkit.run.config.settings import decides_what_is_learned, differing_names, leaves
-from toolkit.run.folder import changed_files, read_json, write_text
+from toolkit.run.folder import read_json, write_text
 from toolkit.run.markdown import markdown_table
 from toolkit.run.tracking.metric_names import is_share
 
@@ -67,7 +66,7 @@ class Table:
 def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None = None) -> Table:
     """The finished runs below `folder`; the axes are `axes` and whatever else differs. None takes all `test_...`.
 
-    Raises UserError for a run whose files are damaged, or were changed after it was finished.
+    Raises UserError for a run whose files are damaged.
     """
     found = []
     for path in sorted(folder.glob("*/results.json")):
@@ -75,8 +74,6 @@ def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None
         config = read_json(path.parent / "config.json", remedy)
         settings = {name: value for name, value in leaves(config) if decides_what_is_learned(name)}
         found.append((path.parent.name, settings, read_json(path, remedy)))
-        if changed := changed_files(path.parent):
-            raise UserError(f"{path.parent / changed[0]} was changed after the run was finished: {remedy}.")
     return tabulate(found, axes, metrics)
 
 

@@ -18,8 +18,7 @@ from filelock import FileLock, Timeout
 from tests.commands.sweep.toy import RECIPE
 from tests.support.helpers import ROOT
 from toolkit.commands import main
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
-from toolkit.run.folder import write_digests, write_json
+from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR
 
 
 def sweep(toy, *words: str, behave: str = "well") -> list[str]:
@@ -125,19 +124,6 @@ def test_a_metric_that_runs_lack_is_refused_once_there_are_runs(toy, capsys):
     assert main([words[0], "--collect", "--metric", "test_acc", *words[1:]]) == EXIT_USER_ERROR
     told = capsys.readouterr().err
     assert "--metric test_acc: the runs have no such number to draw: take one of test_accuracy, test_loss." in told
-
-
-def test_results_that_were_changed_after_a_run_was_finished_are_in_no_table(tmp_path):
-    from toolkit.run.runs_table import gather
-
-    (tmp_path / "one").mkdir()
-    for name in ("config.json", "results.json"):
-        write_json(tmp_path / "one" / name, {"test_accuracy": 0.5})
-    write_digests(tmp_path / "one")
-    assert gather(tmp_path).runs[0]["test_accuracy"] == 0.5
-    write_json(tmp_path / "one" / "results.json", {"test_accuracy": 1.0})
-    with pytest.raises(UserError, match=r"one/results.json was changed after the run was finished: delete .*one, and"):
-        gather(tmp_path)
 
 
 def test_a_search_chooses_among_the_same_cells(toy, capsys):
