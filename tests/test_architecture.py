@@ -56,7 +56,6 @@ FENCES = {
     "peft": ("toolkit.integrations.peft",),
     "matplotlib": ("toolkit.run.pictures", "toolkit.run.tracking", "toolkit.dynamic"),
     "bokeh": ("toolkit.commands.report",),
-    "wandb_workspaces": ("toolkit.commands.report",),
     "ray": ("toolkit.commands.ray",),
     "fsspec": ("toolkit.run",),
     "datasets": ("toolkit.data",),
@@ -68,7 +67,7 @@ FENCES = {
     "joblib": (),
 }
 """A library -> where in `toolkit/` it may be imported."""
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers", "ray"}
+ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "datasets", "transformers", "ray"}
 OF_THE_EXPERTS = {
     "torch",
     "numpy",
