@@ -109,11 +109,6 @@ test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two no
 	    { echo "error: Slurm is missing and could not be installed: apt-get install slurm-wlm, as root." >&2; exit 2; }
 	$(PY) -m pytest -m slurm tests/test_slurm.py
 
-.PHONY: test-ray
-test-ray: $(VENV)/.installed-dev ## a run on a Ray cluster inside this machine that loses a node and gets another, minutes
-	$(PY) -c 'import ray.train' 2>/dev/null || $(PIP) $(EDITABLE) '.[ray]'
-	$(PY) -m pytest -m ray tests/commands/test_ray_train.py
-
 .PHONY: check
 check: $(VENV)/.installed-dev ## style, types, import rules, size totals, and links of the documentation
 	$(PY) -m ruff check .

@@ -32,7 +32,6 @@ COMMANDS = {
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "plan": Command("toolkit.commands.plan", "say what fine-tuning a mixture takes in the memory of each GPU"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
-    "ray": Command("toolkit.commands.ray.command", "run a recipe on a Ray cluster, as machines come and go"),
     "compare": Command(
         "toolkit.commands.report.compare", "print runs side by side: settings that differ, final numbers"
     ),

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from toolkit.errors import UserError
 from toolkit.run.config.settings import decides_what_is_learned, differing_names, leaves
-from toolkit.run.folder import changed_files, read_json, write_text
+from toolkit.run.folder import read_json, write_text
 from toolkit.run.markdown import markdown_table
 from toolkit.run.tracking.metric_names import is_share
 
@@ -76,7 +75,7 @@ def gather(
         metrics: All metrics of the table, instead.
 
     Raises:
-        UserError: For a run whose files are damaged, or changed after the run was finished.
+        UserError: For a run whose files are damaged.
     """
     found = []
     named = [axis.replace("-", "_") for axis in axes]
@@ -85,8 +84,6 @@ def gather(
         config = read_json(path.parent / "config.json", remedy)
         settings = {name: value for name, value in leaves(config) if name in named or decides_what_is_learned(name)}
         found.append((path.parent.name, settings, read_json(path, remedy)))
-        if changed := changed_files(path.parent):
-            raise UserError(f"{path.parent / changed[0]} was changed after the run was finished: {remedy}.")
     return tabulate(found, named, metric, metrics=metrics)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.dynamic.records import LIFECYCLE_FILE, Epoch, read_lifecycle
-from toolkit.run.folder import changed_files, is_finished
+from toolkit.run.folder import is_finished
 from toolkit.run.tracking.jsonl import from_json, read_metrics, unreadable_lines
 
 
@@ -88,8 +88,7 @@ def _read(name: str, folder: Path) -> RunRecord:
     if lines and not finished:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
         notices.append(f"not finished: its last line of metrics, at step {lines[-1]['step']:,}, was written {written}.")
-    changed = [f"{name}: was changed after the run was finished." for name in changed_files(folder)]
-    return RunRecord(name, folder, config, results, lines, epochs, finished, notices + changed)
+    return RunRecord(name, folder, config, results, lines, epochs, finished, notices)
 
 
 def _is_link(path: Path, notices: list[str]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from toolkit.experts.layer.rows import copies_for_peers, sort_by_slot
+from toolkit.experts.layer.rows import sort_by_slot
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 
@@ -51,28 +51,6 @@ def test_edges_of_the_order(
     assert order.source.tolist() == [assignment // len(slots_TK[0]) for assignment in pair]
     assert order.place.tolist() == place
     assert order.first.tolist() == first
-
-
-def test_rows_are_copied_by_peer_and_then_by_token() -> None:
-    """t0 visits peers 0 and 2, t1 none, t2 peers 0, 1 and 2: copies t0 t2 | t2 | t0 t2."""
-    copies = copies_for_peers(torch.tensor([[True, False, True], [False] * 3, [True] * 3]), 5)
-    assert copies.source.tolist() == [0, 2, 2, 0, 2]
-    assert copies.place.tolist() == [0, 3, 1, 2, 4]
-    assert copies.first.tolist() == [0, 2, 2]
-
-
-def test_rows_arrive_in_slot_order_and_return_weighted() -> None:
-    """t0 -> experts 2, 0; t1 -> experts 0, 1. Rows: t0 t1 | t1 | t0. Expert e multiplies by e + 1."""
-    x_TD = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
-    dispatcher = LocalDispatcher(contiguous(3, 1))
-    weights_TK = torch.tensor([[0.5, 0.5], [0.75, 0.25]])
-    rows, dispatched = dispatcher.dispatch(x_TD, torch.tensor([[2, 0], [0, 1]]), weights_TK)
-    assert rows.tolist() == [[1, 2], [10, 20], [10, 20], [1, 2]]
-    assert dispatched.rows_per_slot.tolist() == dispatched.plan.load_E.tolist() == [2, 1, 1]
-    rows = rows * torch.tensor([[1.0], [1.0], [2.0], [3.0]])
-    y_TD = dispatcher.combine(rows, dispatched)
-    # t0: 0.5 * 3 + 0.5 * 1 = 2; t1: 0.75 * 1 + 0.25 * 2 = 1.25.
-    assert y_TD.tolist() == [[2, 4], [12.5, 25]]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
