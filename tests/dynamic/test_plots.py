@@ -37,7 +37,8 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
         return path
 
     monkeypatch.setattr("toolkit.run.pictures.plots.save_figure", keep)
-    write_lifecycle(tmp_path)
+    monkeypatch.setattr(plots, "save_figure", keep)
+    write_lifecycle(tmp_path, ranks=2)
     (tmp_path / "summary.txt").write_text("")
     draw_dynamic_run(tmp_path, {})
     (axes,) = figures["expert_load"].axes
@@ -48,6 +49,10 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
     assert steps["6"] == [400], "which got the logical id of 3 after step 390"
     (axes,) = figures["expert_placement"].axes
     assert [text.get_text() for text in axes.texts] == ["0", "1", "2", "6", "4"]
+    colours = {line.get_label(): line.get_color() for line in figures["expert_load"].axes[0].get_lines()}
+    assert [box.get_facecolor() for box in axes.patches] == [colours[text.get_text()] for text in axes.texts]
+    shares = figures["expert_activations"].axes[0]
+    assert {box.get_facecolor() for box in shares.patches} == {colours[str(uid)] for uid in range(7)}
 
 
 def test_experts_are_next_to_those_they_were_split_from(tmp_path):
