@@ -70,7 +70,7 @@ def test_read_trace_of_a_damaged_file_names_it(tmp_path: Path, damage: str):
         os.mkfifo(path)
     elif damage == "bomb":
         with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file:
-            file.writestr("load_00000.npy", bytes(2**27))
+            file.writestr("load_99999.npy", bytes(2**27))
     else:
         with zipfile.ZipFile(path) as old:
             parts = {name: old.read(name) for name in old.namelist()}

@@ -113,7 +113,7 @@ def read_trace(path: Path) -> Trace:
     with reading(path, "Give a trace of --record-traces."):
         if not path.is_file():  # a pipe would wait for ever
             raise FileNotFoundError("not a file")
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             unpacked = sum(entry.file_size for entry in file.zip.infolist())
             if unpacked > max(2**26, MOST_EXPANSION * path.stat().st_size):
                 raise ValueError(f"{unpacked:,} bytes unpacked")
