@@ -99,7 +99,7 @@ def read_trace(path: Path) -> Trace:
     """Read a routing trace.
 
     Args:
-        path: A file of `TraceRecorder`, or of the flag `--record-traces`.
+        path: A file that a `TraceRecorder` wrote.
 
     Raises:
         UserError: If the file is missing, damaged, of another format, or much larger unpacked than packed.
@@ -110,7 +110,7 @@ def read_trace(path: Path) -> Trace:
         pairs_TLSE = trace.load_TLSE()  # (token, expert) pairs per step, layer, source rank and expert
         ```
     """
-    with reading(path, "Give a trace of --record-traces."):
+    with reading(path, "Give the file of a TraceRecorder."):
         if not path.is_file():  # a pipe would wait for ever
             raise FileNotFoundError("not a file")
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
