@@ -23,7 +23,6 @@ from toolkit.run.pictures.plots import (
     palette,
     save_figure,
     spread,
-    step_axis,
 )
 from toolkit.run.summary import moves
 from toolkit.run.tracking.jsonl import read_metrics
@@ -77,7 +76,6 @@ def draw_lifecycle(folder: Path) -> dict[str, Path]:
         "training_metrics": lambda figure: _draw_training(figure, folder, epochs),
         "expert_activations": lambda figure: _draw_activations(figure, epochs, layers),
         "expert_device_distribution": lambda figure: _draw_devices(figure, epochs, layers),
-        "lifecycle_timeline": lambda figure: _draw_timeline(figure, epochs, layers),
     }
     for epoch in spread(epochs, MOST_GRAPHS):
         draw = partial(draw_knowledge_graph, epoch=epoch, positions=positions)
@@ -227,69 +225,6 @@ def _draw_placement(axes: Axes, state: LayerState, title: str) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.tick_params(length=0)
-
-
-def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str]) -> None:
-    """Each expert as a bar from its creation to its removal, with splits, merges, prunes and sleeps."""
-    from matplotlib.lines import Line2D
-
-    last = epochs[-1]
-    most = max(len(last.layers[layer].nodes) for layer in layers)
-    figure.set_size_inches(13, (1.6 + min(11.0, 0.24 * most)) * len(layers))
-    for axes, layer in zip(figure.subplots(len(layers), 1, squeeze=False)[:, 0], layers, strict=True):
-        _draw_spans(axes, last.layers[layer].nodes, last.step)
-        axes.set_title(_title("Experts, from creation to removal", layer, layers))
-        for event in (event for epoch in epochs for event in epoch.events_of(layer)):
-            if event["kind"] in ("sleep", "undone"):
-                dashes = "-" if event["kind"] == "sleep" else ":"
-                axes.axvline(event["step"], color=SLEEP, lw=1.2, ls=dashes, zorder=0)
-        step_axis(axes)
-        axes.set_xlim(0, last.step)
-        axes.set_axisbelow(True)
-    handles = [
-        Line2D([], [], color=TRAIN, lw=6, label="active"),
-        Line2D([], [], color=GREY, lw=6, label="removed"),
-        Line2D([], [], color=SPLIT, lw=1.6, marker="v", ms=6, label="split from"),
-        Line2D([], [], color=MERGE, lw=1.6, marker="v", ms=6, label="merged into"),
-        Line2D([], [], color=INK, lw=0, marker="x", ms=7, mew=2, label="pruned"),
-        Line2D([], [], color=SLEEP, lw=1.2, label="sleep"),
-        Line2D([], [], color=SLEEP, lw=1.2, ls=":", label="undone"),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-
-
-def _draw_spans(axes: Axes, nodes: Mapping[int, Mapping[str, Any]], last_step: int) -> None:
-    """A row for each expert: a bar from its creation to its removal, where it came from, and where it went."""
-    removed_at = {uid: last_step if node["removed_at"] is None else node["removed_at"] for uid, node in nodes.items()}
-    rows = {uid: row for row, uid in enumerate(sorted(nodes))}
-    for uid, node in nodes.items():
-        axes.barh(
-            rows[uid],
-            removed_at[uid] - node["created_at"],
-            left=node["created_at"],
-            height=0.62,
-            color=TRAIN if node["active"] else GREY,
-        )
-        if node["parent"] is not None:
-            _arrow(axes, node["created_at"], rows[node["parent"]], rows[uid], SPLIT)
-        if node["merged_into"] is not None:
-            _arrow(axes, removed_at[uid], rows[uid], rows[node["merged_into"]], MERGE)
-        elif not node["active"]:
-            axes.plot(removed_at[uid], rows[uid], marker="x", color=INK, ms=7, mew=2)
-    axes.set_ylabel("expert")
-    if len(rows) <= 60:
-        axes.set_yticks(list(rows.values()), [str(uid) for uid in rows], fontsize=8 if len(rows) <= 30 else 6)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-
-
-def _arrow(axes: Axes, step: float, start: int, end: int, colour: str) -> None:
-    axes.annotate(
-        "",
-        (step, end),
-        (step, start),
-        arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 0, "shrinkB": 0},
-        annotation_clip=False,
-    )
 
 
 def _title(text: str, layer: str, layers: Sequence[str]) -> str:
