@@ -9,7 +9,8 @@
 
 Each run is `recipes/lm_moe.py` with that preset; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes a
 table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger,
---much and --muon too: every learning rate of `RATES` for every arm, one seed that is in no table, `:validation` of the text (the
+--much and --muon too: every learning rate of `RATES` for every arm, one seed that is in no table, `:validation` of the
+text (the
 last tenth of the training text is held out), and lm_bits_choice.json, lm_bits_larger_choice.json or
 lm_bits_much_choice.json. With --much that is of 16 experts and of the dense model for as many tokens, whose rates the
 other two arms take.
