@@ -43,7 +43,7 @@ from tests.support.helpers import run_distributed
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.sharding.experts_modules import slots_of_rows
+from toolkit.experts.sharding.call import slots_of_rows
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.integrations.transformers.kernel import experts_forward

@@ -15,11 +15,9 @@ from toolkit.experts.parallel.groups import ExpertGroups
 FUNCTIONS: list[tuple[str, Callable[..., Any]]] = [
     ("placement", partial(tk.experts.make_moe, 8, 4, 4, 2)),
     ("activation", partial(tk.experts.make_moe, 8, 4, 4, 2)),
-    ("drop_policy", partial(tk.experts.make_moe, 8, 4, 4, 2, capacity_factor=1.0)),
     ("recompute", partial(tk.experts.make_moe, 8, 4, 4, 2)),
     ("placement", partial(tk.experts.shard_experts, tk.experts.make_moe(8, 4, 4, 2), ExpertGroups())),
     ("exchange", partial(tk.experts.make_expert_groups, 1)),
-    ("balance_scope", partial(tk.experts.RouterPenalty, [], balance_weight=0.1)),
 ]
 
 

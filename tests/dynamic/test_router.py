@@ -92,11 +92,6 @@ def test_inactive_experts_get_no_gradient() -> None:
     assert not router.weight.grad[ACTIVE:].any()
 
 
-def test_dynamic_router_with_force_balanced_raises() -> None:
-    with pytest.raises(UserError, match="force_balanced=True: dynamic experts do not support it"):
-        DynamicRouter(DIM, 6, 2, RouterOptions(force_balanced=True), active=4)
-
-
 @pytest.mark.parametrize(
     ("experts", "most", "message"),
     [

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.integrations.transformers.families import EXPERTS, config
+from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.sharding.libraries import libraries
-from toolkit.experts.sharding.shard import require_experts
 from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import recompute_blocks

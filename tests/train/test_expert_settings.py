@@ -189,3 +189,40 @@ def test_fit_names_settings_that_the_layers_do_not_have(tmp_path: Path, capsys: 
     assert "--balance bias: has no effect on 0, which was built with loss." in said
     assert "--capacity-factor 1.5: has no effect on 0, which was built with None." in said
     assert "balance_weight, z_weight and capacity_factor: have no effect on 1." in said
+
+
+class Counter(nn.Module):
+    """Counts its training forward passes in a buffer that each pass replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes = self.passes + self.training
+        return x
+
+
+def buffers_after_one_step(folder: Path, balance_weight: float) -> dict[str, torch.Tensor]:
+    config = tk.MoERunConfig(
+        run_dir=folder,
+        tracker="none",
+        cpu=True,
+        experts=4,
+        batch_size=12,
+        gradient_accumulation_steps=3,
+        max_steps=1,
+        balance_weight=balance_weight,
+    )
+    with tk.start_run("mine", config) as run:
+        model = nn.Sequential(nn.BatchNorm1d(4), Counter(), tk.experts.make_moe(4, 8, 4, 1))
+        table = tk.TensorTable(input=torch.randn(12, 4), label=torch.arange(12) % 4)
+        standard_trainer(run, tk.Classification(), model, train=table, test=table).fit()
+        return dict(model.named_buffers())
+
+
+def test_whole_step_balance_with_accumulation_updates_buffers_once_per_micro_batch(tmp_path: Path):
+    balanced = buffers_after_one_step(tmp_path / "balanced", 0.5)
+    assert balanced["0.num_batches_tracked"] == balanced["1.passes"] == 3
+    for name, value in buffers_after_one_step(tmp_path / "free", 0.0).items():
+        assert torch.equal(balanced[name], value), name

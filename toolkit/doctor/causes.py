@@ -269,13 +269,6 @@ RULES = [
         "make the optimizer last, from model.parameters(), or set requires_grad to False",
     ),
     Rule(
-        "adapters that learn",
-        "adapter frozen",
-        "{where} is zero and does not learn, so an active adapter changes nothing",
-        "it was frozen after PEFT made it, or loaded without is_trainable=True",
-        "set requires_grad to True before the optimizer is made, or leave the adapter out",
-    ),
-    Rule(
         "balance loss in the backward",
         "balance loss without effect",
         "the backward did not reach the {where} that the model returns",

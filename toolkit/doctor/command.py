@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import EXIT_BUG, EXIT_DONE, UserError
+from toolkit.errors import EXIT_BUG, EXIT_DONE
 from toolkit.run.arguments import Parser, count, positive
 from toolkit.run.console import log_line
 
@@ -39,9 +39,6 @@ def main(argv: Sequence[str]) -> int:
         log=log_line,
     )
     if args.out is not None:
-        try:
-            args.out.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--out {args.out}: cannot be written ({error.strerror}): choose another.") from None
+        args.out.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     sys.stdout.write(f"{report}")
     return EXIT_DONE if report.ok else EXIT_BUG

@@ -21,7 +21,7 @@ from toolkit.errors import UserError
 from toolkit.run.launch.world import without_launcher
 
 ROUNDING = 2e-7
-"""What adding up in another order changes, relative to the norm of a sum's results: twice float32's last bit."""
+"""Relative perturbation of weights that stands for rounding: twice float32's last bit."""
 SUSPICIOUS = 1e-2
 """No rounding makes a difference as large as this in a few steps."""
 
@@ -149,7 +149,7 @@ def examine(
         comparison, findings = judge(one, many, limit, run)
     notes = list(dict.fromkeys([*notes, *many.first.notes]))
     if comparison.rounding is not None:
-        notes.append("limits are those of one process with numbers rounded otherwise: rounding errors grow here")
+        notes.append("limits come from one process with perturbed weights: rounding errors grow here")
     if comparison.steps < steps:
         notes.append(f"the script ended after {comparison.steps} step(s)")
     return Report(str(script), processes, comparison.steps, limit, comparison.checks, findings, notes)
@@ -161,7 +161,7 @@ def judge(
     """Compares two runs, and explains what differs.
 
     Where something does, `run` (name, processes, rounding) runs the script again in one process: as it is, to see
-    whether it repeats itself; and rounded otherwise, to see what rounding alone does.
+    whether it repeats itself; and with perturbed weights, to see what rounding alone does.
     """
     comparison = Comparison(one, many, tolerance)
     if all(comparison[quantity].ok for quantity in CHAIN):
@@ -170,7 +170,7 @@ def judge(
     if differing := [quantity for quantity in CHAIN if not again[quantity].ok]:
         return comparison, [unrepeatable(differing), *diagnose(comparison)]
     if diagnose(comparison) and max(comparison[quantity].worst for quantity in CHAIN) < SUSPICIOUS:
-        rounding = Comparison(one, run("alone, rounded otherwise", 1, ROUNDING), tolerance)
+        rounding = Comparison(one, run("alone, perturbed", 1, ROUNDING), tolerance)
         comparison = Comparison(one, many, tolerance, rounding)
     return comparison, diagnose(comparison)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.doctor.compare import GRADIENT_FLOOR
 from toolkit.doctor.record import (
     Phase,
     Record,
     Step,
     digest,
-    frozen_adapters,
     is_spread_by_others,
     plain,
     sample_digests,
@@ -43,8 +41,7 @@ class Finished(BaseException):
 class Recorder:
     """Watches the models that are prepared in this process for `steps` optimizer steps.
 
-    With `rounding`, what each module with parameters returns, the gradient of it, and the gradients of parameters are
-    disturbed by so much, relative to their norms: what sums in another order do.
+    With `rounding`, weights are perturbed by this relative size before each step: the yardstick for rounding errors.
     """
 
     def __init__(self, out: Path, steps: int, rounding: float = 0.0):
@@ -84,11 +81,6 @@ class Recorder:
                 if parameter.requires_grad:
                     yield self._name(number, name), parameter
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for number, model in enumerate(self.models):
-            for name, module in model.named_modules():
-                yield self._name(number, name), module
-
     @staticmethod
     def _name(number: int, name: str) -> str:
         return (f"model{number}." if number else "") + without_compile_prefix(name)
@@ -122,8 +114,6 @@ class Recorder:
         model.register_forward_hook(self._after_forward)
         inside: tuple[str, ...] = ()
         for name, module in model.named_modules():
-            if self.rounding:
-                round_outputs(module, self._name(number, name), self.rounding, lambda: len(self.record.steps))
             if name.startswith(inside) and inside:
                 continue
             if getattr(module, "expert_stack", None) is not None:
@@ -256,10 +246,7 @@ class Recorder:
         """Returns the gradients before they are clipped, averaged where an optimizer's hook would do so later."""
         for sync in self.syncs:
             sync.before_clip()
-        gradients = {name: p.grad for name, p in self.parameters() if p.grad is not None}
-        if self.rounding:
-            round_gradients(list(gradients.values()), self.rounding, len(self.record.steps))
-        return {name: plain(gradient) for name, gradient in gradients.items()}
+        return {name: plain(p.grad) for name, p in self.parameters() if p.grad is not None}
 
     def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.optimizers or optimizer is not self.optimizers[0]:
@@ -293,6 +280,8 @@ class Recorder:
         if len(self.record.steps) >= self.steps:
             self.finish()
             raise Finished
+        if self.rounding:
+            perturb(self.parameters(), self.rounding)
 
     def take_phase(self) -> None:
         """Writes down weights and optimizer state, as they are now."""
@@ -333,7 +322,6 @@ class Recorder:
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
         self.record.see("parameters in an optimizer", *outside)
-        self.record.see("adapters that learn", *frozen_adapters(self.modules()))
         self._save_and_load()
         if self.accelerator is not None:
             self.record.write(self.out)
@@ -372,48 +360,10 @@ class Recorder:
             self.record.note_lost(key, tensor, now, rows.get(key.partition("/")[2]))
 
 
-# --- a run whose numbers are rounded otherwise -----------------------------------------------------------------------
-
-
-def round_outputs(module: nn.Module, name: str, size: float, step: Callable[[], int]) -> None:
-    """Changes, from now on, what `module` returns in training, and the gradient of it, by `size` times their norms.
-
-    `step` says which optimizer step it is; in one step, the change is always the same, so that a forward that is
-    repeated during backward repeats it. A module without parameters of its own is left alone: it adds up nothing, or
-    calls others that do, and zeros that it returns are to stay zeros.
-    """
-    if not any(True for _ in module.parameters(recurse=False)):
-        return
-
-    def change(output: Any, seed: int) -> Any:
-        if type(output) is tuple:
-            return tuple(change(part, seed + 2 * number) for number, part in enumerate(output))
-        if not (isinstance(output, Tensor) and output.requires_grad):
-            return output
-        changed = output + _noise(output.detach(), size, seed)
-        changed.register_hook(lambda gradient: gradient + _noise(gradient, size, seed + 1))
-        return changed
-
-    def after_forward(module: nn.Module, _args: Any, output: Any) -> Any:
-        return change(output, zlib.crc32(f"{name} {step()}".encode())) if module.training else output
-
-    module.register_forward_hook(after_forward)
-
-
 @torch.no_grad()
-def round_gradients(gradients: list[Tensor], size: float, step: int) -> None:
-    """Change gradients in place, each by `size` times its norm, or times `GRADIENT_FLOOR` of the norm of all."""
-    total = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    for number, gradient in enumerate(gradients):
-        gradient.add_(_noise(gradient, size, zlib.crc32(f"{number} {step}".encode()), GRADIENT_FLOOR * total))
-
-
-def _noise(tensor: Tensor, size: float, seed: int, floor: float = 0.0) -> Tensor:
-    """Returns noise of `size` times the norm of `tensor`, or times `floor` where that is more.
-
-    It is 0 where `tensor` is exactly 0, as units that ReLU has switched off are: nothing was added up there. Adam would
-    make a whole step of any noise.
-    """
-    draws = torch.Generator().manual_seed(seed)
-    noise = torch.randn(tensor.shape, generator=draws, dtype=tensor.dtype).to(tensor.device)
-    return noise * (tensor != 0) * (max(tensor.norm().item(), floor) * size / max(1, tensor.numel()) ** 0.5)
+def perturb(parameters: Iterable[tuple[str, Tensor]], size: float) -> None:
+    """Multiply each weight by 1 plus normally distributed noise of `size`, in place. Zeros stay zeros."""
+    for name, parameter in parameters:
+        draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(local_rows(parameter).shape, generator=draws, dtype=parameter.dtype)
+        local_rows(parameter).mul_(1 + size * noise.to(parameter.device))

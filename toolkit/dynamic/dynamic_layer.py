@@ -9,7 +9,6 @@ from torch import nn
 
 from toolkit.dynamic.dynamic_router import DynamicRouter
 from toolkit.errors import UserError
-from toolkit.experts.layer.capacity import DropPolicy
 from toolkit.experts.layer.grouped_experts import Activation
 from toolkit.experts.layer.moe_layer import MoE, make_moe, moe_layers
 from toolkit.experts.layer.recompute import Recompute
@@ -28,7 +27,6 @@ def make_dynamic_moe(
     activation: Activation = "relu",
     shared_expert: nn.Module | None = None,
     capacity_factor: float | None = None,
-    drop_policy: DropPolicy = "probs",
     recompute: Recompute = "none",
     router: RouterOptions | None = None,
     seed: int = 0,
@@ -62,7 +60,6 @@ def make_dynamic_moe(
         activation=activation,
         shared_expert=shared_expert,
         capacity_factor=capacity_factor,
-        drop_policy=drop_policy,
         recompute=recompute,
         router=router,
         router_type=partial(DynamicRouter, active=num_experts),

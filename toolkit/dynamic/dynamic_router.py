@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from toolkit.errors import require
 from toolkit.experts.layer.router import TopKRouter, without_autocast
 from toolkit.experts.layer.router_options import RouterOptions
 
@@ -45,9 +44,6 @@ class DynamicRouter(TopKRouter):
 
     def __init__(self, dim: int, num_experts: int, top_k: int, options: RouterOptions | None = None, *, active: int):
         super().__init__(dim, num_experts, top_k, options)
-        require(
-            not self.options.force_balanced, "force_balanced", True, "dynamic experts do not support it: leave it out"
-        )
         with torch.no_grad():
             self.weight[active:] = 0
         self.register_buffer("active_E", torch.arange(num_experts) < active)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.sharding.experts_modules import experts_modules
+from toolkit.experts.sharding.find import experts_modules
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The quintic Newton-Schulz iteration of Jordan et al. (https://kellerjordan.github.io/posts/muon), as in torch."""

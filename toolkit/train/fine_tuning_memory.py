@@ -13,9 +13,8 @@ from torch import nn
 
 from toolkit.errors import UserError, require
 from toolkit.experts.parallel.nodes import ranks_per_node
-from toolkit.experts.sharding.experts_modules import experts_modules
+from toolkit.experts.sharding.find import experts_modules, require_experts, stacked_parameters
 from toolkit.experts.sharding.libraries import libraries, library_that_multiplies
-from toolkit.experts.sharding.shard import require_experts, stacked_parameters
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import causal_lm, read_config, recompute_blocks
 from toolkit.integrations.transformers.lazy_loading import experts_at_a_time

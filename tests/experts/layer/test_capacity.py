@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.helpers import run_distributed
-from toolkit.experts.layer.capacity import Capacity, DropPolicy
+from toolkit.experts.layer.capacity import within_capacity
 from toolkit.experts.layer.moe_layer import MoE, make_moe
-from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
 
@@ -28,26 +27,24 @@ def draw_assignments(tokens: int = 23, seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids_TK, torch.randint(1, 6, ids_TK.shape, generator=generator) / 6
 
 
-def oracle(ids_TK: Tensor, weights_TK: Tensor, factor: float, policy: str) -> list[list[bool]]:
+def oracle(ids_TK: Tensor, weights_TK: Tensor, factor: float) -> list[list[bool]]:
     limit = math.ceil(factor * ids_TK.numel() / EXPERTS)
     kept = torch.zeros_like(ids_TK, dtype=torch.bool)
     for expert in range(EXPERTS):
         assignments = [(t, k) for t, k in (ids_TK == expert).nonzero().tolist()]
-        if policy == "probs":
-            assignments.sort(key=lambda pair: -weights_TK[pair].item())
+        assignments.sort(key=lambda pair: -weights_TK[pair].item())
         for pair in assignments[:limit]:
             kept[pair] = True
     return kept.tolist()
 
 
-@pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("factor", [0.1, 0.75, 1.0, 1.5, 100.0])
-def test_assignments_beyond_the_capacity_are_dropped(policy: DropPolicy, factor: float) -> None:
+def test_within_capacity_drops_the_lowest_weights(factor: float) -> None:
     ids_TK, weights_TK = draw_assignments()
-    kept_TK = Capacity(factor, policy).kept(ids_TK, weights_TK, EXPERTS)
-    assert kept_TK.tolist() == oracle(ids_TK, weights_TK, factor, policy)
+    kept_TK = within_capacity(ids_TK, weights_TK, EXPERTS, factor)
+    assert kept_TK.tolist() == oracle(ids_TK, weights_TK, factor)
     assert bool(kept_TK.all()) == (factor == 100.0)
-    assert Capacity(factor, policy).kept(ids_TK[:0], weights_TK[:0], EXPERTS).shape == (0, TOP_K)
+    assert within_capacity(ids_TK[:0], weights_TK[:0], EXPERTS, factor).shape == (0, TOP_K)
 
 
 def replicas_of_rank(rank: int, world: int) -> tuple[Tensor, Tensor]:
@@ -57,21 +54,16 @@ def replicas_of_rank(rank: int, world: int) -> tuple[Tensor, Tensor]:
     return ids_TK[first[rank] : first[rank + 1]], weights_TK[first[rank] : first[rank + 1]]
 
 
-def kept_on_one_rank() -> dict[tuple[DropPolicy, float], list[list[bool]]]:
+def kept_on_one_rank() -> dict[float, list[list[bool]]]:
     ids_TK, weights_TK = replicas_of_rank(dist.get_rank(), dist.get_world_size())
-    return {
-        (policy, factor): Capacity(factor, policy).kept(ids_TK, weights_TK, EXPERTS).tolist()
-        for policy in ("probs", "position")
-        for factor in (0.5, 1.0)
-    }
+    return {factor: within_capacity(ids_TK, weights_TK, EXPERTS, factor).tolist() for factor in (0.5, 1.0)}
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_together_drop_what_one_process_drops(world: int) -> None:
     ranks = run_distributed(kept_on_one_rank, world)
-    for policy, factor in ranks[0]:
-        together = [token for rank in ranks for token in rank[policy, factor]]
-        assert together == oracle(*draw_assignments(), factor, policy)
+    for factor in ranks[0]:
+        assert [token for rank in ranks for token in rank[factor]] == oracle(*draw_assignments(), factor)
 
 
 def layer_on(world: int, **options: Any) -> MoE:
@@ -95,12 +87,11 @@ def gradients(layer: MoE, y_TD: Tensor, x_TD: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(y_TD.square().sum(), wanted))
 
 
-@pytest.mark.parametrize("policy", ["probs", "position"])
-def test_a_layer_with_dropped_assignments_computes_the_rest_exactly(policy: DropPolicy) -> None:
-    layer = layer_on(1, capacity_factor=0.75, drop_policy=policy).double()
+def test_layer_with_dropped_pairs_computes_the_rest_exactly() -> None:
+    layer = layer_on(1, capacity_factor=0.75).double()
     x_TD = torch.randn(30, DIM, dtype=torch.float64, requires_grad=True)
     routing = layer.router(x_TD)
-    kept_TK = torch.tensor(oracle(routing.expert_ids_TK, routing.weights_TK, 0.75, policy))
+    kept_TK = torch.tensor(oracle(routing.expert_ids_TK, routing.weights_TK, 0.75))
     expected = every_replica_computed(layer, x_TD, kept_TK)
     y_TD = layer(x_TD)
     torch.testing.assert_close(y_TD, expected)
@@ -122,20 +113,19 @@ REPLICATED = ExpertPlacement(((0, 1, 2), (3, 1)))
 """Expert 1 has a replica on both ranks."""
 
 
-def layers_on_one_rank() -> dict[tuple[DropPolicy, bool], dict[str, Any]]:
+def layers_on_one_rank() -> dict[bool, dict[str, Any]]:
     rank, found = dist.get_rank(), {}
-    for policy in ("probs", "position"):
-        for placement in ("contiguous", REPLICATED):
-            layer = layer_on(2, capacity_factor=0.6, drop_policy=policy, placement=placement)
-            y_TD = layer(batch().split([13, 27])[rank])
-            y_TD.square().sum().backward()
-            found[policy, placement is REPLICATED] = {
-                "y": y_TD.detach(),
-                "router": layer.router.weight.grad,
-                "up": 2 * layer.experts.up.grad,  # a mean over the ranks' batches
-                "dropped": layer.expert_stack.log.dropped_E,
-                "load": layer.load_E,
-            }
+    for placement in ("contiguous", REPLICATED):
+        layer = layer_on(2, capacity_factor=0.6, placement=placement)
+        y_TD = layer(batch().split([13, 27])[rank])
+        y_TD.square().sum().backward()
+        found[placement is REPLICATED] = {
+            "y": y_TD.detach(),
+            "router": layer.router.weight.grad,
+            "up": 2 * layer.experts.up.grad,  # a mean over the ranks' batches
+            "dropped": layer.expert_stack.log.dropped_E,
+            "load": layer.load_E,
+        }
     return found
 
 
@@ -145,9 +135,9 @@ def batch() -> Tensor:
 
 def test_ranks_together_compute_what_one_process_computes() -> None:
     ranks = run_distributed(layers_on_one_rank, 2)
-    for policy, replicated in ranks[0]:
-        found = {name: [rank[policy, replicated][name] for rank in ranks] for name in ranks[0][policy, replicated]}
-        layer = layer_on(1, capacity_factor=0.6, drop_policy=policy)
+    for replicated in ranks[0]:
+        found = {name: [rank[replicated][name] for rank in ranks] for name in ranks[0][replicated]}
+        layer = layer_on(1, capacity_factor=0.6)
         y_TD = layer(batch())
         y_TD.square().sum().backward()
         up_grad = layer.experts.up.grad
@@ -163,17 +153,20 @@ def test_ranks_together_compute_what_one_process_computes() -> None:
         assert torch.equal(sum(found["load"]), layer.load_E)
 
 
-def test_a_rank_all_of_whose_assignments_are_dropped_takes_part() -> None:
-    """Position and a tiny capacity: one assignment per expert is kept, all of them of rank 0."""
+def test_rank_with_all_pairs_dropped_takes_part() -> None:
+    """One pair per expert is kept, all of rank 0, whose weights are larger."""
     ranks = run_distributed(tiny_capacity_on_one_rank, 2)
     assert ranks[0]["sent"] == EXPERTS
     assert ranks[1] == {"sent": 0, "y": 0.0, "grad": 0.0}
 
 
 def tiny_capacity_on_one_rank() -> dict[str, float]:
-    options = RouterOptions(force_balanced=True)
-    layer = layer_on(2, capacity_factor=0.001, drop_policy="position", router=options)
-    x_TD = torch.randn(8, DIM, requires_grad=True)
+    layer = layer_on(2, capacity_factor=0.001)
+    layer.router.weight.data = torch.eye(EXPERTS, DIM)
+    x_TD = torch.zeros(4, DIM)
+    if dist.get_rank() == 0:  # both choices of token t are above all of the zeros
+        x_TD[:, :EXPERTS] = 9 * torch.eye(EXPERTS) + 8.9 * torch.eye(EXPERTS).roll(1, 1)
+    x_TD.requires_grad_()
     y_TD = layer(x_TD)
     y_TD.sum().backward()
     assert x_TD.grad is not None

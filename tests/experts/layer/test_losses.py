@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.helpers import run_distributed
-from toolkit.errors import UserError
-from toolkit.experts.layer.losses import BalanceScope, RouterPenalty
+from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
@@ -39,12 +38,12 @@ def layer_on(world: int, score: str = "softmax") -> MoE:
     return layer
 
 
-def penalty_on_one_rank(scope: BalanceScope, score: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def penalty_on_one_rank(score: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's share, the gradient that the router gets from it, and its routing."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     layer = layer_on(world, score)
     layer(tokens(dist.get_rank() if world > 1 else 0, world))
-    share = RouterPenalty(layer, balance_weight=1.0, balance_scope=scope)()
+    share = RouterPenalty(layer, balance_weight=1.0)()
     assert share is not None
     assert layer.routing is not None
     share.backward()
@@ -54,30 +53,16 @@ def penalty_on_one_rank(scope: BalanceScope, score: str) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_each_scope_is_its_formula_on_one_process(score: str) -> None:
-    for scope in ("global", "local"):
-        share, _, ids_TK, probs_TE = penalty_on_one_rank(scope, score)
-        assert float(share) == pytest.approx(balance(ids_TK, probs_TE), rel=1e-6)
-    share, _, ids_TK, probs_TE = penalty_on_one_rank("sequence", score)
-    pieces = [balance(*pair) for pair in zip(ids_TK.split(LENGTH), probs_TE.split(LENGTH), strict=True)]
-    assert float(share) == pytest.approx(sum(pieces) / len(pieces), rel=1e-6)
-    assert float(share) != pytest.approx(balance(ids_TK, probs_TE), rel=1e-3)
-
-
-def scopes_on_one_rank() -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    return {scope: penalty_on_one_rank(scope, "softmax") for scope in ("global", "local", "sequence")}
+def test_balance_loss_on_one_process_equals_its_formula(score: str) -> None:
+    share, _, ids_TK, probs_TE = penalty_on_one_rank(score)
+    assert float(share) == pytest.approx(balance(ids_TK, probs_TE), rel=1e-6)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_global_and_sequence_are_the_same_on_any_number_of_ranks_and_local_is_not(world: int) -> None:
-    ranks, alone = run_distributed(scopes_on_one_rank, world), scopes_on_one_rank()
-    for scope in ("global", "sequence"):
-        torch.testing.assert_close(sum(rank[scope][0] for rank in ranks), alone[scope][0])
-        torch.testing.assert_close(sum(rank[scope][1] for rank in ranks), alone[scope][1])
-    local = sum(float(rank["local"][0]) for rank in ranks)
-    each = [(len(rank["local"][2]), balance(*rank["local"][2:])) for rank in ranks if len(rank["local"][2])]
-    assert local == pytest.approx(sum(n * loss for n, loss in each) / sum(n for n, _ in each), rel=1e-6)
-    assert local != pytest.approx(float(alone["local"][0]), rel=1e-3)
+def test_balance_loss_and_its_gradient_on_any_number_of_ranks_equal_one_process(world: int) -> None:
+    ranks, alone = run_distributed(penalty_on_one_rank, world, "softmax"), penalty_on_one_rank("softmax")
+    torch.testing.assert_close(sum(rank[0] for rank in ranks), alone[0])
+    torch.testing.assert_close(sum(rank[1] for rank in ranks), alone[1])
 
 
 def test_the_z_loss_is_the_mean_square_of_the_logarithm_of_the_sum() -> None:
@@ -88,13 +73,6 @@ def test_the_z_loss_is_the_mean_square_of_the_logarithm_of_the_sum() -> None:
     share = RouterPenalty(layer, balance_weight=0.0, z_weight=2.0)()
     assert share is not None
     assert float(share.detach()) == pytest.approx(2 * sum(expected) / len(expected), rel=1e-6)
-
-
-def test_sequences_are_asked_for_where_there_are_none() -> None:
-    layer = layer_on(1)
-    layer(torch.randn(4, DIM))
-    with pytest.raises(UserError, match=r"balance_scope='sequence'.*use global or local\.$"):
-        RouterPenalty(layer, balance_weight=1.0, balance_scope="sequence")()
 
 
 class LayersThatMayBeSkipped(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint
-from toolkit.experts.layer.routing_log import Choices, Cursor, count_pairs, take_loads
+from toolkit.experts.layer.routing_log import Cursor, count_pairs, take_loads
 from toolkit.experts.parallel.groups import make_expert_groups
 
 DIM, EXPERTS, TOP_K = 8, 4, 2
@@ -99,11 +99,6 @@ def test_pairs_are_exact_under_autocast() -> None:
         chosen_TE = chosen(layer, x_TD)
     assert torch.equal(got_EE, chosen_TE.T @ chosen_TE)
     assert int(got_EE.max()) > 256, "bfloat16 cannot hold all whole numbers above"
-
-
-def test_choices_that_a_router_filled_up_are_not_counted() -> None:
-    choices = Choices(torch.tensor([[0, 2], [1, 0]]), torch.tensor([[True, True], [True, False]]))
-    assert count_pairs([choices], 3).tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
 
 
 def test_nothing_is_kept_for_a_cursor_that_is_gone() -> None:

@@ -7,10 +7,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from speech.legendre import LegendreMemory
-from speech.lmu import LMU
 from tests.support.helpers import run_distributed
-from toolkit.experts.parallel.dense import constant_buffers
 from toolkit.integrations.accelerate.prepare import prepare
 
 
@@ -36,9 +33,3 @@ def buffers_after_a_step() -> tuple[list[float], list[float]]:
 
 def test_constant_buffers_are_not_copied_and_others_are():
     assert run_distributed(buffers_after_a_step, 2) == [([0, 0], [0, 0]), ([1, 1], [0, 0])]
-
-
-def test_buffers_that_follow_from_arguments_are_constant():
-    for module in (LegendreMemory(4, 8.0), LMU(1, 3, 4, 8.0)):
-        assert {name for name, _ in module.named_buffers()} == set(module.constant_buffers)
-        assert constant_buffers(nn.Sequential(module)) == [f"0.{name}" for name in module.constant_buffers]

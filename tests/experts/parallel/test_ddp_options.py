@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.helpers import run_distributed
 from tests.support.small_run import small_config, small_trainer
-from toolkit.errors import UserError
 from toolkit.experts.parallel.parallel_options import DDPOptions
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,10 +50,3 @@ def test_options_reach_ddp_and_change_only_how_gradients_travel(tmp_path: Path):
         assert given == asked
         largest = max((a - b).abs().max().item() for a, b in zip(usual, learned, strict=True))
         assert (1e-6 < largest < 0.02) if rounds else largest < 1e-6, (name, largest)
-
-
-def test_what_excludes_each_other_is_refused():
-    with pytest.raises(UserError, match="static_graph=True: leave find_unused_parameters=True out"):
-        DDPOptions(find_unused_parameters=True, static_graph=True)
-    with pytest.raises(UserError, match="bucket_cap_mb=0"):
-        DDPOptions(bucket_cap_mb=0)

@@ -3,16 +3,7 @@
 import numpy as np
 import pytest
 
-from toolkit.experts.placement.loads import expert_imbalance, max_over_mean, rank_imbalance, shares
-from toolkit.experts.placement.placement import ExpertPlacement
-
-
-def test_rank_imbalance_by_hand():
-    # Rank 0 bears 3 + half of 4, rank 1 bears 1 + half of 4: 5 / 4.
-    placement = ExpertPlacement(((0, 2), (1, 2)))
-    assert rank_imbalance([3, 1, 4], placement) == 1.25
-    assert rank_imbalance([0, 0, 0], placement) == 1.0
-    assert shares(placement).tolist() == [[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]
+from toolkit.experts.placement.loads import expert_imbalance, max_over_mean
 
 
 def test_max_over_mean_of_steps_differs_from_the_mean_load():

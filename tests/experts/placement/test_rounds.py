@@ -78,23 +78,3 @@ def test_schedule_of_a_ring_takes_one_round_without_parking() -> None:
     new = ExpertPlacement(tuple(((rank + 3) % 8,) for rank in range(8)))
     (only,) = check(moves(old, new), old)
     assert not only.parked
-
-
-def test_schedule_into_free_slots_uses_no_buffer() -> None:
-    old = ExpertPlacement(((0, 1, 2, 3), (-1, -1, -1, -1)))
-    new = ExpertPlacement(((-1, -1, 2, 3), (0, 1, 3, 2)))
-    (only,) = check(moves(old, new), old)
-    assert not only.parked
-    assert not any(t.from_buffer or t.into_buffer for t in only.transfers)
-
-
-def test_schedule_of_a_swap_within_a_rank_parks_one() -> None:
-    old, new = ExpertPlacement(((0, 1), (2, 3))), ExpertPlacement(((1, 0), (2, 3)))
-    assert [now.parked for now in check(moves(old, new), old)] == [(Place(0, 0),), ()]
-
-
-def test_schedule_does_not_depend_on_the_order_of_moves() -> None:
-    rng = random.Random(0)
-    old, new = random_placement(rng, [5] * 6, 28), random_placement(rng, [5] * 6, 28)
-    changes = moves(old, new)
-    assert schedule(changes) == schedule(changes[::-1])

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from tests.integrations.transformers.mixtures import build
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.sharding.shard import require_experts, shard_experts
+from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.transformers.lazy_loading import load_lazily
 
 DIM, EXPERTS = 8, 4
@@ -94,8 +95,8 @@ def model_of(experts: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     ("experts", "words"),
     [
-        (WeightsItsInput, "multiply the outputs of experts by their weights"),
-        (HasBuffers, "buffer 'scale' is not moved with them.*parameters with a row for each expert"),
+        (WeightsItsInput, "Multiply the outputs of experts by their weights"),
+        (HasBuffers, "buffer 'scale' is not moved with them.*Keep what differs"),
         (HasTables, "parameters with a row for each expert"),
         (ReturnsTwo, "it returns a tuple"),
         (ChoosesTokens, "cannot be called with hidden"),

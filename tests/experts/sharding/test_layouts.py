@@ -17,8 +17,7 @@ from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.sharding.layouts import batched_experts, sorted_experts, stack_experts
-from toolkit.experts.sharding.shard import shard_experts
+from toolkit.experts.sharding.adapt import batched_experts, sorted_experts, stack_experts
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
@@ -263,8 +262,3 @@ def test_stack_experts_of_unequal_modules_raises():
     for experts in (different, [nn.BatchNorm1d(3), nn.BatchNorm1d(3)], [one, one]):
         with pytest.raises(UserError, match="Use modules of one kind without buffers"):
             stack_experts(experts)
-
-
-def test_shard_experts_of_a_list_raises():
-    with pytest.raises(UserError, match=r"no experts that can be sharded, not '1.experts.*own_layer.md"):
-        shard_experts(build(InAList))

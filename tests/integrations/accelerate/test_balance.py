@@ -16,7 +16,7 @@ from tests.integrations.transformers.families import tokens
 from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.experts.layer.losses import BalanceScope, RouterPenalty, global_load, load_balancing_share
+from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balancing_share
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import sum_over_ranks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
@@ -106,37 +106,24 @@ class Ours(nn.Module):
         return self.mixture(self.embed(ids))
 
 
-def our_layer(scope: BalanceScope) -> tuple[list[int], float]:
+def our_layer() -> tuple[list[int], float]:
     """The load and the penalty of two sequences of 5 and 3 tokens, padded where there are two processes."""
     model = Ours()
-    penalty = RouterPenalty(model, balance_weight=1.0, z_weight=0.5, balance_scope=scope)
+    penalty = RouterPenalty(model, balance_weight=1.0, z_weight=0.5)
     ids = torch.arange(10).view(2, 5)
     if dist.is_initialized():
         rank = dist.get_rank()
         wrapped, _ = prepared(model, 2)
         wrapped(ids[rank : rank + 1], torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])[rank : rank + 1])
         return sum_over_ranks(model.mixture.load_E).tolist(), float(sum_over_ranks(penalty().detach()))
-    if scope == "global":
-        model.mixture(model.embed(torch.cat([ids[0], ids[1, :3]])))
-        return model.mixture.load_E.tolist(), float(penalty().detach())
-    total = 0.0
-    for sequence in (ids[:1], ids[1:, :3]):
-        model.mixture(model.embed(sequence))
-        total += float(penalty().detach()) * sequence.numel() / 8
-    return model.mixture.load_E.tolist(), total
-
-
-def our_layers() -> list[tuple[list[int], float]]:
-    return [our_layer("global"), our_layer("sequence")]
+    model.mixture(model.embed(torch.cat([ids[0], ids[1, :3]])))
+    return model.mixture.load_E.tolist(), float(penalty().detach())
 
 
 def test_moe_layer_with_attention_mask_leaves_out_padding():
-    expected = our_layers()
-    assert sum(expected[0][0]) == 2 * 8
-    for rank in run_distributed(our_layers, 2):
-        for (load, penalty), (wanted, value) in zip(rank, expected, strict=True):
-            assert load == wanted
-            assert penalty == pytest.approx(value, rel=1e-5)
+    expected, penalty = our_layer()
+    assert sum(expected) == 2 * 8
+    assert run_distributed(our_layer, 2) == [(expected, pytest.approx(penalty, rel=1e-5))] * 2
 
 
 def test_packed_sequences_and_tokens_without_labels_count():

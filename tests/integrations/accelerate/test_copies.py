@@ -24,7 +24,6 @@ from tests.integrations.transformers.families import tokens
 from tests.support.equality import assert_equal_rows, in_float64
 from tests.support.helpers import run_distributed
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
-from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.parallel.groups import make_expert_groups
@@ -112,16 +111,14 @@ def test_layer_is_copied_after_a_training_forward(make: Any, duplicate: Any) -> 
     assert torch.equal(copied(x), y)
 
 
-def pickled() -> str:
+def pickled() -> None:
     _, model, _, _ = prepared()
-    with pytest.raises(UserError) as error:
+    with pytest.raises(TypeError, match="ProcessGroup"):
         pickle.dumps(model.module)
-    return str(error.value)
 
 
 def test_pickling_sharded_experts_raises() -> None:
-    for said in run_distributed(pickled, 2):
-        assert said.startswith("experts on several ranks cannot be pickled")
+    run_distributed(pickled, 2)
 
 
 def copy_with_adapters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

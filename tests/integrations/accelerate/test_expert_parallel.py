@@ -453,7 +453,6 @@ UNFIT: dict[str, tuple[Any, str]] = {
         lambda m, _: (m, torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(()))])),
         "none of the model's",
     ),
-    "meta device": (lambda m, o: (m.to("meta"), o), "is on the meta device"),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.integrations.peft.models import adapted
 from tests.support.helpers import run_distributed
-from toolkit.experts.sharding.experts_modules import slots_of_rows
+from toolkit.experts.sharding.call import slots_of_rows
 from toolkit.integrations.transformers import causal_lm, experts_modules, use_toolkit_kernel, watch_routers
 
 EXPERTS, WIDTH = 32, 32

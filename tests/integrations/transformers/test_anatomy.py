@@ -383,13 +383,3 @@ def test_a_save_that_is_stopped_at_any_moment_leaves_no_files_of_two_models(befo
     # While files of the same names are replaced, there is no model.
     between = [set()] if before == after > 1 else []
     assert all(versions in [{"old"}, {"new"}, *between] for versions in found)
-
-
-def test_a_transformers_model_has_the_scopes_of_our_own_layers():
-    model = model_of("mixtral")
-    watches = watch_routers(model)
-    model(input_ids=tokens(0, 4))
-    shares = [RouterPenalty(watches, balance_weight=1.0, balance_scope=scope)() for scope in ("global", "local")]
-    assert shares[0].item() == shares[1].item(), "one process has all tokens"
-    with pytest.raises(UserError, match="balance_scope='sequence'"):
-        RouterPenalty(watches, balance_weight=1.0, balance_scope="sequence")()

@@ -18,7 +18,7 @@ from tests.support.helpers import run_distributed
 from toolkit.experts.moving import migrate
 from toolkit.experts.parallel import collectives
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
-from toolkit.experts.sharding.shard import require_experts
+from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.integrations.transformers.families import EXPERTS, FAMILIES, awaken, config
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
-from toolkit.experts.sharding.experts_modules import slots_of_rows
+from toolkit.experts.sharding.call import slots_of_rows
 from toolkit.integrations.transformers import causal_lm, experts_modules, use_toolkit_kernel
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}

@@ -18,7 +18,8 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.sharding.shard import require_experts, shard_experts
+from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
 

@@ -16,7 +16,8 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.sharding.shard import require_experts, shard_experts
+from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
 from toolkit.integrations.transformers.quantization import BLOCK, SCALES, unpacked

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.dynamic.records import LIFECYCLE_FILE, Epoch, read_lifecycle
-from toolkit.run.folder import changed_files, is_finished
+from toolkit.run.folder import is_finished
 from toolkit.run.tracking.jsonl import from_json, read_metrics, unreadable_lines
 
 
@@ -45,15 +45,7 @@ class RunRecord:
 
 
 def readable_runs(folders: Sequence[Path]) -> list[RunRecord] | None:
-    """The runs in `folders`; None where some hold none, each of which has a line on stderr.
-
-    Files among folders, such as the locks beside the cells of a sweep, are passed over, which one line says.
-    """
-    files = [path for path in folders if path.is_file()]
-    if files and len(files) < len(folders):
-        folders = [path for path in folders if path not in files]
-        names = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
-        sys.stderr.write(f"{len(files)} file(s) beside the folders passed over: {names}\n")
+    """Return the runs in `folders`; None if some hold none, with a line on stderr for each."""
     found = _problems(folders)
     sys.stderr.write("".join(f"error: {problem}\n" for problem in found))
     return None if found else read_runs(folders)
@@ -83,10 +75,6 @@ def _read(name: str, folder: Path) -> RunRecord:
     notices: list[str] = []
     config = _read_json(folder / "config.json", notices)
     results = _read_json(folder / "results.json", notices) if (folder / "results.json").exists() else {}
-    processes = results.get("world_size", 1)
-    if not isinstance(processes, int) or not 1 <= processes < 2**31:
-        notices.append(f"results.json: its world_size {processes} is no number of processes, and is left out.")
-        del results["world_size"]
     metrics = folder / "metrics.jsonl"
     lines = _read_lines(metrics, notices)
     epochs: list[Epoch] = []
@@ -100,8 +88,7 @@ def _read(name: str, folder: Path) -> RunRecord:
     if lines and not finished:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
         notices.append(f"not finished: its last line of metrics, at step {lines[-1]['step']:,}, was written {written}.")
-    changed = [f"{name}: was changed after the run was finished." for name in changed_files(folder)]
-    return RunRecord(name, folder, config, results, lines, epochs, finished, notices + changed)
+    return RunRecord(name, folder, config, results, lines, epochs, finished, notices)
 
 
 def _is_link(path: Path, notices: list[str]) -> bool:

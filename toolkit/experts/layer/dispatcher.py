@@ -30,6 +30,7 @@ from toolkit.experts.layer.recompute import decide
 from toolkit.experts.layer.rows import (
     Copies,
     Copy,
+    ScaledGradient,
     Sizes,
     SlotOrder,
     Sum,
@@ -38,7 +39,6 @@ from toolkit.experts.layer.rows import (
     copies_for_peers,
     count,
     place_within_slot,
-    scale_gradient,
     sort_by_slot,
     visited,
 )
@@ -96,7 +96,7 @@ class TokenDispatcher(ABC):
     slots: int
     """Slots of this rank."""
     announce: Callable[[Tensor, Tensor], None] | None = None
-    """Called with `x_TD` and `expert_ids_TK` before each dispatch to other ranks, inside `join`."""
+    """Called with `x_TD` and `weights_TK` before each dispatch to other ranks, inside `join`."""
 
     @abstractmethod
     def place(self, placement: ExpertPlacement) -> None:
@@ -238,14 +238,14 @@ class AllToAllDispatcher(TokenDispatcher):
         # (R, D) -> (N, D): rows by sending rank -> rows by slot, those of each slot still by sending rank.
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.pairs)
         # The mean over the EP group, which `combine` takes, is undone for gradients that leave the experts.
-        x_RD = scale_gradient(x_RD, self.groups.ep_size)
-        weights_RK = scale_gradient(weights_RK, self.groups.ep_size)
+        x_RD = ScaledGradient.apply(x_RD, self.groups.ep_size)
+        weights_RK = ScaledGradient.apply(weights_RK, self.groups.ep_size)
         return Copy.apply(x_RD, order), Dispatched(plan, order, weights_RK, copies)
 
     def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
         # (N, D) -> (R, D): the sum of a row's experts on this rank.
         rows_RD = WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order)
-        return self._send_back(scale_gradient(rows_RD, 1 / self.groups.ep_size), dispatched)
+        return self._send_back(ScaledGradient.apply(rows_RD, 1 / self.groups.ep_size), dispatched)
 
     def _send(
         self, columns: tuple[Tensor, ...], plan: Plan, meanwhile: Callable[[], None] | None

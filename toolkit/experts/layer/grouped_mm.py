@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ def grouped_mm(
     """
     x_ND, weight_SDF = cast_as_autocast_would(x_ND, weight_SDF)
     if not _accepts_type(x_ND, weight_SDF):
-        return _padded_mm(x_ND, weight_SDF, rows_per_slot)
+        return in_equal_batches(lambda batches: torch.bmm(batches, weight_SDF), x_ND, rows_per_slot)
     dim, width = (-size % _multiple(x_ND) for size in weight_SDF.shape[1:])
     if dim or width:
         columns = weight_SDF.shape[2]
@@ -162,22 +163,23 @@ def _multiple(rows: Tensor) -> int:
     return 16 // rows.element_size()
 
 
-def _padded_mm(
-    x_ND: Float[Tensor, "N D"], weight_SDF: Float[Tensor, "S D F"], rows_per_slot: Int[Tensor, " S"]
-) -> Tensor:
-    slots = len(rows_per_slot)
-    place_N, longest = padded_places(rows_per_slot, len(x_ND))
-    padded = x_ND.new_zeros(slots * longest, x_ND.shape[1]).index_copy(0, place_N, x_ND)
-    product = torch.bmm(padded.view(slots, longest, x_ND.shape[1]), weight_SDF)
-    return product.view(slots * longest, weight_SDF.shape[2]).index_select(0, place_N)
+def in_equal_batches(
+    compute: Callable[[Float[Tensor, "S rows D"]], Tensor],
+    rows_ND: Float[Tensor, "N D"],
+    rows_per_slot: Int[Tensor, " S"],
+) -> Float[Tensor, "N F"]:
+    """Return what `compute` makes of an equal batch for each slot. A host sync: batches are as long as the longest.
 
-
-def padded_places(rows_per_slot: Int[Tensor, " S"], num_rows: int) -> tuple[Int[Tensor, " N"], int]:
-    """(N): where each of `num_rows` rows in slot order is, once every slot is filled up to as many rows as the longest
-    has; and that number, for which the host waits for the device."""
-    slots = len(rows_per_slot)
+    Args:
+        compute: Is called with the rows of each slot, filled up with zeros, whose outputs are dropped.
+        rows_ND: Rows in slot order, shape (N, D).
+        rows_per_slot: Rows of each slot, int64, shape (S,).
+    """
+    slots, here = len(rows_per_slot), rows_per_slot.device
     longest = int(rows_per_slot.max()) if slots else 0
-    here = rows_per_slot.device
-    slot_N = torch.arange(slots, device=here).repeat_interleave(rows_per_slot, output_size=num_rows)
     first_S = rows_per_slot.cumsum(0) - rows_per_slot
-    return slot_N * longest + torch.arange(num_rows, device=here) - first_S[slot_N], longest
+    slot_N = torch.arange(slots, device=here).repeat_interleave(rows_per_slot, output_size=len(rows_ND))
+    place_N = slot_N * longest + torch.arange(len(rows_ND), device=here) - first_S[slot_N]
+    filled = rows_ND.new_zeros(slots * longest, rows_ND.shape[1]).index_copy(0, place_N, rows_ND)
+    outputs = compute(filled.view(slots, longest, rows_ND.shape[1]))
+    return outputs.reshape(-1, outputs.shape[-1]).index_select(0, place_N)

@@ -1,28 +1,25 @@
-"""Router losses, over the global batch unless another scope is asked for.
+"""Router losses over the global batch: the auxiliary load-balancing loss, and the router z-loss.
 
 The balance loss is not linear in the batch: the mean of rank-local losses is another loss, which pushes each rank
-towards balance on its own few tokens. In scope "global" the fractions come from the tokens of all ranks.
+towards balance on its own few tokens. So the fractions come from the tokens of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet, ref
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from toolkit.errors import UserError, require_choice
+from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.layer.router import Routing
 from toolkit.experts.parallel.groups import sum_over_ranks
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-BalanceScope = Literal["global", "local", "sequence"]
 
 TWO_BALANCE_LOSSES = (
     "the model adds its own aux_loss to the loss (output_router_logits=True), and RouterPenalty a second balance loss: "
@@ -46,11 +43,6 @@ class RoutingReport(Protocol):
     @property
     def num_choices(self) -> Tensor | int:
         """How many experts can be chosen."""
-        ...
-
-    @property
-    def sequence_length(self) -> int | None:
-        """S where the input was (..., S, D); None where it is not known."""
         ...
 
 
@@ -85,27 +77,6 @@ def load_balancing_share(
     return num_experts * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
 
 
-def sequence_balancing_share(
-    routing: Routing, sequence_length: int, num_tokens: Tensor | int, num_experts: Tensor | int | None = None
-) -> Float[Tensor, ""]:
-    """This rank's share of the mean over sequences of E * sum_e f_e * P_e, each with its own f and P
-    (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
-
-    Sequences of `sequence_length` tokens follow each other; all ranks together have `num_tokens` tokens. Padding does
-    not count, and sequences count by their tokens.
-    """
-    probs_BSE = counted(routing, routing.probs_TE).unflatten(0, (-1, sequence_length))
-    ids_BN = routing.expert_ids_TK.unflatten(0, (-1, sequence_length)).flatten(1)
-    ones_BN = torch.ones_like(ids_BN)
-    if routing.counted_T is not None:
-        ones_BN = routing.counted_T.view(len(ids_BN), -1).repeat_interleave(routing.expert_ids_TK.shape[1], 1).long()
-    load_BE = ids_BN.new_zeros(len(probs_BSE), probs_BSE.shape[2]).scatter_add_(1, ids_BN, ones_BN)
-    fraction_BE = load_BE.to(probs_BSE.dtype) / ones_BN.sum(1, keepdim=True).clamp(min=1)
-    num_experts = probs_BSE.shape[2] if num_experts is None else num_experts
-    # A sequence's mean over its S tokens, and the mean over num_tokens / S sequences: S cancels.
-    return num_experts * (fraction_BE * probs_BSE.sum(1)).sum() / num_tokens
-
-
 def counted(routing: Routing, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """`values` with zeros for the tokens that are padding."""
     mask_T = routing.counted_T
@@ -128,14 +99,8 @@ class RouterPenalty:
         penalty = RouterPenalty(watch_routers(model), balance_weight=0.01)    # of transformers, before it is wrapped
         loss = model(**batch).loss + accelerator.num_processes * penalty()
 
-    `balance_scope`, the tokens over which the balance loss is computed:
-    - "global": those of all ranks together (and of the whole step, with `WholeStepBalance`). The same on any number
-      of ranks.
-    - "local": each rank's micro-batch separately, the mean over ranks weighted by tokens. Depends on the number of
-      ranks.
-    - "sequence": each sequence separately; the layers' input must be (B, S, D). The same on any number of ranks.
-
-    Raises UserError for another scope.
+    The balance loss is over the tokens of all ranks together (and of the whole step, with `WholeStepBalance`), the same
+    on any number of ranks.
     """
 
     def __init__(
@@ -144,12 +109,10 @@ class RouterPenalty:
         *,
         balance_weight: float,
         z_weight: float = 0.0,
-        balance_scope: BalanceScope = "global",
     ):
-        require_choice("balance_scope", balance_scope, BalanceScope)
         found = moe_layers(routers).values() if isinstance(routers, nn.Module) else routers
         self.layers: list[RoutingReport] = list(found)
-        self.balance_weight, self.z_weight, self.balance_scope = balance_weight, z_weight, balance_scope
+        self.balance_weight, self.z_weight = balance_weight, z_weight
         _penalties.add(self)
         self.step_load_LE: Int[Tensor, "L E"] | None = None
         """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
@@ -171,13 +134,15 @@ class RouterPenalty:
         fraction_LE = step_LE / step_LE.sum(1, keepdim=True).clamp(min=1)
         routings = {number: layer.routing for number, layer in enumerate(self.layers) if layer.routing is not None}
         assert routings, "the penalty is asked for after the forward"
-        new = {number: routing for number, routing in routings.items() if not self._is_spent(number, routing)}
+        spent = {number: probs_TE() for number, probs_TE in self._spent.items()}
+        new = {number: each for number, each in routings.items() if spent.get(number) is not each.probs_TE}
         total = None
         for number, routing in (new or routings).items():
             layer, load_E = self.layers[number], load_LE[number]
             fraction_E = fraction_LE[number, : routing.probs_TE.shape[1]]
             tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
-            share = self.balance_weight * self._balance_share(layer, routing, fraction_E, tokens)
+            probs_TE = counted(routing, routing.probs_TE)
+            share = self.balance_weight * load_balancing_share(probs_TE, fraction_E, tokens, layer.num_choices)
             if self.z_weight:
                 share = share + self.z_weight * z_loss_share(routing, tokens)
             total = share if total is None else total + share
@@ -188,24 +153,6 @@ class RouterPenalty:
             read = {number: ref(routing.probs_TE) for number, routing in new.items()}
             total.register_hook(lambda _: self._spent.update(read))
         return total / len(self.layers)
-
-    def _is_spent(self, number: int, routing: Routing) -> bool:
-        spent = self._spent.get(number)
-        return spent is not None and spent() is routing.probs_TE
-
-    def _balance_share(
-        self, layer: RoutingReport, routing: Routing, fraction_E: Float[Tensor, " E"], tokens: Tensor
-    ) -> Tensor:
-        if self.balance_scope == "sequence":
-            if layer.sequence_length is None:
-                raise UserError(
-                    "balance_scope='sequence': this model's mixtures get single tokens (T, D) and no sequences "
-                    "(B, S, D); use global or local."
-                )
-            return sequence_balancing_share(routing, layer.sequence_length, tokens, layer.num_choices)
-        if self.balance_scope == "local":
-            fraction_E = layer.last_load_E / layer.last_load_E.sum().clamp(min=1)
-        return load_balancing_share(counted(routing, routing.probs_TE), fraction_E, tokens, layer.num_choices)
 
 
 def global_load(layers: Sequence[RoutingReport]) -> Int[Tensor, "L E"]:

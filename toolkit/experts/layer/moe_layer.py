@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import require_choice, require_count
-from toolkit.experts.layer.capacity import Capacity, DropPolicy
+from toolkit.errors import require, require_choice, require_count
+from toolkit.experts.layer.capacity import within_capacity
 from toolkit.experts.layer.dispatcher import Plan
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts, Weights
 from toolkit.experts.layer.model_inputs import counted_tokens
@@ -32,8 +32,8 @@ class MoE(nn.Module):
     """Each token's output is the weighted sum of its K experts' outputs, plus that of a shared expert if there is one.
 
     With expert parallelism the forward is a collective: every rank calls it equally often, with any number of tokens,
-    zero included. With a `capacity`, assignments are dropped in training, never in evaluation. With `recompute`, the
-    layer saves no activations and runs again in the backward, with the routing of the forward.
+    zero included. With a `capacity_factor`, pairs are dropped in training, never in evaluation. With `recompute`, the
+    layer saves no activations and runs again in the backward pass, with the routing of the forward pass.
     """
 
     def __init__(
@@ -43,16 +43,14 @@ class MoE(nn.Module):
         expert_stack: ExpertStack,
         shared_expert: nn.Module | None = None,
         *,
-        capacity: Capacity | None = None,
+        capacity_factor: float | None = None,
         recompute: bool = False,
     ):
         super().__init__()
         self.router, self.experts, self.expert_stack, self.shared_expert = router, experts, expert_stack, shared_expert
-        self.capacity, self.recompute = capacity, recompute
+        self.capacity_factor, self.recompute = capacity_factor, recompute
         self.routing: Routing | None = None
         """Of the last forward; the losses read it."""
-        self.sequence_length: int | None = None
-        """S, where the last forward's input was (..., S, D)."""
         hook_state(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,9 +85,9 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TD)
         kept_TK: Tensor | None = None
-        if self.capacity is not None and self.training:
-            capacity, router = self.capacity, self.router
-            kept_TK = decide(lambda: capacity.kept(routing.expert_ids_TK, routing.weights_TK, router.num_experts))
+        if (factor := self.capacity_factor) is not None and self.training:
+            ids_TK, weights_TK, experts = routing.expert_ids_TK, routing.weights_TK, self.router.num_experts
+            kept_TK = decide(lambda: within_capacity(ids_TK, weights_TK, experts, factor))
         shared_TD: Tensor | None = None
         weights: tuple[Weights, ...] = ()
         # So that weight gradients are computed while the gradients of rows are in flight.
@@ -110,7 +108,6 @@ class MoE(nn.Module):
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if not recomputing():
-            self.sequence_length = x.shape[-2] if x.ndim > 2 else None
             self.record(routing, dispatched.plan, kept_TK, x_TD, y_TD)
         return y_TD.view(x.shape)
 
@@ -146,7 +143,6 @@ def make_moe(
     activation: Activation = "relu",
     shared_expert: nn.Module | None = None,
     capacity_factor: float | None = None,
-    drop_policy: DropPolicy = "probs",
     recompute: Recompute = "none",
     router: RouterOptions | None = None,
     router_type: Callable[..., TopKRouter] = TopKRouter,
@@ -166,8 +162,7 @@ def make_moe(
         spare_slots: Slots of each rank that the first two leave empty, for replicas.
         activation: Of the experts' hidden units.
         shared_expert: A module that every token goes through besides.
-        capacity_factor: Assignments that an expert takes over the mean; None drops none.
-        drop_policy: Which assignments are dropped: those of least weight, or those that come last.
+        capacity_factor: Most pairs of an expert over the mean. Default: no pair is dropped.
         recompute: What the backward computes again: nothing, the experts' hidden activations (selective), or the whole
             layer (full).
         router: How experts are chosen and balanced; None: a softmax and a balance loss.
@@ -175,15 +170,20 @@ def make_moe(
         seed: Of the initial weights, which depend on an expert's id and not on its rank.
 
     Raises:
-        UserError: For sizes below 1, fewer `spare_slots` or a smaller `capacity_factor` than 0, a `top_k` that does not
-            fit, and an unknown `placement`, `activation`, `drop_policy` or `recompute`.
+        UserError: For sizes below 1, fewer `spare_slots` than 0, a `capacity_factor` of 0 or less, a `top_k` that does
+            not fit, and an unknown `placement`, `activation` or `recompute`.
         ValueError: For a placement of other experts.
     """
     for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
         require_count(name, size)
     require_count("spare_slots", spare_slots, least=0)
     require_choice("activation", activation, Activation)
-    require_choice("drop_policy", drop_policy, DropPolicy)
+    require(
+        capacity_factor is None or capacity_factor > 0,
+        "capacity_factor",
+        capacity_factor,
+        "take a number above 0, or None to drop nothing",
+    )
     require_choice("recompute", recompute, Recompute)
     groups = groups or ExpertGroups()
     if isinstance(placement, str):
@@ -204,7 +204,7 @@ def make_moe(
         experts,
         stack,
         shared_expert,
-        capacity=None if capacity_factor is None else Capacity(capacity_factor, drop_policy),
+        capacity_factor=capacity_factor,
         recompute=recompute == "full",
     )
 

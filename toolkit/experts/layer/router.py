@@ -65,8 +65,6 @@ class TopKRouter(nn.Module):
     - `router_normalize`, `routed_scaling`: a token's weights are divided by their sum, then multiplied by the factor.
     - `balance` "bias": a bias per expert is added to the scores to choose, not to weight; `BiasBalancing` of
       `toolkit.train.callbacks.expert_balance` updates it (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
-    - `force_balanced`: assignments go to experts round-robin on each rank, and the scores only weight them. For
-      benchmarks.
 
     Raises UserError for a `top_k` below 1 or above `num_experts`.
     """
@@ -84,7 +82,6 @@ class TopKRouter(nn.Module):
         nn.init.normal_(self.weight, std=0.1 * dim**-0.5)
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(num_experts) if options.balance == "bias" else None)
-        self.chooses_by_score = not (options.balance == "bias" or options.force_balanced)
         self.route_hook: ChoiceHook | None = None
 
     @property
@@ -97,7 +94,7 @@ class TopKRouter(nn.Module):
         # The scores of a softmax that are divided by their sum are the softmax of their logits alone.
         by_logits = self.uses_softmax and self.options.router_normalize
         values_TE = logits_TE if by_logits else scores_TE
-        if self.chooses_by_score and self.route_hook is None and not in_region():  # one operation instead of two
+        if self.bias is None and self.route_hook is None and not in_region():  # one operation instead of two
             weights_TK, ids_TK = values_TE.topk(self.top_k, dim=-1)
         else:
             # `choose` is outside of autograd, so a recomputation, which skips it, saves the same tensors.
@@ -133,9 +130,6 @@ class TopKRouter(nn.Module):
 
     def choose(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
         """(T, K): the experts of each token, best first."""
-        if self.options.force_balanced:
-            assignments_N = torch.arange(len(scores_TE) * self.top_k, device=scores_TE.device)
-            return (assignments_N % self.num_experts).view(-1, self.top_k)
         if self.bias is not None:
             scores_TE = scores_TE + self.bias
         return scores_TE.topk(self.top_k, dim=-1).indices

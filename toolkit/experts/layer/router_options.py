@@ -23,5 +23,3 @@ class RouterOptions(Options):
     """Scale the routing weights of each token to sum to 1."""
     routed_scaling: PositiveFloat = 1.0
     """Multiply routing weights by this factor, after normalization."""
-    force_balanced: bool = False
-    """Route round-robin whatever the scores are; for benchmarks only."""

@@ -154,18 +154,12 @@ class Cursor:
         """Returns int64 (E), this rank's new assignments per expert."""
         return self.log.load_E - self._read_E.to(self.log.load_E.device)
 
-    def new_source_load_RE(self) -> Int[Tensor, "R E"]:
-        """Returns int64 (R, E), the new assignments of all ranks by the EP rank of their source, summed over EP groups.
-        A collective."""
-        groups = self.log.groups
-        new_E = self.new_load_E()
-        source_load_RE = new_E.new_zeros(groups.ep_size, len(new_E))
-        source_load_RE[groups.ep_rank] = new_E
-        return sum_over_ranks(source_load_RE)
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns what all ranks have not read yet, as JSON can hold it. A collective."""
-        return {"load": self.new_source_load_RE().tolist()}
+        """Return what all ranks have not read yet, as JSON values, by the EP rank of its source. A collective."""
+        groups, new_E = self.log.groups, self.new_load_E()
+        load_PE = new_E.new_zeros(groups.ep_size, len(new_E))
+        load_PE[groups.ep_rank] = new_E
+        return {"load": sum_over_ranks(load_PE).tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Marks as unread what was unread when `state` was taken, and nothing else, on any number of ranks."""

@@ -187,13 +187,8 @@ class WeightedSum(torch.autograd.Function):
         return grad_rows, grad_weights_TK, None
 
 
-def scale_gradient(rows: Tensor, factor: float) -> Tensor:
-    """The rows. The backward pass multiplies their gradients by `factor`."""
-    return ScaledGradient.apply(rows, factor)
-
-
 class ScaledGradient(torch.autograd.Function):
-    """See `scale_gradient`."""
+    """The rows. The backward pass multiplies their gradients by `factor`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
@@ -339,9 +334,11 @@ def pack(columns: Sequence[Tensor]) -> Tensor:
     """
     if len(columns) == 1:
         return columns[0].contiguous()
-    parts = [column.contiguous().view(torch.uint8) for column in sorted(columns, key=_itemsize, reverse=True)]
-    if rest := sum(part.shape[1] for part in parts) % max(map(_itemsize, columns)):
-        parts.append(parts[0].new_zeros(len(parts[0]), max(map(_itemsize, columns)) - rest))
+    # An empty column is contiguous with any strides, and a view as bytes needs those of (rows, width).
+    whole = [column.contiguous().as_strided(column.shape, (column.shape[1], 1)) for column in columns]
+    parts = [column.view(torch.uint8) for column in sorted(whole, key=Tensor.element_size, reverse=True)]
+    if rest := sum(part.shape[1] for part in parts) % max(map(Tensor.element_size, columns)):
+        parts.append(parts[0].new_zeros(len(parts[0]), max(map(Tensor.element_size, columns)) - rest))
     return torch.cat(parts, dim=1)
 
 
@@ -350,12 +347,8 @@ def unpack(rows: Tensor, likes: Sequence[Tensor]) -> Columns:
     if len(likes) == 1:
         return (rows,)
     result, first = list(likes), 0
-    for index in sorted(range(len(likes)), key=lambda index: _itemsize(likes[index]), reverse=True):
-        width = likes[index].shape[1] * _itemsize(likes[index])
+    for index in sorted(range(len(likes)), key=lambda index: likes[index].element_size(), reverse=True):
+        width = likes[index].shape[1] * likes[index].element_size()
         result[index] = rows[:, first : first + width].view(likes[index].dtype)
         first += width
     return tuple(result)
-
-
-def _itemsize(column: Tensor) -> int:
-    return column.element_size()

@@ -185,7 +185,8 @@ class ExpertStack:
                 self.node_of_peer = self.node_of_peer.to(load_E.device)
                 crossed = crossings(visits_TP, self.node_of_peer, self.groups.ep_rank)
         with_row = plan.slots_TK.shape[1] * (weights_TK.element_size() + SLOT_TYPE.itemsize // 2)
-        row_bytes = RowBytes(_row_bytes(inputs) + with_row, _row_bytes(outputs))
+        sent, returned = (rows.shape[-1] * rows.element_size() for rows in (inputs, outputs))
+        row_bytes = RowBytes(sent + with_row, returned)
         self.log.add(RoutedForward(self.placement, load_E, dropped_E, visits_P, crossed, row_bytes, choices))
 
     def count_crossings(self, node_of_peer: Sequence[int]) -> None:
@@ -212,10 +213,6 @@ def crossings(visits_TP: Bool[Tensor, "T P"], node_of_peer_P: Int[Tensor, " P"],
     """
     peers_TM = torch.zeros_like(visits_TP, dtype=torch.int64).index_add_(1, node_of_peer_P, visits_TP.long())
     return (peers_TM > 0).sum(0).index_fill_(0, node_of_peer_P[here], 0)
-
-
-def _row_bytes(rows: Tensor) -> int:
-    return rows.shape[-1] * rows.element_size()
 
 
 def weight_bytes(stack: ExpertStack) -> int:

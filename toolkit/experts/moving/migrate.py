@@ -17,6 +17,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -30,7 +31,7 @@ from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
 from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
-from toolkit.experts.placement.rounds import Round, Transfer, schedule
+from toolkit.experts.placement.rounds import Round, schedule
 from toolkit.experts.placement.traffic import MigrationCost, migration_cost
 
 
@@ -236,15 +237,13 @@ class _Payload:
     groups: ExpertGroups
     device: torch.device
     """Where rows are exchanged, also rows that are kept in the host's memory."""
-    buffer: list[Tensor] = field(default_factory=list)
-    """One row of each tensor, allocated when first needed."""
     staged: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     """Device copies of this round for rows that are kept elsewhere, and the row if it receives."""
 
     def park(self, now: Round) -> None:
         for rank, slot in now.parked:
             if rank == self.groups.ep_rank:
-                _copy(self._buffer(), self._rows(slot))
+                _copy(self.buffer, self._rows(slot))
 
     def exchange(self, now: Round) -> list[dist.P2POp]:
         """Return what this rank sends and receives; both sides list the transfers between them in the same order."""
@@ -252,16 +251,20 @@ class _Payload:
         for transfer in now.transfers:
             move = transfer.move
             if move.travels and move.source_rank == self.groups.ep_rank:
-                operations += [self._operation(dist.isend, row, move.rank) for row in self._origin(transfer)]
+                origin = self._rows(move.source_slot, transfer.from_buffer)
+                operations += [self._operation(dist.isend, row, move.rank) for row in origin]
             elif move.travels and move.rank == self.groups.ep_rank:
-                operations += [self._operation(dist.irecv, row, move.source_rank) for row in self._goal(transfer)]
+                goal = self._rows(move.slot, transfer.into_buffer)
+                operations += [self._operation(dist.irecv, row, move.source_rank) for row in goal]
         return operations
 
     def copy_within(self, now: Round) -> None:
         """Make the moves within this rank."""
         for transfer in now.transfers:
-            if transfer.move.rank == self.groups.ep_rank and not transfer.move.travels:
-                _copy(self._goal(transfer), self._origin(transfer))
+            move = transfer.move
+            if move.rank == self.groups.ep_rank and not move.travels:
+                origin = self._rows(move.source_slot, transfer.from_buffer)
+                _copy(self._rows(move.slot, transfer.into_buffer), origin)
 
     def settle(self, now: Round) -> None:
         for here, row in self.staged:
@@ -276,19 +279,14 @@ class _Payload:
         for row in self._rows(slot):
             row.zero_()
 
-    def _origin(self, transfer: Transfer) -> list[Tensor]:
-        return self.buffer if transfer.from_buffer else self._rows(transfer.move.source_slot)
+    @cached_property
+    def buffer(self) -> list[Tensor]:
+        """One row of each tensor."""
+        return [torch.empty_like(tensor[0]) for tensor in self.tensors]
 
-    def _goal(self, transfer: Transfer) -> list[Tensor]:
-        return self._buffer() if transfer.into_buffer else self._rows(transfer.move.slot)
-
-    def _rows(self, slot: int) -> list[Tensor]:
-        return [tensor[slot] for tensor in self.tensors]
-
-    def _buffer(self) -> list[Tensor]:
-        if not self.buffer:
-            self.buffer = [torch.empty_like(tensor[0]) for tensor in self.tensors]
-        return self.buffer
+    def _rows(self, slot: int, is_buffered: bool = False) -> list[Tensor]:
+        """Return the row of each tensor in `slot`, or in the buffer."""
+        return self.buffer if is_buffered else [tensor[slot] for tensor in self.tensors]
 
     def _operation(self, op: Callable[..., Any], row: Tensor, peer: int) -> dist.P2POp:
         here = row

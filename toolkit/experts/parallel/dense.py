@@ -6,13 +6,11 @@ import atexit
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.errors import UserError
 from toolkit.experts.compat import call_before_each_ddp, exclude_from_ddp, holders_of_process_group
 from toolkit.experts.parallel.ownership import is_owned
 
@@ -53,16 +51,6 @@ def leave_out_of_every_ddp() -> None:
     call_before_each_ddp(exclude)
 
 
-def refuse_meta(model: nn.Module) -> None:
-    """Raise UserError for a parameter on the meta device, which has no values to train."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise UserError(
-                f"parameter {name!r} is on the meta device, without values: load the model's weights before prepare, "
-                "as from_pretrained does."
-            )
-
-
 OF_EACH_PROCESS = "batch norm is over each process's part of the batch, unlike in one process: "
 """The beginning of what is said of a model that `has_batch_norm`; how it is made one over all depends on the host."""
 
@@ -89,11 +77,7 @@ def keep_group_longer_than(model: DistributedDataParallel) -> None:
     the GIL and joins its threads, one of which may be waiting for the GIL to free the tensors of its last collective.
     """
     for holder in holders_of_process_group(model):
-        weakref.finalize(holder, _release, model.process_group).atexit = False
-
-
-def _release(_group: dist.ProcessGroup) -> None:
-    pass
+        weakref.finalize(holder, lambda _: None, model.process_group).atexit = False
 
 
 def end_after_gloo_threads() -> None:
@@ -104,12 +88,11 @@ def end_after_gloo_threads() -> None:
     exception"). Gloo cannot be asked whether its threads are done, and a thread that waits for the GIL needs far less
     than this time.
     """
-    atexit.unregister(_give_up_gil)
-    atexit.register(_give_up_gil)
+    atexit.unregister(_GIVE_UP_GIL)
+    atexit.register(_GIVE_UP_GIL)
 
 
-def _give_up_gil() -> None:
-    time.sleep(0.1)
+_GIVE_UP_GIL = partial(time.sleep, 0.1)
 
 
 def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None:

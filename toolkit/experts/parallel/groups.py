@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from toolkit.errors import UserError, require_choice
+from toolkit.errors import UserError, require, require_choice
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node, rows_of_nodes
@@ -62,16 +62,18 @@ class ExpertGroups:
     """None where ranks exchange rows with each other, whichever node they are on."""
 
     @property
-    def expert_dp_size(self) -> int:
-        """Ranks that hold the same experts, this one included."""
-        return 1 if self.expert_dp_group is None else dist.get_world_size(self.expert_dp_group)
-
-    @property
     def ep_groups(self) -> Partition:
         """The ranks of every EP group. All groups have the same placement; the first one, which has rank 0, stands for
         them in checkpoints."""
         world = dist.get_world_size() if dist.is_initialized() else self.ep_size
         return self.partition or strided_partition(world, self.ep_size)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether no lower rank holds the same experts."""
+        if self.ep_size == 1:
+            return rank() == 0
+        return self.expert_dp_group is None or dist.get_rank(self.expert_dp_group) == 0
 
     @property
     def is_in_first_group(self) -> bool:
@@ -81,14 +83,6 @@ class ExpertGroups:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroups:
         """Itself: a copied model is on the same ranks."""
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.ep_group is not None or self.expert_dp_group is not None:
-            raise UserError(
-                "experts on several ranks cannot be pickled, because each process has some of them only: "
-                "use the save(folder) of ExpertParallel, or checkpoint_files.save."
-            )
-        return ExpertGroups, (self.ep_size, self.ep_rank)
 
 
 def make_expert_groups(
@@ -119,8 +113,8 @@ def make_expert_groups(
         >>> stacks = shard_experts(model, groups)
     """
     world = world_size()
-    if ranks is not None and (ep_size, ep_stride) != (None, 1):
-        raise UserError("ranks: ep_size or ep_stride is given, too. Give ranks only, or leave it out.")
+    is_one = ranks is None or (ep_size, ep_stride) == (None, 1)
+    require(is_one, "ranks", ranks, "give no ep_size and no ep_stride with them")
     if ranks is None:
         partition = strided_partition(world, ep_size or max(1, world // ep_stride), ep_stride)
     else:
@@ -182,15 +176,10 @@ def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
 
 
 def _node_groups(partition: Partition) -> NodeGroups:
-    """Returns those of the EP groups in `partition`. A collective; raises UserError on all ranks or on none."""
-    sizes = sorted(set(gather_objects(ranks_per_node(world_size()))))
-    if len(sizes) > 1:
-        raise UserError(
-            f"exchange='hierarchical': nodes have {sizes[0]} to {sizes[-1]} processes: use flat, or start equally many "
-            "on each."
-        )
+    """Return the node groups of the EP groups in `partition`. A collective, which raises UserError on all ranks."""
+    per_node = gather_objects(ranks_per_node(world_size()))
     mine = None
-    for rows in [rows_of_nodes(ep_ranks, sizes[0]) for ep_ranks in partition]:
+    for rows in [rows_of_nodes(ep_ranks, per_node) for ep_ranks in partition]:
         of_nodes = [new_group(row) for row in rows]
         of_places = [new_group(list(column)) for column in zip(*rows, strict=True)]
         for inside, row in zip(of_nodes, rows, strict=True):

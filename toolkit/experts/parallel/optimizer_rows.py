@@ -106,7 +106,7 @@ def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> C
     def end() -> None:
         for parameter in listed:
             if is_owned(parameter):
-                _STEPPED_BY[parameter] = _no_optimizer
+                _STEPPED_BY[parameter] = lambda: None
             else:
                 _STEPPED_BY.pop(parameter, None)
 
@@ -115,10 +115,6 @@ def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> C
     else:
         _STEPPED_BY.update(dict.fromkeys(listed, weakref.ref(optimizer)))
     return end
-
-
-def _no_optimizer() -> None:
-    """Returned for a parameter that no optimizer may step."""
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from toolkit.errors import UserError, require
+from toolkit.errors import require
 from toolkit.experts.options import Options
 from toolkit.experts.placement.placement_options import ExpertExchange
 
@@ -27,25 +27,14 @@ class GroupOptions(Options):
 
 def check_group_size(world: int, ep_size: int, ep_stride: int = 1) -> None:
     """Raise UserError unless `world` processes are EP groups of `ep_size` that are `ep_stride` apart."""
-    if ep_size < 1 or world % ep_size:
-        raise UserError(
-            field="ep_size",
-            value=ep_size,
-            remedy=f"it does not divide the {world} process(es) of this launch: use one of {divisors_text(world)}",
-        )
-    groups = world // ep_size
-    if ep_stride < 1 or groups % ep_stride:
-        raise UserError(
-            field="ep_stride",
-            value=ep_stride,
-            remedy=f"it does not divide the {groups} EP group(s) of {ep_size} among {world} process(es): use one of "
-            f"{divisors_text(groups)}, or another ep_size",
-        )
-
-
-def divisors_text(number: int) -> str:
-    """Such as "1, 2, 4" for 4."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    groups = world // max(ep_size, 1)
+    for field, value, whole, what in (
+        ("ep_size", ep_size, world, f"the {world} process(es) of this launch"),
+        ("ep_stride", ep_stride, groups, f"the {groups} EP group(s) of {ep_size} among {world} process(es)"),
+    ):
+        divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        is_divisor = value >= 1 and whole % value == 0
+        require(is_divisor, field, value, f"it does not divide {what}: use one of {divisors}")
 
 
 class DenseOptions(Options):

@@ -72,7 +72,9 @@ class ReplicaCheck:
         most, least = extremes.cpu() * torch.tensor([1, -1]).view(2, 1, 1)
         of_all = [label for label, at in zip(compared, mine, strict=True) if least[0, at] < 0]
         unused = [name.removeprefix("module.") for name in of_all if not is_owned(compared[name])]
-        if grads and unused and step == 1 and _waits_for_all(self.model):
+        model = self.model
+        waits = isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)
+        if grads and unused and step == 1 and waits:
             raise UserError(
                 f"model: {len(unused)} parameter(s), first {unused[0]!r}, got no gradient in the first step, and DDP "
                 "waits for all. Make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
@@ -115,7 +117,3 @@ def _variants(parameter: nn.Parameter) -> _Variants | None:
         return None
     mesh = parameter.device_mesh
     return _Variants(mesh.get_local_rank(1), [""] * mesh.size(1))
-
-
-def _waits_for_all(model: nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.compat import multiply_each_, norm_of_each
+from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.optimizer_rows import in_use
 from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
 
@@ -98,7 +99,7 @@ class ExpertSync:
             groups = _ownership(parameter).groups
             if parameter.grad is None or groups.expert_dp_group is None:
                 continue
-            grad = in_use(parameter, parameter.grad).div_(groups.expert_dp_size)
+            grad = in_use(parameter, parameter.grad).div_(world_size(groups.expert_dp_group))
             summed = grad.contiguous()
             dist.all_reduce(summed, group=groups.expert_dp_group)
             if summed is not grad:
@@ -132,7 +133,9 @@ class ExpertSync:
         for parameter in parameters:
             if isinstance(parameter.grad, DTensor):
                 shards.append(parameter)
-                sharded_over = sharded_over or _sharded_over(parameter.grad)
+                placements = enumerate(parameter.grad.placements)
+                mesh = parameter.grad.device_mesh
+                sharded_over = sharded_over or [mesh.get_group(dim) for dim, place in placements if place.is_shard()]
             elif parameter.grad is not None:
                 (rows if is_owned(parameter) else replicated).append(parameter)
         listed = replicated + rows + shards
@@ -224,8 +227,3 @@ def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, owner
     out = rows.index_select(0, sent.rows)
     dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)
     return result
-
-
-def _sharded_over(tensor: DTensor) -> list[dist.ProcessGroup]:
-    """Return the groups that hold different parts of `tensor`, one for each sharded dimension of its mesh."""
-    return [tensor.device_mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if place.is_shard()]

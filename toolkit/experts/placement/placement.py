@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from toolkit.errors import UserError, require_choice
+from toolkit.errors import require_choice
 from toolkit.experts.placement.placement_options import InitialPlacement
 
 EMPTY_ROW = -1
@@ -154,62 +155,44 @@ class ExpertPlacement:
 
 
 def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = None) -> ExpertPlacement:
-    """Returns consecutive blocks of experts, the default of most libraries and of this one.
+    """Return consecutive blocks of experts, the default of most libraries; the first ranks have one more if need be.
 
     Args:
-        num_experts: The number of experts.
-        ranks: The ranks of an EP group.
-        slots_per_rank: With it the experts need not divide the ranks: the first ranks take one more, and slots left
-            over are spare. None: as many as experts per rank.
-
-    Raises:
-        UserError: If the experts do not fit.
+        num_experts: Number of experts.
+        ranks: Ranks of an EP group.
+        slots_per_rank: Slots of each rank. Default: as many as the first rank has experts.
     """
-    if slots_per_rank is None:
-        if num_experts % ranks:
-            fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            raise UserError(
-                f"ep_size={ranks}: {num_experts} experts cannot be spread equally over so many ranks; "
-                f"use one of {fitting}, or a multiple of {ranks} experts."
-            )
-        slots_per_rank = num_experts // ranks
-    if num_experts > ranks * slots_per_rank:
-        raise UserError(
-            f"{num_experts} experts do not fit in {slots_per_rank} slot(s) on each of {ranks} rank(s): "
-            f"use at least {-(-num_experts // ranks)} slots per rank."
-        )
     least, more = divmod(num_experts, ranks)
-    rows, first = [], 0
-    for rank in range(ranks):
-        count = least + (rank < more)
-        rows.append((*range(first, first + count), *[EMPTY_ROW] * (slots_per_rank - count)))
-        first += count
-    return ExpertPlacement(tuple(rows))
+    slots = least + (more > 0) if slots_per_rank is None else slots_per_rank
+    ids = iter(range(num_experts))
+    rows = [list(islice(ids, least + (rank < more))) for rank in range(ranks)]
+    return _filled(rows, slots)
 
 
 def initial_placement(
     num_experts: int, ranks: int, kind: InitialPlacement = "contiguous", *, spare_slots: int = 0
 ) -> ExpertPlacement:
-    """Returns where experts are at the start.
+    """Return the placement of experts at the start.
 
     Args:
-        num_experts: The number of experts.
-        ranks: The ranks of an EP group.
+        num_experts: Number of experts.
+        ranks: Ranks of an EP group.
         kind: "contiguous" blocks of experts, as equal as possible, or "round_robin", expert e on rank e mod `ranks`.
-        spare_slots: Empty slots that each rank has more.
+        spare_slots: Further empty slots of each rank.
 
     Raises:
         UserError: For another `kind`.
     """
     require_choice("placement", kind, InitialPlacement)
-    if kind == "round_robin":
-        rows = [list(range(rank, num_experts, ranks)) for rank in range(ranks)]
-        slots = len(rows[0])
-        even = ExpertPlacement(tuple((*row, *[EMPTY_ROW] * (slots - len(row))) for row in rows))
-        return with_spare_slots(even, spare_slots)
-    if num_experts % ranks == 0:
-        return with_spare_slots(contiguous(num_experts, ranks), spare_slots)
-    return contiguous(num_experts, ranks, slots_per_rank=-(-num_experts // ranks) + spare_slots)
+    slots = -(-num_experts // ranks) + spare_slots
+    if kind == "contiguous":
+        return contiguous(num_experts, ranks, slots_per_rank=slots)
+    return _filled([list(range(rank, num_experts, ranks)) for rank in range(ranks)], slots)
+
+
+def _filled(rows: Sequence[Sequence[int]], slots: int) -> ExpertPlacement:
+    """Return the placement with these experts on each rank, and empty slots after them."""
+    return ExpertPlacement(tuple((*row, *[EMPTY_ROW] * (slots - len(row))) for row in rows))
 
 
 def with_spare_slots(placement: ExpertPlacement, per_rank: int) -> ExpertPlacement:
@@ -239,10 +222,8 @@ def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
     A rank that has a replica copies from itself, any other from the owner. Experts that are not in `old` have nothing
     to copy.
     """
-    _same_ranks(old, new)
     found = []
-    for rank, row in enumerate(new.slots):
-        before = old.slots[rank]
+    for rank, (row, before) in enumerate(zip(new.slots, old.slots, strict=True)):
         for slot, expert in enumerate(row):
             if expert == EMPTY_ROW or expert >= old.num_experts or before[slot : slot + 1] == (expert,):
                 continue
@@ -256,11 +237,5 @@ def owner_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
 
     Not a subset of `moves`: a rank whose weights stay in their slot can become the owner.
     """
-    _same_ranks(old, new)
     known = range(min(old.num_experts, new.num_experts))
     return [Move(e, *old.owner(e), *new.owner(e)) for e in known if old.owner(e) != new.owner(e)]
-
-
-def _same_ranks(old: ExpertPlacement, new: ExpertPlacement) -> None:
-    if old.ranks != new.ranks:
-        raise ValueError(f"experts cannot move from {old.ranks} rank(s) to {new.ranks}: the ranks must be the same")

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.routing_log import RoutedForward, RowBytes
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.placement.placement import ExpertPlacement
 
 
@@ -47,7 +47,7 @@ class ModelForwards:
         """The bytes of rows in the last forward that was taken, per layer."""
         self._layers: list[Any] = [model.get_submodule(name) for name in named]
         self._cursors = [stack.log.follow() for stack in self.stacks]
-        self.may_drop = any(getattr(layer, "capacity", None) is not None for layer in self._layers)
+        self.may_drop = any(getattr(layer, "capacity_factor", None) is not None for layer in self._layers)
         """Says whether any layer has a capacity."""
 
     def __len__(self) -> int:
@@ -85,17 +85,15 @@ class ModelForwards:
                 f"{dict(zip(self.names, calls, strict=True))}; record a model that calls each of its layers once."
             )
         for forwards, stack in zip(by_layer, self.stacks, strict=True):
-            forwards += [_without_tokens(stack)] * (max(calls) - len(forwards))
+            no_load_E = torch.zeros_like(stack.log.load_E)
+            none = RoutedForward(stack.placement, no_load_E, None, None, None, RowBytes(0, 0), None)
+            forwards += [none] * (max(calls) - len(forwards))
         by_forward = list(zip(*by_layer, strict=True))
         for index, called in enumerate(calls):
             if called:
                 self.row_bytes[index] = by_layer[index][called - 1].row_bytes
         groups = itertools.groupby(by_forward, key=lambda forward: tuple(layer.placement for layer in forward))
         return [_stack(placements, list(forwards)) for placements, forwards in groups]
-
-
-def _without_tokens(stack: ExpertStack) -> RoutedForward:
-    return RoutedForward(stack.placement, torch.zeros_like(stack.log.load_E), None, None, None, RowBytes(0, 0), None)
 
 
 def _stack(placements: tuple[ExpertPlacement, ...], by_forward: list[tuple[RoutedForward, ...]]) -> Forwards:

@@ -26,17 +26,13 @@ PER_FORWARD = {"received_FLW", "imbalance_FL"}
 class _Sums:
     """Dataclass fields that are arrays: sums over forwards, but for those of `PER_FORWARD`."""
 
-    def parts(self) -> dict[str, NDArray[Any]]:
-        return vars(self)
-
     def then(self, later: Self) -> Self:
-        """Returns these forwards and `later` ones."""
-        before = self.parts()
-        after = later.parts()
+        """Return these forward passes and `later` ones."""
+        after = vars(later)
         return type(self)(
             **{
                 name: np.concatenate([part, after[name]]) if name in PER_FORWARD else part + after[name]
-                for name, part in before.items()
+                for name, part in vars(self).items()
             }
         )
 
@@ -61,12 +57,12 @@ class DispatchCounts(_Sums):
 
     def flat(self) -> Ints:
         """Returns all numbers in one array, for one reduction over ranks."""
-        return np.concatenate([part.ravel() for part in self.parts().values()])
+        return np.concatenate([part.ravel() for part in vars(self).values()])
 
     def unflat(self, numbers: Ints) -> DispatchCounts:
         """Returns the inverse of `flat`, for counts of the same shapes."""
-        ends = np.cumsum([part.size for part in self.parts().values()])[:-1]
-        pieces = zip(np.split(numbers, ends), self.parts().values(), strict=True)
+        ends = np.cumsum([part.size for part in vars(self).values()])[:-1]
+        pieces = zip(np.split(numbers, ends), vars(self).values(), strict=True)
         return DispatchCounts(*[piece.reshape(part.shape) for piece, part in pieces])
 
 
@@ -136,12 +132,12 @@ class Window(_Sums):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sums as JSON values."""
-        return {name: part.tolist() for name, part in self.parts().items()}
+        return {name: part.tolist() for name, part in vars(self).items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
         """Returns the inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
-        parts = {name: np.array(data.get(name, part), dtype=part.dtype) for name, part in like.parts().items()}
+        parts = {name: np.array(data.get(name, part), dtype=part.dtype) for name, part in vars(like).items()}
         parts["imbalance_FL"] = parts["imbalance_FL"].reshape(-1, like.imbalance_FL.shape[1])
         if parts["sent_LWR"].shape != like.sent_LWR.shape:
             parts |= {name: vars(like)[name] for name in ("sent_LWR", "visits_LWR", "crossings_LWR")}
@@ -200,6 +196,12 @@ def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> di
         "moe/rank_balancedness": float(np.nanmean(1 / imbalance_FL)),
         "moe/rank_imbalance_of_sum": float(np.mean([rank_imbalance(load, place) for load, place in pairs])),
     }
+
+
+def rank_loads(window: Window) -> Ints:
+    """Return the rows that each rank's experts computed in each layer, shape (L, W)."""
+    layers, world, group = window.sent_LWR.shape
+    return window.sent_LWR.reshape(layers, world // group, group, group).sum(2).reshape(layers, world)
 
 
 def traffic_metrics(

@@ -46,10 +46,7 @@ class Routes:
         return Routes([[calls[call]] for calls in self.layers])
 
     def __add__(self, later: Routes) -> Routes:
-        """Returns the calls of both, in order: micro-batches of one step. Raises UserError where their layers
-        differ."""
-        if len(self.layers) != len(later.layers):
-            raise UserError(f"routes of {len(self.layers)} and of {len(later.layers)} layers: join those of one model.")
+        """Return the calls of both, in order: micro-batches of one step. Raises ValueError if their layers differ."""
         return Routes([first + second for first, second in zip(self.layers, later.layers, strict=True)])
 
     @classmethod
@@ -65,19 +62,19 @@ class Routes:
             attention_mask: (B, S), nonzero at the tokens of each sequence, padded at either side.
 
         Raises:
-            UserError: If arrays have another number of rows than tokens, or other types.
-            ValueError: If there is not one array for each sequence.
-            RuntimeError: If arrays have different shapes.
+            UserError: Arrays have another number of rows than tokens.
+            ValueError: There is not one array for each sequence.
+            TypeError: Arrays are not of integers.
         """
         mask_BS = torch.as_tensor(np.asarray(attention_mask)).bool()
-        arrays = [_signed(array, index) for index, array in enumerate(routed_experts)]
+        arrays = [_signed(np.asarray(array)) for array in routed_experts]
         ids_BSLK = torch.full((*mask_BS.shape, *arrays[0].shape[1:]), NO_ROUTE, dtype=torch.int64)
         for index, (array, mask_S) in enumerate(zip(arrays, mask_BS, strict=True)):
             tokens = int(mask_S.sum())
             if not tokens - 1 <= len(array) <= tokens:
                 raise UserError(
-                    f"routed_experts[{index}] has {len(array)} rows for {tokens} tokens: take as many, or one less, "
-                    "and fill up what is missing with rows of -1."
+                    f"routed_experts[{index}]: {len(array)} rows for {tokens} tokens. Give as many, or one less, and "
+                    "fill up what is missing with rows of -1."
                 )
             ids_BSLK[index, mask_S.nonzero().flatten()[: len(array)]] = array
         return cls([[layer_TK] for layer_TK in ids_BSLK.flatten(0, 1).unbind(1)])
@@ -90,20 +87,11 @@ class Routes:
 
         Args:
             attention_mask: (B, S), nonzero at the tokens of each sequence.
-
-        Raises:
-            UserError: If there are other numbers of tokens.
         """
         mask_BS = torch.as_tensor(np.asarray(attention_mask)).bool()
-        sequences, length = mask_BS.shape
+        sequences = len(mask_BS)
         layers = []
         for calls in self.layers:
-            tokens = sum(map(len, calls))
-            if tokens not in (sequences * length, sequences * (length - 1)):
-                raise UserError(
-                    f"routes of {tokens} tokens, but attention_mask has the shape {tuple(mask_BS.shape)}: "
-                    "give that of the sequences that were recorded."
-                )
             layers.append(torch.cat([ids_TK.cpu().unflatten(0, (sequences, -1)) for ids_TK in calls], dim=1))
         ids_BSLK = torch.stack(layers, dim=2).to(torch.int32)
         return [ids_SLK[mask_S[: len(ids_SLK)]].numpy() for ids_SLK, mask_S in zip(ids_BSLK, mask_BS, strict=True)]
@@ -112,11 +100,9 @@ class Routes:
         """Returns the fraction of assignments whose expert is none of the token's experts in `other`; 0 where all
         agree.
 
-        Tokens without a route are left out. Raises UserError for routes of other shapes.
+        Tokens without a route are left out.
         """
         mine, its = ([ids_TK for calls in routes.layers for ids_TK in calls] for routes in (self, other))
-        if [ids_TK.shape for ids_TK in mine] != [ids_TK.shape for ids_TK in its]:
-            raise UserError("routes of other layers, calls or tokens cannot be compared: record both on one batch.")
         kept = compared = 0
         for ids_TK, other_TK in zip(mine, its, strict=True):
             other_TK = other_TK.to(ids_TK.device)
@@ -127,15 +113,9 @@ class Routes:
         return 1 - kept / compared if compared else 0.0
 
 
-def _signed(routed_experts: ArrayLike, index: int) -> Int[Tensor, "S L K"]:
+def _signed(array: NDArray[Any]) -> Int[Tensor, "S L K"]:
     """int64, -1 in rows that are filled with the largest value of an unsigned type."""
-    array = np.asarray(routed_experts)
-    if array.ndim != 3 or array.dtype.kind not in "iu":
-        raise UserError(
-            f"routed_experts[{index}] has the shape {array.shape} and type {array.dtype}: "
-            "give integers of shape (length, layers, K)."
-        )
-    ids_SLK = array.astype(np.int64)
+    ids_SLK = array.astype(np.int64, casting="same_kind")
     if array.dtype.kind == "u":
         ids_SLK[(array == np.iinfo(array.dtype).max).all(-1)] = NO_ROUTE
     return torch.from_numpy(ids_SLK)
@@ -242,31 +222,22 @@ class RouteHook:
             return None if replaying() else self._of_first_run()
         if self._replayed is None:
             return None
-        if self._next == len(self._replayed):
+        recorded = [len(call.ids_TK) for call in self._replayed]
+        if recorded[self._next : self._next + 1] != [tokens]:
             raise UserError(
-                f"layer {self.layer!r} is called {self._next + 1} times, but there are routes of {self._next} calls: "
-                "replay as many forwards as were recorded."
-            )
-        found = self._replayed[self._next]
-        if len(found.ids_TK) != tokens:
-            raise UserError(
-                f"call {self._next + 1} of layer {self.layer!r} has {tokens} tokens, but its routes are of "
-                f"{len(found.ids_TK)}: replay the recorded batches in their order."
+                f"routes: call {self._next + 1} of layer {self.layer!r} has {tokens} tokens, but the recorded calls "
+                f"have {recorded}. Replay the recorded batches in their order."
             )
         self._next += 1
-        return found
+        return self._replayed[self._next - 1]
 
     def check(self, fixed: Given, top_k: int, choices: int) -> None:
-        """Raises UserError where the router takes other numbers of experts than `fixed` has."""
-        if fixed.ids_TK.shape[1] != top_k:
+        """Raise UserError if the router takes other numbers of experts than `fixed` has."""
+        recorded_k = fixed.ids_TK.shape[1]
+        if recorded_k != top_k or fixed.largest >= choices:
             raise UserError(
-                f"routes have {fixed.ids_TK.shape[1]} experts per token, but layer {self.layer!r} takes {top_k}: "
-                "take those of the same model."
-            )
-        if fixed.largest >= choices:
-            raise UserError(
-                f"routes name expert {fixed.largest}, but layer {self.layer!r} has {choices}: "
-                "take those of the same model."
+                f"routes: {recorded_k} experts per token, up to expert {fixed.largest}, but layer {self.layer!r} takes "
+                f"{top_k} of {choices}. Use routes of the same model."
             )
 
     def end(self, ids_TK: Int[Tensor, "T K"]) -> None:

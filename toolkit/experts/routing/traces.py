@@ -106,11 +106,7 @@ def read_trace(path: Path) -> Trace:
                 for change in metadata.pop("placements")
             ]
             if metadata["format"] != FORMAT:
-                raise UserError(f"trace {path} has format {metadata['format']}: record it anew for format {FORMAT}.")
-    except FileNotFoundError:
-        raise UserError(f"trace {path} does not exist: record one with record_traces, or a TraceRecorder.") from None
-    except UserError:
-        raise
+                raise ValueError(f"format {metadata['format']} instead of {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read as a trace ({error}): give one that a TraceRecorder wrote.") from None
+        raise UserError(f"{path}: cannot be read as a trace ({error}). Record one with a TraceRecorder.") from None
     return Trace(load_FLSE, step_F, placements, metadata)

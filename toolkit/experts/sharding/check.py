@@ -1,12 +1,9 @@
-"""Whether sharding an experts module would change what it computes: tried on a few rows before anything is changed.
-
-T tokens, D model width, E experts, K experts per token, S slots of a rank, N (token, expert) pairs.
-"""
+"""Check experts before they are sharded: all that would go wrong without an error, before anything is changed."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,15 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError, one_line
 from toolkit.experts.layer.dispatcher import LocalDispatcher
-from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.sharding.experts_modules import compute_rows
-
-Forward = Callable[..., Tensor]
-"""Of an experts module: (hidden (T, D), expert ids (T, K), weights (T, K)) to (T, D)."""
+from toolkit.experts.layer.moe_layer import MoE
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.sharding.call import Forward, compute_rows
+from toolkit.experts.sharding.find import num_experts, outside_wrappers, stacked_parameters
 
 TOKENS = 6
 FEW = 4
-"""Experts that get memory for the check."""
+"""Experts that get memory for the trial."""
 MOST_TOKENS = 8
 """Tokens at a time when every expert is called, because some modules copy the rows of each token's experts."""
 IN_ROWS = "keep what differs between experts in parameters with a row for each expert"
@@ -33,32 +29,66 @@ MOST_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05,
 """The largest relative difference by precision; parts may compute in another. A mismatch is a tenth or more."""
 
 
+def check_experts(
+    model: nn.Module, layers: Mapping[str, nn.Module], placements: Mapping[str, ExpertPlacement]
+) -> dict[str, Forward]:
+    """Check that the `layers` of `model` can be sharded by `placements`, and compute the same afterwards.
+
+    Returns:
+        The forward of each experts module with the arguments (hidden, expert ids, weights), in this order.
+
+    Raises:
+        UserError: They cannot. The same on every rank.
+    """
+    if fault := next(_faults(model, layers, placements), None):
+        raise UserError(fault)
+    return {name: _tried(name, module) for name, module in layers.items() if not isinstance(module, MoE)}
+
+
+def _faults(
+    model: nn.Module, layers: Mapping[str, nn.Module], placements: Mapping[str, ExpertPlacement]
+) -> Iterator[str]:
+    """Yield a message for experts that are sharded already, share a parameter, or have a placement of others."""
+    holder_of: dict[int, str] = {}
+    own = tuple(f"{outside_wrappers(name)}." if name else "" for name in layers)
+    for name, module in model.named_modules():
+        if not f"{name}.".startswith(own):
+            holder_of |= {id(p): f"{name}.{key}" for key, p in module.named_parameters(recurse=False)}
+    for name, module in layers.items():
+        stack: Any = vars(module).get("expert_stack")
+        parameters = stacked_parameters(module)[0].values()
+        is_ours_and_whole = isinstance(module, MoE) and stack is not None and stack.groups.ep_size == 1
+        if (stack is not None and not is_ours_and_whole) or any(isinstance(p, DTensor) for p in parameters):
+            yield f"model: the experts at {name!r} are sharded already. Give a model that is not."
+        for parameter in parameters:
+            if (first := holder_of.setdefault(id(parameter), name)) != name:
+                yield (
+                    f"model: the experts at {name!r} share a parameter with {first!r}, and each rank would keep a part "
+                    "of it. Use one module in both places, or parameters for each."
+                )
+        if (placed := placements[name].num_experts) != num_experts(module):
+            yield f"placement: {placed} experts for {name!r}, which has {num_experts(module)}. Place each once."
+
+
 @torch.no_grad()
-def check_experts(name: str, module: nn.Module) -> Forward:
-    """Check that `module` computes the same when each rank calls it with its own experts only.
+def _tried(name: str, module: nn.Module) -> Forward:
+    """Try whether `module` computes the same when each rank calls it with its own experts only.
 
     Meanwhile its parameters have random rows, and buffers with a row per expert random values, in evaluation mode.
 
-    Args:
-        name: The module's name within the model.
-        module: An experts module, whose forward may take the weights before the ids.
-
     Returns:
         The forward of (hidden, expert ids, weights), in this order.
-
-    Raises:
-        UserError: The module cannot be called so, or would compute something else. The same on every rank.
     """
     own: Forward = module.forward
     first = next(module.parameters(recurse=False))
-    if first.is_meta or isinstance(first, DTensor) or first.dtype not in MOST_ROUNDING:
+    if first.is_meta or first.dtype not in MOST_ROUNDING:
         return own  # no values to compute with yet, or quantised
     weights_first: Any = partial(_weights_first, own)
     weights_first.__signature__ = inspect.signature(own)
     refusal: UserError | None = None
     for forward in (own, weights_first):
         try:
-            _Check(f"the experts at {name!r} ({type(module).__name__})", module, forward).run()
+            _Trial(f"model: the experts at {name!r} ({type(module).__name__})", module, forward).run()
         except UserError as error:
             refusal = refusal or error
         else:
@@ -71,7 +101,7 @@ def _weights_first(forward: Forward, hidden: Tensor, ids: Tensor, weights: Tenso
     return forward(hidden, weights, ids)
 
 
-class _Check:
+class _Trial:
     """A trial of one experts module by one order of its arguments."""
 
     def __init__(self, kind: str, module: nn.Module, forward: Forward):
@@ -79,6 +109,12 @@ class _Check:
         self.experts = int(module.num_experts)  # type: ignore[arg-type]
         self.like = next(module.parameters(recurse=False)).data
         self.draws = torch.Generator().manual_seed(0)
+        self.buffers = {
+            key: value
+            for key, value in module.named_buffers()
+            if value.ndim > 0 and len(value) == self.experts and value.is_floating_point()
+        }
+        """Buffers with a row per expert."""
 
     def run(self) -> None:
         few = min(self.experts, FEW)
@@ -147,11 +183,10 @@ class _Check:
     def _require_equal(self, expected: Tensor, found: Tensor, remedy: str) -> None:
         difference = ((found - expected).norm() / expected.norm()).item()
         if not difference <= MOST_ROUNDING[self.like.dtype]:  # NaN if no expert was found
-            buffers = [key for key, value in self.module.named_buffers() if self._has_rows(value)]
-            held = f", and buffer {buffers[0]!r} is not moved with them" if buffers else ""
+            held = f", and buffer {next(iter(self.buffers))!r} is not moved with them" if self.buffers else ""
             raise UserError(
                 f"{self.kind} compute something else when they are sharded{held} (relative difference "
-                f"{difference:.2g}): {remedy}."
+                f"{difference:.2g}). {remedy[0].upper()}{remedy[1:]}."
             )
 
     def _tokens(self, number: int, width: int) -> Tensor:
@@ -169,17 +204,16 @@ class _Check:
 
     @contextmanager
     def _random_buffers(self) -> Iterator[None]:
-        buffers = [value for value in self.module.buffers() if self._has_rows(value)]
-        before, was_training = [value.clone() for value in buffers], self.module.training
+        before, was_training = {key: value.clone() for key, value in self.buffers.items()}, self.module.training
         try:
-            for value in buffers:
+            for value in self.buffers.values():
                 value.copy_(self._random_rows(self.experts, value))
             self.module.eval()
             yield
         finally:
             self.module.train(was_training)
-            for value, whole in zip(buffers, before, strict=True):
-                value.copy_(whole)
+            for key, value in self.buffers.items():
+                value.copy_(before[key])
 
     @contextmanager
     def _having(self, experts: int, rows: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -195,6 +229,3 @@ class _Check:
             for parameter, data in whole:
                 parameter.data = data
             self.module.num_experts = before
-
-    def _has_rows(self, value: Tensor) -> bool:
-        return value.ndim > 0 and len(value) == self.experts and value.is_floating_point()

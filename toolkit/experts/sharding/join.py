@@ -17,7 +17,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
-from toolkit.experts.sharding.experts_modules import outside_wrappers
+from toolkit.experts.sharding.find import outside_wrappers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOST_LAYERS = 1 << 30

@@ -9,8 +9,7 @@ from torch import nn
 
 from toolkit.errors import require_choice
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.sharding.experts_modules import outside_wrappers, routers
-from toolkit.experts.sharding.shard import require_experts
+from toolkit.experts.sharding.find import outside_wrappers, require_experts, routers
 
 Part = Literal["router", "experts", "rest"]
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
 from toolkit.experts.routing.routes import RouteHook, Routes, given
-from toolkit.experts.sharding.experts_modules import experts_modules, num_experts, outside_wrappers
-from toolkit.experts.sharding.layouts import has_fused_tables
+from toolkit.experts.sharding.adapt import has_fused_tables
+from toolkit.experts.sharding.find import experts_modules, num_experts, outside_wrappers
 
 
 @contextmanager
@@ -73,8 +73,8 @@ def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
     hooks = route_hooks(model)
     layers = _layers_with_experts(model, list(hooks), routes)
     calls = [[given(name, ids_TK) for ids_TK in layer] for name, layer in zip(hooks, layers, strict=True)]
-    for name in hooks:
-        _require_same_drops(name, model)
+    if dropping := next((n for n in hooks if getattr(model.get_submodule(n), "capacity_factor", None)), None):
+        require(not model.training, "capacity_factor", dropping, "may drop other pairs than recorded. Leave it out")
     for hook, of_layer in zip(hooks.values(), calls, strict=True):
         hook.replay(of_layer)
     try:
@@ -135,15 +135,6 @@ def _block_of(experts: str, model: nn.Module) -> nn.Module:
     while name and len(list(model.get_submodule(name).children())) == 1:  # DBRX's tables are further inside
         name = name.rpartition(".")[0]
     return model.get_submodule(name)
-
-
-def _require_same_drops(name: str, model: nn.Module) -> None:
-    capacity = getattr(model.get_submodule(name), "capacity", None)
-    if capacity is not None and capacity.policy == "probs" and model.training:
-        raise UserError(
-            f"drop_policy: layer {name!r} would drop other pairs than the recorded forward pass did. "
-            'Leave out the capacity, or use drop_policy="position".'
-        )
 
 
 def _layers_with_experts(model: nn.Module, names: list[str], routes: Routes) -> list[list[Tensor]]:

@@ -248,17 +248,13 @@ class Saved(NamedTuple):
 
 def read(path: Path) -> Saved:
     """Read the checkpoint at `path`. A collective. Raises UserError for another format."""
-
-    def on_this_rank() -> Saved:
-        about = manifest.read_manifest(path)
-        if about["format"] != FORMAT:
-            raise UserError(
-                f"{path}: has format {about['format']}, and this version reads format {FORMAT}. Use the version that "
-                "wrote it, or another folder."
-            )
-        return Saved(path, about, read_state(path))
-
-    return on_main(on_this_rank)
+    about, state = on_main(lambda: (manifest.read_manifest(path), read_state(path)))
+    if about["format"] != FORMAT:
+        raise UserError(
+            f"{path}: has format {about['format']}, and this version reads format {FORMAT}. Use the version that "
+            "wrote it, or another folder."
+        )
+    return Saved(path, about, state)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -335,7 +331,7 @@ def _describe(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
         "name": _names(optimizers),
         "scaler": None if scaler is None else scaler.state_dict(),
         "groups": [
-            {key: _plain(value) for key, value in group.items() if _is_plain(value)}
+            {key: v.item() if isinstance(v, Tensor) else v for key, v in group.items() if _is_plain(v)}
             | {PARAMETERS: [names[parameter] for parameter in group[PARAMETERS]]}
             for group in _groups(optimizers)
         ],
@@ -385,7 +381,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(isinstance(each, int | float | str | None) for each in value)
     return isinstance(value, int | float | str | None) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -69,7 +68,7 @@ def tensors_to_write(
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if is_main():  # a gathered tensor at once, so that no device holds two
                     files[file][key] = value if whole is value else whole.cpu()
-        elif _writes_rows(ownership):
+        elif ownership.groups.is_first_replica:
             for uid, row in _owned(ownership).items():
                 files[rows_file][f"{name}/{uid}"] = parameter[row : row + 1]
                 for key, value in state.items():
@@ -161,14 +160,6 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _owned(ownership: Ownership) -> dict[int, int]:
     """uid -> row of the rows that this rank steps and saves."""
     return {uid: row for row, uid in enumerate(ownership.row_ids) if ownership.owns[row]}
-
-
-def _writes_rows(ownership: Ownership) -> bool:
-    """Whether this rank saves its rows: the first rank of its expert data-parallel group does."""
-    if ownership.groups.ep_size == 1:
-        return is_main()
-    group = ownership.groups.expert_dp_group
-    return group is None or dist.get_rank(group) == 0
 
 
 # --- into a model ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm, refuse_meta
+from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_strangers
@@ -167,7 +167,6 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 "prepare: the model or an optimizer was prepared by accelerator.prepare. "
                 "Call ExpertParallel's prepare instead, once, and evaluate what it returns."
             )
-        refuse_meta(model)
         for each in optimizers:
             refuse_strangers(model, each)
         if optimizers and has_stepped(optimizers[0]):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import RowsInFiles, rows_of, stacked
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.sharding.experts_modules import LowRank
+from toolkit.experts.sharding.call import LowRank
 from toolkit.experts.sharding.libraries import Library, library_that_multiplies
 from toolkit.integrations.peft.verify import describe_adapters, write_records
 

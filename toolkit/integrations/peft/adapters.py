@@ -13,7 +13,7 @@ from torch import nn
 from toolkit.errors import require
 from toolkit.experts.options import Options
 from toolkit.experts.parallel.seeding import derive_seed
-from toolkit.experts.sharding.experts_modules import experts_modules, routers
+from toolkit.experts.sharding.find import experts_modules, routers
 from toolkit.experts.sharding.libraries import library_that_multiplies
 from toolkit.experts.sharding.parameter_groups import parameter_groups
 

@@ -1,7 +1,7 @@
 """Integration with transformers: MoE models loaded, watched, placed and saved."""
 
 from toolkit.experts.moving.migrate import place_experts
-from toolkit.experts.sharding.experts_modules import experts_modules, routers
+from toolkit.experts.sharding.find import experts_modules, routers
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import causal_lm, recompute_blocks
 from toolkit.integrations.transformers.lazy_loading import experts_in_files

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
-from toolkit.experts.sharding.experts_modules import LowRank, in_order_of_slots, slots_of_rows
+from toolkit.experts.sharding.call import LowRank, in_order_of_slots, slots_of_rows
 from toolkit.integrations.transformers.compat import apply_gate, has_default_gate, register_experts_function
 from toolkit.integrations.transformers.cpu_offload import is_on_host, rows_on
 from toolkit.integrations.transformers.quantization import is_packed, unpacked

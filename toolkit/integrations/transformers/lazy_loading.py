@@ -28,7 +28,7 @@ from toolkit.errors import UserError, require_choice
 from toolkit.experts.compat import move_as_usual, move_by
 from toolkit.experts.layer.stack import RowsInFiles, as_in_files, clear_empty, stacked
 from toolkit.experts.parallel.collectives import together
-from toolkit.experts.sharding.shard import require_experts, stacked_parameters
+from toolkit.experts.sharding.find import require_experts, stacked_parameters
 from toolkit.integrations.transformers.compat import experts_implementation, mark_as_loaded, weights_loaded_by
 from toolkit.integrations.transformers.cpu_offload import keep_on_host, page_locked
 from toolkit.integrations.transformers.kernel import NAME, projections

@@ -1,6 +1,6 @@
 """What the routers of a transformers model decide, for `RouterPenalty`.
 
-No model family is named: experts and routers are what `toolkit.experts.sharding.experts_modules` finds, and a router
+No model family is named: experts and routers are what `toolkit.experts.sharding.find` finds, and a router
 returns (logits, weights, ids).
 """
 
@@ -17,7 +17,7 @@ from toolkit.experts.layer.model_inputs import counted_tokens, model_adds_balanc
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
 from toolkit.experts.layer.router import Routing
 from toolkit.experts.layer.routing_log import Choices
-from toolkit.experts.sharding.experts_modules import routers, rows_of_router
+from toolkit.experts.sharding.find import routers, rows_of_router
 
 
 class RouterWatch:
@@ -30,8 +30,6 @@ class RouterWatch:
         self.is_sigmoid: bool | None = None
         """Whether it scores by the sigmoid of each logit and not by a softmax; None until a forward tells."""
         self.routing: Routing | None = None
-        self.sequence_length: int | None = None
-        """transformers flattens sequences before its routers see them."""
         self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
         """int64: assignments per expert on this rank in the last forward, in training or not, without padding."""
         self.model_balances = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.seeding import generator
-from toolkit.experts.sharding.experts_modules import experts_modules, routers
+from toolkit.experts.sharding.find import experts_modules, routers
 from toolkit.integrations.transformers.language_models import causal_lm
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Callbacks for load balancing: by router bias, and by a balance loss over the whole global batch."""
+"""Callbacks for load balancing: router bias, and a balance loss over the global batch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from torch import nn
 from toolkit.experts.layer.losses import RouterPenalty, global_load
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.layer.routing_log import take_loads
-from toolkit.experts.layer.stack import expert_stacks
-from toolkit.run.config.experts import MoERunConfig
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from toolkit.data.table import Batch
-    from toolkit.run.run import Run
     from toolkit.train.trainer import Trainer
 
 
@@ -47,11 +44,12 @@ class BiasBalancing(Callback):
 
 
 class WholeStepBalance(Callback):
-    """Takes the balance loss, with gradient accumulation, over the global batch and not over each micro-batch.
+    """Computes the balance loss over the global batch if gradients are accumulated, not over each micro-batch.
 
-    The loss multiplies loads with probabilities, so it is no sum over micro-batches: the backward of the first needs
-    the loads of the last. This callback first runs the forwards of all micro-batches without gradients to count loads.
-    Without it, each micro-batch (over all ranks) is balanced by itself, which is cheaper and a slightly different loss.
+    The loss multiplies loads with probabilities, so it is no sum over micro-batches: the backward pass of the first one
+    needs the loads of the last one. This callback counts loads in a forward pass of all micro-batches without
+    gradients, which leaves the model's buffers as they were. Without it, each micro-batch (over all ranks) is balanced
+    separately, which is cheaper and a slightly different loss.
     """
 
     def __init__(self, penalty: RouterPenalty):
@@ -60,43 +58,20 @@ class WholeStepBalance(Callback):
     @torch.no_grad()
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
         penalty = self.penalty
-        linear = not penalty.layers or penalty.balance_weight == 0 or penalty.balance_scope != "global"
-        if len(micro_batches) == 1 or linear:
+        if len(micro_batches) == 1 or not penalty.layers or penalty.balance_weight == 0:
             return
+        # A forward pass in training mode changes buffers, such as the running statistics of batch norm.
+        before = {name: buffer.clone() for name, buffer in trainer.raw_model.named_buffers()}
         loads = []
         for index, batch in enumerate(micro_batches):
             trainer.seed_micro_batch(index)
             with trainer.run.accelerator.autocast():
                 trainer.task.evaluate(trainer.raw_model, batch)
             loads.append(global_load(self.penalty.layers))
-        self.penalty.step_load_LE = torch.stack(loads).sum(0)
+        penalty.step_load_LE = torch.stack(loads).sum(0)
+        for name, buffer in trainer.raw_model.named_buffers():
+            if name in before and before[name].shape == buffer.shape:  # not a cache that grew
+                buffer.copy_(before[name])
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:  # noqa: ARG002
         self.penalty.step_load_LE = None
-
-
-def router_penalty(run: Run, model: nn.Module, steps: int) -> RouterPenalty | None:
-    """Return the losses of the routers in `model` that the config asks for, in a run of `steps` optimizer steps.
-
-    Name the settings that the model does not take: those of a router or a layer are given when it is built.
-    """
-    config, layers = run.config, moe_layers(model)
-    if not isinstance(config, MoERunConfig):
-        return None
-    if others := ", ".join(sorted(expert_stacks(model).keys() - layers.keys())):
-        run.note(f"balance={config.balance}, balance_weight, z_weight and capacity_factor: have no effect on {others}.")
-    for name, layer in layers.items():
-        built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity and layer.capacity.factor}
-        for field, value in built.items():
-            if getattr(config, field) != value:
-                run.note(f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}.")
-    weight = config.balance_weight_in(steps)
-    if weight > config.balance_weight:
-        run.print(f"the balance loss has the weight {weight:.2g}, because the run has {steps:,} steps only")
-    return RouterPenalty(model, balance_weight=weight, z_weight=config.z_weight)
-
-
-def balance_callbacks(model: nn.Module, penalty: RouterPenalty | None) -> list[Callback]:
-    """Return what balances the experts in `model` besides `penalty`."""
-    whole_step = [] if penalty is None else [WholeStepBalance(penalty)]
-    return [*whole_step, BiasBalancing(model)]

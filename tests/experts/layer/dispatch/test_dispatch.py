@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from toolkit.experts.layer.rows import copies_for_peers, sort_by_slot
+from toolkit.experts.layer.rows import sort_by_slot
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 
@@ -51,28 +51,6 @@ def test_edges_of_the_order(
     assert order.source.tolist() == [assignment // len(slots_TK[0]) for assignment in pair]
     assert order.place.tolist() == place
     assert order.first.tolist() == first
-
-
-def test_rows_are_copied_by_peer_and_then_by_token() -> None:
-    """t0 visits peers 0 and 2, t1 none, t2 peers 0, 1 and 2: copies t0 t2 | t2 | t0 t2."""
-    copies = copies_for_peers(torch.tensor([[True, False, True], [False] * 3, [True] * 3]), 5)
-    assert copies.source.tolist() == [0, 2, 2, 0, 2]
-    assert copies.place.tolist() == [0, 3, 1, 2, 4]
-    assert copies.first.tolist() == [0, 2, 2]
-
-
-def test_rows_arrive_in_slot_order_and_return_weighted() -> None:
-    """t0 -> experts 2, 0; t1 -> experts 0, 1. Rows: t0 t1 | t1 | t0. Expert e multiplies by e + 1."""
-    x_TD = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
-    dispatcher = LocalDispatcher(contiguous(3, 1))
-    weights_TK = torch.tensor([[0.5, 0.5], [0.75, 0.25]])
-    rows, dispatched = dispatcher.dispatch(x_TD, torch.tensor([[2, 0], [0, 1]]), weights_TK)
-    assert rows.tolist() == [[1, 2], [10, 20], [10, 20], [1, 2]]
-    assert dispatched.rows_per_slot.tolist() == dispatched.plan.load_E.tolist() == [2, 1, 1]
-    rows = rows * torch.tensor([[1.0], [1.0], [2.0], [3.0]])
-    y_TD = dispatcher.combine(rows, dispatched)
-    # t0: 0.5 * 3 + 0.5 * 1 = 2; t1: 0.75 * 1 + 0.25 * 2 = 1.25.
-    assert y_TD.tolist() == [[2, 4], [12.5, 25]]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -131,11 +109,12 @@ def draw(case: str, rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, 
     """Tokens, expert ids, weights and output gradient of one rank."""
     generator = torch.Generator().manual_seed(rank)
     tokens = {"ragged": 3 + 5 * rank, "no tokens on rank 0": 6 if rank else 0, "no tokens anywhere": 0}.get(case, 6)
-    ids_TK = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
-    if case == "all to the last rank":
+    top_k = 1 if case == "top-1 to the last rank" else TOP_K
+    ids_TK = torch.rand(tokens, EXPERTS, generator=generator).topk(top_k).indices
+    if case.endswith("to the last rank"):
         per_rank = EXPERTS // world
         ids_TK = EXPERTS - per_rank + ids_TK % per_rank
-    draws = (torch.randn(tokens, n, dtype=torch.float64, generator=generator) for n in (DIM, TOP_K, DIM))
+    draws = (torch.randn(tokens, n, dtype=torch.float64, generator=generator) for n in (DIM, top_k, DIM))
     x_TD, weights_TK, grad_TD = (draw.to(dtype) for draw in draws)
     return x_TD, ids_TK, weights_TK, grad_TD
 
@@ -163,7 +142,14 @@ def train(
     return found | {"load": dispatched.plan.load_E}
 
 
-CASES = ("even", "ragged", "no tokens on rank 0", "all to the last rank", "no tokens anywhere")
+CASES = (
+    "even",
+    "ragged",
+    "no tokens on rank 0",
+    "all to the last rank",
+    "top-1 to the last rank",
+    "no tokens anywhere",
+)
 SLOT_OF_EXPERT = [3, 0, 6, 1, 7, 2, 4, 5]
 
 

@@ -3,8 +3,6 @@
 A layer calls `stack_experts`, `sorted_experts` or `batched_experts` in its `__init__`: see `docs/experts/own_layer.md`.
 `adapt_experts` finds two layouts of transformers by their parts: experts that take an equal batch each and are weighted
 at their input (Llama 4), and tables with the rows of all experts one after another (DBRX). Names in state dicts stay.
-
-T tokens, D model width, F hidden width, E experts, K experts per token, S slots of a rank, N (token, expert) pairs.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.grouped_mm import padded_places
-from toolkit.experts.sharding.experts_modules import in_order_of_slots
+from toolkit.experts.layer.grouped_mm import in_equal_batches
+from toolkit.experts.sharding.call import in_order_of_slots
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -54,7 +52,7 @@ def sorted_experts(module: Any) -> Any:
     experts, tables = int(module.num_experts), list(module.parameters(recurse=False))
     if all(table.ndim == 2 and len(table) > experts and len(table) % experts == 0 for table in tables):
         _split_tables(module, tables)
-    module.forward = partial(in_order_of_slots, _sorted, module)
+    module.forward = partial(in_order_of_slots, type(module).forward, module)
     return module
 
 
@@ -63,13 +61,17 @@ def batched_experts(module: Any) -> Any:
 
     Args:
         module: Has `num_experts` and parameters with a row per expert, such as operands of `einsum` or `bmm`. Batches
-            are padded with zeros, whose outputs are dropped.
+            are filled up with zeros, whose outputs are dropped.
 
     Returns:
         `module`.
     """
-    module.forward = partial(in_order_of_slots, _equal_batches, module)
+    module.forward = partial(in_order_of_slots, _in_batches, module)
     return module
+
+
+def _in_batches(module: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
+    return in_equal_batches(partial(type(module).forward, module), rows_ND, rows_per_slot)
 
 
 class StackedExperts(nn.Module):
@@ -101,15 +103,15 @@ class StackedExperts(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T K"], weights: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
-        """(T, D): the weighted sum of each token's expert outputs."""
-        return in_order_of_slots(_equal_batches, self, hidden, expert_ids, weights)
+        """Return the weighted sum of each token's expert outputs, shape (T, D)."""
+        return in_order_of_slots(StackedExperts.compute, self, hidden, expert_ids, weights)
 
-    def compute_batches(self, batches: Float[Tensor, "S rows D"]) -> Float[Tensor, "S rows D"]:
-        """(S, rows, D): the outputs of each slot's expert for its batch of rows."""
+    def compute(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+        """Return the outputs (N, D) of the experts for rows in order of slots."""
         one = self._one[0].train(self.training)
         parameters = {name: getattr(self, stacked) for stacked, name in self._names.items()}
         call = torch.func.vmap(partial(torch.func.functional_call, one), randomness="different")
-        return call(parameters, batches)
+        return in_equal_batches(partial(call, parameters), rows_ND, rows_per_slot)
 
 
 def _stack_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -120,24 +122,6 @@ def _stack_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             rows.append(row)
         if rows:
             state[prefix + stacked] = torch.stack(rows)
-
-
-def _sorted(module: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
-    return type(module).forward(module, rows_ND, rows_per_slot)
-
-
-def _equal_batches(
-    experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]
-) -> Float[Tensor, "N D"]:
-    """(N, D): the outputs of `experts` for rows in order of slots, padded with zeros to the longest slot.
-
-    There is one host sync per forward, to learn the longest.
-    """
-    place_N, most = padded_places(rows_per_slot, len(rows_ND))
-    filled = rows_ND.new_zeros(len(rows_per_slot) * most, rows_ND.shape[1]).index_copy(0, place_N, rows_ND)
-    batches = filled.view(len(rows_per_slot), most, rows_ND.shape[1])
-    compute = getattr(experts, "compute_batches", None) or partial(type(experts).forward, experts)
-    return compute(batches).reshape(filled.shape)[place_N]
 
 
 # --- layouts of transformers ----------------------------------------------------------------------------------------
@@ -158,10 +142,6 @@ def adapt_experts(model: nn.Module) -> None:
             module.forward = partial(_call_part, module)
 
 
-def _arguments(module: Any) -> int:
-    return len(inspect.signature(module.forward).parameters)
-
-
 def _is_scaled_at_input(block: Any) -> bool:
     experts = getattr(block, "experts", None)
     return (
@@ -169,7 +149,7 @@ def _is_scaled_at_input(block: Any) -> bool:
         and {name for name, _ in block.named_children()} == {"experts", "router", "shared_expert"}
         and {"gate_up_proj", "down_proj"} == {name for name, _ in experts.named_parameters()}
         and hasattr(block, "top_k")
-        and _arguments(experts) == 1
+        and len(inspect.signature(experts.forward).parameters) == 1
     )
 
 
@@ -187,12 +167,12 @@ def has_fused_tables(experts: Any) -> bool:
     """Whether the rows of all experts are one after another, in the tables of the only child of `experts`."""
     number, width = getattr(experts, "num_experts", None), getattr(experts, "ffn_hidden_size", None)
     parts = list(experts.children())
-    if not isinstance(number, int) or not isinstance(width, int) or len(parts) != 1 or _arguments(experts) != 3:
+    if not isinstance(number, int) or not isinstance(width, int) or len(parts) != 1:
         return False
-    tables = list(experts.parameters())
-    return len(tables) == len(list(parts[0].parameters(recurse=False))) == _arguments(parts[0]) - 1 and all(
-        table.ndim == 2 and len(table) == number * width for table in tables
-    )
+    tables, own = list(experts.parameters()), list(parts[0].parameters(recurse=False))
+    arguments = [len(inspect.signature(module.forward).parameters) for module in (experts, parts[0])]
+    is_flat = all(table.ndim == 2 and len(table) == number * width for table in tables)
+    return arguments == [3, 1 + len(own)] and len(tables) == len(own) and is_flat
 
 
 def _split_tables(module: Any, tables: list[nn.Parameter]) -> None:
@@ -202,18 +182,13 @@ def _split_tables(module: Any, tables: list[nn.Parameter]) -> None:
     module.has_split_tables = True
 
 
-def has_split_tables(experts: nn.Module) -> bool:
-    """Whether files have the rows of these experts one after another, in flat tables."""
-    return "has_split_tables" in vars(experts)
-
-
-def _call_part(experts: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+def _call_part(experts: Any, *args: Tensor) -> Tensor:
     (part,) = experts.children()
-    return part(hidden, expert_ids, weights)
+    return part(*args)
 
 
 def _one_by_one(part: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
-    """(N, D): the part's own forward of (rows, one expert's tables), called expert by expert. With a host sync."""
+    """Return the part's own forward of (rows, one expert's tables), called expert by expert. With a host sync."""
     tables = list(part.parameters())
     by_slot = enumerate(rows_ND.split(rows_per_slot.tolist()))
     return torch.cat([type(part).forward(part, rows, *(table[slot] for table in tables)) for slot, rows in by_slot])

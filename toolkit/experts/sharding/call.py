@@ -1,0 +1,97 @@
+"""Call an experts module with rows in order of slots, on whichever ranks its experts are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.errors import UserError
+from toolkit.experts.layer.dispatcher import LocalDispatcher
+from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
+from toolkit.experts.layer.routing_log import Choices
+from toolkit.experts.layer.stack import ExpertStack
+from toolkit.experts.placement.placement import contiguous
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Forward = Callable[..., Tensor]
+"""Forward of an experts module: (hidden (T, D), expert ids (T, K), weights (T, K)) to (T, D)."""
+
+
+class LowRank(NamedTuple):
+    """What is added to one stacked parameter of experts: `scaling * B @ A`, slot by slot."""
+
+    a_SRI: Float[Tensor, "S R I"]
+    b_SOR: Float[Tensor, "S O R"]
+    scaling: float
+
+
+def slots_of_rows(rows_per_slot: Int[Tensor, " S"], num_rows: int) -> Int[Tensor, "N 1"]:
+    """Return the slot of each of `num_rows` rows in order of slots, int64, as expert ids (N, 1) of a top-1 router."""
+    slots = torch.arange(len(rows_per_slot), device=rows_per_slot.device)
+    slot_N1 = slots.repeat_interleave(rows_per_slot, output_size=num_rows).unsqueeze(1)
+    slot_N1.rows_per_slot = rows_per_slot  # type: ignore[attr-defined]  # spares `in_order_of_slots` a sort
+    return slot_N1
+
+
+def in_order_of_slots(
+    compute: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    experts: nn.Module,
+    hidden_TD: Float[Tensor, "T D"],
+    ids_TK: Int[Tensor, "T K"],
+    weights_TK: Float[Tensor, "T K"],
+) -> Float[Tensor, "T D"]:
+    """Run the forward of `experts` by a function of (experts, rows in order of slots, rows per slot).
+
+    Rows from a dispatcher are in that order already, each with one expert of weight 1; others are sorted first.
+    """
+    rows_per_slot = getattr(ids_TK, "rows_per_slot", None)
+    if rows_per_slot is not None:
+        return compute(experts, hidden_TD, rows_per_slot)
+    dispatcher = LocalDispatcher(contiguous(experts.num_experts, 1))  # type: ignore[arg-type]
+    rows, dispatched = dispatcher.dispatch(hidden_TD, ids_TK, weights_TK)
+    return dispatcher.combine(compute(experts, rows, dispatched.rows_per_slot), dispatched)
+
+
+def run_experts(
+    module: nn.Module,
+    stack: ExpertStack,
+    forward: Forward,
+    x_TD: Float[Tensor, "T D"],
+    ids_TK: Int[Tensor, "T K"],
+    weights_TK: Float[Tensor, "T K"],
+) -> Tensor:
+    """Return the weighted sum of each token's expert outputs, shape (T, D). A collective of the EP group.
+
+    `forward` is the forward of the experts module `module` for this rank's slots. Raises UserError for invalid ids.
+    """
+    # On a GPU the kernels that sort by ids fail for an invalid one, and looking at them here would be a host sync.
+    if ids_TK.device.type == "cpu" and ids_TK.numel() and not torch.compiler.is_compiling():
+        least, greatest = (int(each) for each in ids_TK.aminmax())
+        if least < 0 or greatest >= stack.num_experts:
+            raise UserError(
+                f"expert ids: {least if least < 0 else greatest} in a layer of {stack.num_experts} experts. "
+                "For a token without an expert, give any expert's id and the weight 0."
+            )
+    rows_ND, dispatched = stack.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    y_TD = stack.dispatcher.combine(compute_rows(forward, rows_ND, dispatched.rows_per_slot), dispatched)
+    if not recomputing():
+        training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
+        stack.record(dispatched.plan, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
+    return y_TD
+
+
+def compute_rows(
+    forward: Forward, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]
+) -> Float[Tensor, "N D"]:
+    """Return the outputs of an experts module's `forward` for rows in order of slots, each of one expert, weight 1."""
+    if len(rows_ND):
+        slot_N1 = slots_of_rows(rows_per_slot, len(rows_ND))
+        return forward(rows_ND, slot_N1, rows_ND.new_ones(len(rows_ND), 1))
+    # A row that nobody reads keeps parameters and all-to-all in the graph: their backward pass is a collective, too.
+    row, slot = rows_ND.sum(0, keepdim=True), rows_per_slot.new_zeros(1, 1)
+    return forward(row, slot, rows_ND.new_ones(1, 1))[:0]
