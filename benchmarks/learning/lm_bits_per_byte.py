@@ -82,7 +82,7 @@ MUON = {
     "dense, AdamW, for as long": lambda: MUON["dense, AdamW"]().replace(max_steps=round(LONGER_MUON * 490)),
     "dense, Muon": lambda: with_muon(dense(), RATE_OF_MUON["dense, Muon"]),
 }
-RATE_OF_MUON = {"mixture, AdamW": 4e-2, "mixture, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 4e-2}
+RATE_OF_MUON = {"mixture, AdamW": 2e-2, "mixture, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 8e-2}
 RATES = {
     "muon": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1),
     "per_byte": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
