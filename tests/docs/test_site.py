@@ -54,14 +54,6 @@ def test_the_pages_of_toolkit_and_its_experts_list_every_name_of_theirs(tmp_path
         assert shown == {name for name in package.__all__ if not name.startswith("__")} - modules
 
 
-def test_what_docstrings_say_of_arguments_is_a_list():
-    with_lists = runpy.run_path(str(ROOT / "docs" / "extensions" / "markdown_docstrings.py"))["with_lists"]
-    arguments = "Args:\n    one: The first: not\n        the last.\n    *two: More."
-    said = f"Adds.\n\n{arguments}\n\nReturns:\n    A sum: all.\n\nDone:\n    so"
-    listed = "**Args**\n\n- `one`: The first: not\n  the last.\n- `*two`: More.\n\n**Returns**\n\nA sum: all."
-    assert "\n".join(with_lists(said.split("\n"))) == f"Adds.\n\n{listed}\n\nDone:\n    so"
-
-
 def sphinx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """The command of `make docs`, into other folders."""
     flags = ["--fail-on-warning", "--keep-going", "--quiet"]

@@ -73,6 +73,7 @@ def _first(comparison: Comparison, quantity: str) -> list[Finding]:
 # --- findings that need no comparison of two runs ------------------------------------------------------------------
 
 REDECIDED, LOST = "router decides otherwise under recomputation", "micro-batch lost"
+RATE = "learning rate depends on the world"
 
 
 def recomputed_otherwise(error: str) -> Finding:
@@ -409,7 +410,7 @@ RULES = [
     ),
     Rule(
         "learning rate",
-        "learning rate depends on the world",
+        RATE,
         "at step {step} it differs by {worst:.1e}",
         "the rate was scaled by the number of processes, or the schedule made a step for each of them",
         "set the rate for the global batch, and step the schedule once a step",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import EXIT_BUG, EXIT_DONE
-from toolkit.run.arguments import Parser, count, positive
+from toolkit.run.arguments import Parser, count, positive, regular_file
 from toolkit.run.console import log_line
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--timeout", type=positive, default=600, metavar="SECONDS", help="for each run (600)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON, too")
-    parser.add_argument("script", type=Path, help="a recipe, or a script that trains with Accelerate")
+    parser.add_argument("script", type=regular_file, help="a recipe, or a script that trains with Accelerate")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with")
     args = parser.parse_args(argv)
 

@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,19 +33,25 @@ from toolkit.experts.layer.routing_log import Cursor
 from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
 from toolkit.experts.parallel.sync import ExpertSync
 
+Variant = Literal["as it is", "perturbed", "stepped for each process"]
+"""How a script runs: `perturbed` has weights that are perturbed before each step, the yardstick for rounding errors;
+`stepped for each process` has `AcceleratedScheduler` make `num_processes` steps at a time."""
+ROUNDING = 2e-7
+"""Relative perturbation of weights that stands for rounding: twice float32's last bit."""
+
+
+SPLIT_NOTE = "split_batches=True was set, so that every world sees the same global batches"
+
 
 class Finished(BaseException):
     """Raised in the script when enough steps were recorded."""
 
 
 class Recorder:
-    """Watches the models that are prepared in this process for `steps` optimizer steps.
+    """Watches the models that are prepared in this process for `steps` optimizer steps."""
 
-    With `rounding`, weights are perturbed by this relative size before each step: the yardstick for rounding errors.
-    """
-
-    def __init__(self, out: Path, steps: int, rounding: float = 0.0):
-        self.out, self.steps, self.rounding = out, steps, rounding
+    def __init__(self, out: Path, steps: int, variant: Variant = "as it is"):
+        self.out, self.steps, self.variant = out, steps, variant
         self.record = Record()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -60,13 +66,18 @@ class Recorder:
         self._choices: dict[str, list[str]] = {}
         self._buffers: dict[str, str] = {}
         self._unclipped: dict[str, Tensor] | None = None
-        self.splits = False
-        """Says whether data loaders' batches are to be split over ranks although the script did not ask for it."""
+        self.script_splits = False
+        """Whether the script sets `split_batches=True` itself."""
         self._open_step = True
         self._unreached = 0
         """Balance losses of this step that no backward has reached."""
         self._has_gradients = False
         """Says whether a backward has ended since any optimizer's last step."""
+
+    def note(self, text: str) -> None:
+        """Record what was changed in the script, once."""
+        if text not in self.record.notes:
+            self.record.notes.append(text)
 
     def _at(self, place: str, step: int) -> None:
         """Leaves word of where this rank is, for when it never ends."""
@@ -280,8 +291,8 @@ class Recorder:
         if len(self.record.steps) >= self.steps:
             self.finish()
             raise Finished
-        if self.rounding:
-            perturb(self.parameters(), self.rounding)
+        if self.variant == "perturbed":
+            perturb(self.parameters(), ROUNDING)
 
     def take_phase(self) -> None:
         """Writes down weights and optimizer state, as they are now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -221,21 +222,28 @@ def test_damaged_files_are_shown_and_named(tmp_path: Path, capsys: pytest.Captur
     page_of(tmp_path, [good, bad, broken])
     text = (tmp_path / "out" / "report.html").read_text()
     assert "bad: metrics.jsonl: line 3 cannot be read and is left out." in text
-    assert "broken: config.json: cannot be read, and is taken as empty." in text
+    assert "broken: config.json: cannot be read and counts as empty (not a JSON object)." in text
     assert main(["compare", str(good), str(bad)]) == EXIT_DONE
     assert "bad: metrics.jsonl: line 3 cannot be read" in capsys.readouterr().out
 
 
-def test_what_links_in_the_folder_of_a_run_lead_to_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_run_files_that_are_not_regular_files_count_as_empty(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = write_run(tmp_path / "run")
     (tmp_path / "secrets.json").write_text('{"step": 1, "world_size": 1, "word": "hunter2"}\n')
     files = ["config.json", "results.json", "metrics.jsonl", "lifecycle.jsonl"]
     for name in files:
         (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(tmp_path / "secrets.json")
+        if kind == "link":
+            (run / name).symlink_to(tmp_path / "secrets.json")
+        else:
+            os.mkfifo(run / name) if kind == "pipe" else (run / name).mkdir()
     assert main(["compare", str(run)]) == EXIT_DONE
     said = capsys.readouterr().out
-    assert [name for name in files if f"run: {name}: is a link, and is taken as empty: put" not in said] == []
+    notices = [f"run: {name}: cannot be read and counts as empty (not a regular file)" for name in files]
+    assert [notice for notice in notices if notice not in said] == []
     page_of(tmp_path, [run])
     assert "hunter2" not in said + (tmp_path / "out" / "report.html").read_text()
 

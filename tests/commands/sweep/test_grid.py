@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
-import toolkit as tk
-from tests.commands.sweep.toy import RECIPE
 from tests.support.helpers import ROOT
 from toolkit.commands.sweep.grid import config_digest, grid_cells, parse_axes
 from toolkit.errors import UserError
@@ -48,14 +45,6 @@ def test_grid_over_a_setting_of_the_speed_has_a_cell_per_value(toy):
     assert len({cell.digest for cell in cells}) == 2
 
 
-def test_a_recipe_imports_its_neighbours(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", list(sys.path))
-    (tmp_path / "neighbour_of_toy.py").write_text("PRESET = 'full'\n")
-    script = tmp_path / "toy.py"
-    script.write_text(f"from neighbour_of_toy import PRESET\n{RECIPE}")
-    assert "full" in load_recipe(script, []).presets
-
-
 def test_the_scripts_of_the_guide_can_be_swept(tmp_path):
     guide = (ROOT / "docs" / "train" / "recipes.md").read_text(encoding="utf-8")
     scripts = [block for block in re.findall(r"```python run\n(.*?)```", guide, re.DOTALL) if "run_recipe(" in block]
@@ -73,12 +62,3 @@ def test_a_digest_is_of_what_decides_the_result(toy):
     assert config_digest("toy", recipe.config(["--labels", "100"])) == base, "100 is the default"
     assert config_digest("toy", recipe.config(["--labels", "600"])) != base
     assert config_digest("other", recipe.config([])) != base
-
-
-def test_a_field_that_is_added_later_changes_no_digest():
-    class Later(tk.RunConfig):
-        more: int = 3
-
-    before, after = tk.RunConfig(lr=0.5), Later(lr=0.5)
-    assert config_digest("toy", before) == config_digest("toy", after)
-    assert config_digest("toy", after) != config_digest("toy", after.replace(more=4))

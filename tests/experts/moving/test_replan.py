@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
+from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.routing_log import sample_forwards
 from toolkit.experts.layer.stack import expert_stacks
@@ -156,3 +157,10 @@ def test_refused_plans_are_counted_and_the_first_is_explained(capsys: pytest.Cap
 
 def test_replanner_without_a_planner_exchanges_experts() -> None:
     assert Replanner(expert_stacks(a_layer(1)), ReplanOptions()).planner is PLANNERS["swap"]
+
+
+def test_replanner_with_a_planner_by_module_and_function_imports_it() -> None:
+    options = ReplanOptions(planner="toolkit.experts.placement.planners.simple:lpt")
+    assert Replanner(expert_stacks(a_layer(1)), options).planner is PLANNERS["lpt"]
+    with pytest.raises(UserError, match="planner='math:no_such': cannot be imported"):
+        Replanner(expert_stacks(a_layer(1)), ReplanOptions(planner="math:no_such"))

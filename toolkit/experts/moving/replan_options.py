@@ -13,9 +13,10 @@ from toolkit.experts.placement.placement_options import PLANNER_NAMES
 
 
 def _known_planner(planner: Any) -> Any:
-    if planner is None or callable(planner) or planner in PLANNER_NAMES:
+    if planner is None or callable(planner) or planner in PLANNER_NAMES or ":" in planner:
         return planner
-    raise UserError(field="planner", value=planner, remedy=f"take one of {', '.join(sorted(PLANNER_NAMES))}")
+    names = ", ".join(sorted(PLANNER_NAMES))
+    raise UserError(field="planner", value=planner, remedy=f"take one of {names}, or module:function")
 
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class ReplanOptions(Options):
     switch: ClassVar[str] = "planner"
 
     planner: AnyPlanner = None
-    """Planner that rebalances experts: swap, lpt, replicate, ... Default: none, experts stay."""
+    """Planner that rebalances experts: swap, lpt, replicate, ..., or module:function. Default: none, experts stay."""
     every: PositiveInt = 200
     """Optimizer steps between plans."""
     guarded: bool = True

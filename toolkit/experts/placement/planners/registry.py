@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import TypeVar
 
+from toolkit.errors import UserError
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.placement_options import PLANNER_NAMES
 
@@ -21,6 +23,21 @@ PLANNERS: dict[str, Planner] = {}
 P = TypeVar("P", bound=Planner)
 
 
+def find_planner(name: str) -> Planner:
+    """Return the planner that is registered as `name`, or the function at `module:function`.
+
+    Raises UserError if there is none.
+    """
+    if name in PLANNERS:
+        return PLANNERS[name]
+    try:
+        if ":" in name:
+            return resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"planner={name!r}: cannot be imported ({error}). Give module:function.") from error
+    raise UserError(f"planner={name!r}: unknown. Take one of {', '.join(sorted(PLANNERS))}, or module:function.")
+
+
 def register_planner(name: str) -> Callable[[P], P]:
     """Make a planner available as `planner=name`.
 
@@ -34,9 +51,10 @@ def register_planner(name: str) -> Callable[[P], P]:
         ```python
         from functools import partial
 
-        from toolkit.experts.placement.planners import register_planner, swap
+        from toolkit import experts
+        from toolkit.experts.placement.planners import swap
 
-        register_planner("rare_swaps")(partial(swap, gain=0.05))
+        experts.register_planner("rare_swaps")(partial(swap, gain=0.05))
         ```
     """
 
