@@ -45,7 +45,7 @@ def test_lab_without_a_trace_tries_the_workloads(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--planner", "swop"], "unknown 'swop': did you mean swap?"),
+        (["--planner", "swop"], "take one of contiguous, lpt, replicate, round_robin, swap"),
         (["--every", "0"], "argument --every: 0: take one or more"),
     ],
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from toolkit.errors import EXIT_DONE
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.placement.planners import PLANNERS
 from toolkit.experts.routing.traces import read_trace
 from toolkit.lab.replay import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
 from toolkit.lab.simulate import Machine
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "trace", nargs="*", type=Path, help="files of --record-traces. Default: synthetic loads W0 to W7"
     )
-    parser.add_argument("--planner", nargs="+", default=USUAL, choices=sorted(PLANNERS), help="the planners")
+    parser.add_argument("--planner", nargs="+", default=USUAL, help="planners, or module:function")
     parser.add_argument("--every", type=count, default=20, help="optimizer steps between plans. Default: 20")
     parser.add_argument("--ranks", type=count, help="ranks of the EP group. Default: those of the run, 8 for W0 to W7")
     parser.add_argument("--spare-slots", type=int, default=0, help="empty slots per rank. Default: 0, 1 for replicate")
@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--machine", type=Path, help="JSON file with the rates of a machine")
     parser.add_argument("--out", type=Path, help="folder for report.md, report.json and imbalance.png")
     args = parser.parse_args(argv)
+    for planner in args.planner:
+        ReplanOptions(planner=planner)  # raises for unknown ones
     rules = Rules(
         every=args.every,
         spare_slots=args.spare_slots,

@@ -21,7 +21,7 @@ from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import Floats, Ints, max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.placement.planners import PLANNERS
+from toolkit.experts.placement.planners import planner_named
 from toolkit.experts.placement.planners.registry import Planner
 from toolkit.experts.placement.traffic import migration_cost, replica_rows, rows_between_ranks
 from toolkit.experts.routing.traces import Trace
@@ -193,7 +193,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
 
     def timed(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:
         began = time.process_time()
-        plan = PLANNERS[name](load_E, current)
+        plan = planner_named(name)(load_E, current)
         seconds.append(time.process_time() - began)
         return plan
 

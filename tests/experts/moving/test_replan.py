@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
+from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.routing_log import sample_forwards
 from toolkit.experts.layer.stack import expert_stacks
@@ -156,3 +157,18 @@ def test_refused_plans_are_counted_and_the_first_is_explained(capsys: pytest.Cap
 
 def test_replanner_without_a_planner_exchanges_experts() -> None:
     assert Replanner(expert_stacks(a_layer(1)), ReplanOptions()).planner is PLANNERS["swap"]
+
+
+def reversed_blocks(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
+    return ExpertPlacement(current.slots[::-1])
+
+
+def test_planner_named_by_module_and_function_plans():
+    options = ReplanOptions(planner=f"{__name__}:reversed_blocks")
+    assert Replanner({}, options).planner.__name__ == "reversed_blocks"
+
+
+@pytest.mark.parametrize("planner", ["no_such_module:plan", f"{__name__}:no_such_function", "swop"])
+def test_planner_that_cannot_be_imported_raises(planner: str):
+    with pytest.raises(UserError, match=r"planner='.*take one of .*swap, or module:function"):
+        ReplanOptions(planner=planner)

@@ -1,6 +1,6 @@
 """Planners: pure functions from a load and the present placement to a better placement, by name."""
 
-from toolkit.experts.placement.planners.registry import PLANNERS, Planner, register_planner
+from toolkit.experts.placement.planners.registry import PLANNERS, Planner, planner_named, register_planner
 from toolkit.experts.placement.planners.replicas import replicate
 from toolkit.experts.placement.planners.simple import contiguous, lpt, round_robin, swap
 
@@ -9,6 +9,7 @@ __all__ = [
     "Planner",
     "contiguous",
     "lpt",
+    "planner_named",
     "register_planner",
     "replicate",
     "round_robin",

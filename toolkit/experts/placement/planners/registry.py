@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.placement_options import PLANNER_NAMES
+from toolkit.experts.placement.placement_options import PLANNER_NAMES, import_planner
 
 Planner = Callable[..., ExpertPlacement]
 """`planner(load_E, current)`: a better placement of the experts in the slots of `current`.
@@ -19,6 +19,11 @@ PLANNERS: dict[str, Planner] = {}
 """Planners by their registered name."""
 
 P = TypeVar("P", bound=Planner)
+
+
+def planner_named(name: str) -> Planner:
+    """Return the registered planner of this name, or the planner at "package.module:function"."""
+    return PLANNERS[name] if name in PLANNERS else import_planner(name)
 
 
 def register_planner(name: str) -> Callable[[P], P]:
