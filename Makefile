@@ -109,11 +109,6 @@ test-slurm: $(VENV)/.installed-dev ## the Slurm templates on a cluster of two no
 	    { echo "error: Slurm is missing and could not be installed: apt-get install slurm-wlm, as root." >&2; exit 2; }
 	$(PY) -m pytest -m slurm tests/test_slurm.py
 
-.PHONY: test-ray
-test-ray: $(VENV)/.installed-dev ## a run on a Ray cluster inside this machine that loses a node and gets another, minutes
-	$(PY) -c 'import ray.train' 2>/dev/null || $(PIP) $(EDITABLE) '.[ray]'
-	$(PY) -m pytest -m ray tests/commands/test_ray_train.py
-
 .PHONY: check
 check: $(VENV)/.installed-dev ## style, types, import rules, size totals, and links of the documentation
 	$(PY) -m ruff check .
@@ -124,13 +119,6 @@ check: $(VENV)/.installed-dev ## style, types, import rules, size totals, and li
 	$(PY) benchmarks/lines.py --check
 	$(PY) -m sphinx --builder dummy --fail-on-warning --keep-going --quiet --conf-dir docs \
 	    --doctree-dir build/doctrees . build/dummy
-
-.PHONY: test-browser
-test-browser: $(VENV)/.installed-dev ## the page of `toolkit report`, and the site's search, in headless Chromium
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
-	    apt-get install -y --no-install-recommends chromium || \
-	    { echo "error: Chromium is missing and could not be installed: apt-get install chromium, as root." >&2; exit 2; }
-	$(PY) -m pytest -m browser tests/commands/report tests/docs/test_site.py
 
 # In need of a folder or a GPU, or hours long.
 BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py) \

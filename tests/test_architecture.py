@@ -54,10 +54,8 @@ FENCES = {
     ),
     "transformers": ("toolkit.integrations.transformers", "toolkit.data.tokenizer"),
     "peft": ("toolkit.integrations.peft",),
-    "matplotlib": ("toolkit.run.pictures", "toolkit.run.tracking", "toolkit.dynamic"),
+    "matplotlib": ("toolkit.run.pictures", "toolkit.dynamic"),
     "bokeh": ("toolkit.commands.report",),
-    "wandb_workspaces": ("toolkit.commands.report",),
-    "ray": ("toolkit.commands.ray",),
     "fsspec": ("toolkit.run",),
     "datasets": ("toolkit.data",),
     "pickle": (),
@@ -68,7 +66,7 @@ FENCES = {
     "joblib": (),
 }
 """A library -> where in `toolkit/` it may be imported."""
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers", "ray"}
+ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "datasets", "transformers"}
 OF_THE_EXPERTS = {
     "torch",
     "numpy",

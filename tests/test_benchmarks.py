@@ -18,6 +18,7 @@ SCRIPTS = sorted(
     if path.name not in ALONE and "parse_args()" in path.read_text() and path.parent.name != "matrix"
 )
 SMALLEST = {
+    "learning/lmu_psmnist.py": "--work runs --report",
     "placement/planners.py": "",
     "speed/gpu_layer.py": "--rehearse --rounds 1",
     "speed/trainer_overhead.py": "--rounds 1 --steps 2 --warmup 1 --threads 1 --samples 128",

@@ -28,7 +28,6 @@ from .run.process_settings import process_settings as process_settings
 from .run.run import Run as Run
 from .run.run import start_run as start_run
 from .run.tracking.jsonl import read_metrics as read_metrics
-from .train.batch_size import accumulation_steps as accumulation_steps
 from .train.build import fit as fit
 from .train.callbacks.base import Callback as Callback
 from .train.callbacks.evaluation import Evaluation as Evaluation

@@ -2,7 +2,8 @@
 
 import difflib
 import errno
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from operator import index
 from pathlib import Path
 from typing import Any, get_args
@@ -95,6 +96,17 @@ class StepOutOfMemory(MemoryError):
     def __init__(self, message: str, folder: Path):
         super().__init__(message)
         self.folder = folder
+
+
+@contextmanager
+def reading(path: Path | str, remedy: str) -> Iterator[None]:
+    """Raise UserError that names `path` instead of any error of a library that reads it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}). {remedy}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

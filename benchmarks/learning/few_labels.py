@@ -34,7 +34,7 @@ METRICS = ("test_accuracy", "train_seconds")
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """A row per combination of settings, as far as it has been run: errors in percent, seed by seed."""
-    table = gather(folder / "cells", ["method"], METRICS)
+    table = gather(folder / "cells", ["method"], metrics=METRICS)
     return [{axis: mean[axis] for axis in table.axes} | summary(table.runs_of(mean)) for mean in table.means()]
 
 

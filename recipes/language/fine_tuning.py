@@ -52,7 +52,7 @@ def foresee_memory(run: tk.Run, config: Config, base: str, build_optimizer: Call
     layout = tk.Layout(
         ep_size=run.expert_groups.ep_size,
         spare_slots=config.spare_slots,
-        sequences=config.batch_size // run.world_size // tk.accumulation_steps(run),
+        sequences=config.batch_size // run.world_size // run.accumulation,
         context=config.context,
         dtype=getattr(torch, config.dtype),
         quantize=config.quantize,
@@ -65,7 +65,7 @@ def foresee_memory(run: tk.Run, config: Config, base: str, build_optimizer: Call
 
 def eval_batch_size(run: tk.Run) -> int:
     """Sequences that all processes evaluate at a time: no more than a micro-batch has, so that memory suffices."""
-    return run.config.batch_size // tk.accumulation_steps(run)
+    return run.config.batch_size // run.accumulation
 
 
 def evaluate_known_text(run: tk.Run, text: tk.data.TextData | None, blocks: int | None) -> list[tk.Evaluation]:

@@ -62,6 +62,14 @@ def test_export_writes_tied_parameters_under_each_name_and_casts_floats_only(tmp
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
 
 
+def test_inspect_of_a_folder_of_save_state_shows_its_experts(tmp_path, capsys):
+    checkpoint_files.save(tmp_path / "state" / "experts_0", *trained(), {"at": 7})
+    assert "moe.experts.up: 4 x float32" in said_by(capsys, "inspect", tmp_path / "state")
+    checkpoint_files.save(tmp_path / "state" / "experts_1", *trained(), {"at": 7})
+    assert main(["checkpoint", "inspect", str(tmp_path / "state")]) == 2
+    assert "holds 2 models, experts_0, experts_1" in capsys.readouterr().err
+
+
 def test_verify_names_the_damaged_file(saved, capsys):
     assert ": 4 files, " in said_by(capsys, "verify", saved.parent.parent)
     flip(saved / "optimizer.safetensors", 100)

@@ -83,11 +83,6 @@ def test_commands_are_understood(page: Path):
             cli.parse(recipe.PRESETS, arguments)
 
 
-def test_a_flag_that_went_nowhere_would_be_found():
-    text = "| guide | here |\n|---|---|\n| `--theirs` | `--ours 3` or `--gone` |\n`debug --also=1`, not `gcc --x`\n"
-    assert our_flags(text, ["debug"]) == ["--ours", "--gone", "--also"]
-
-
 def test_the_index_lists_every_page():
     listed = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "start" / "migration" / "README.md").read_text()))
     assert listed == {page.name for page in PAGES} - {"README.md"}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.report.chromium import chromium
 from tests.support.helpers import ROOT
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
@@ -53,14 +52,6 @@ def test_the_pages_of_toolkit_and_its_experts_list_every_name_of_theirs(tmp_path
         shown = set(re.findall(rf"\{{py:obj\}}`{package.__name__}\.(\w+) <", text))
         modules = {name for name in package.__all__ if type(getattr(package, name)) is type(sys)}
         assert shown == {name for name in package.__all__ if not name.startswith("__")} - modules
-
-
-def test_what_docstrings_say_of_arguments_is_a_list():
-    with_lists = runpy.run_path(str(ROOT / "docs" / "extensions" / "markdown_docstrings.py"))["with_lists"]
-    arguments = "Args:\n    one: The first: not\n        the last.\n    *two: More."
-    said = f"Adds.\n\n{arguments}\n\nReturns:\n    A sum: all.\n\nDone:\n    so"
-    listed = "**Args**\n\n- `one`: The first: not\n  the last.\n- `*two`: More.\n\n**Returns**\n\nA sum: all."
-    assert "\n".join(with_lists(said.split("\n"))) == f"Adds.\n\n{listed}\n\nDone:\n    so"
 
 
 def sphinx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -114,19 +105,3 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path):
     for file in built:
         loaded = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:https?:)?//[^>]*>", file.read_text())
         assert loaded == [], file
-
-
-@pytest.mark.browser
-def test_a_search_from_a_disk_shows_excerpts(site: Path, tmp_path: Path):
-    with chromium(tmp_path / "profile") as tab:
-        tab.open(site / "search.html")
-        tab.run("location.search = '?q=interruption'")
-        while not tab.run("location.search && document.readyState === 'complete'"):
-            pass
-        excerpt = tab.run(
-            "new Promise(done => { const wait = () => { const found = "
-            "document.querySelector('#search-results .context'); "
-            "found ? done(found.textContent) : setTimeout(wait, 20); }; wait(); })"
-        )
-    assert "the same command again after an interruption" in excerpt
-    assert tab.console == []

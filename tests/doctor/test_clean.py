@@ -11,6 +11,7 @@ from tests.doctor.watched import watched
 from tests.support.helpers import ROOT
 from toolkit.doctor.compare import Comparison, Evidence
 from toolkit.doctor.examine import judge
+from toolkit.doctor.recorder import Variant
 
 RECIPE = ["debug", "--dataset", "digits", "--tracker", "none"]
 
@@ -48,11 +49,11 @@ more. In float64, so that it is the same on every processor."""
 
 
 def runner(folder: Path, script: str, *args: str) -> Callable[..., Evidence]:
-    """Runs `script` when it is called with a name, processes and rounding, and reads what they recorded."""
+    """Runs `script` when it is called with a name, processes and variant, and reads what they recorded."""
 
-    def run(name: str, processes: int, rounding: float = 0.0) -> Evidence:
+    def run(name: str, processes: int, variant: Variant = "as it is") -> Evidence:
         run_dir = ["--run-dir", str(folder / name / "run")] if args else []
-        return watched(folder / name, processes, ROOT / script, *args, *run_dir, rounding=rounding)
+        return watched(folder / name, processes, ROOT / script, *args, *run_dir, variant=variant)
 
     return run
 
@@ -121,7 +122,7 @@ def test_units_that_are_switched_off_do_not_hide_a_small_fault(tmp_path: Path):
 
 
 def test_the_example_of_a_plain_loop_raises_no_alarm(tmp_path: Path):
-    def run(name: str, processes: int, _: float = 0.0) -> Evidence:
+    def run(name: str, processes: int, _: Variant = "as it is") -> Evidence:
         return watched(tmp_path / name, processes, ROOT / "docs/examples/plain_accelerate.py")
 
     many = run("many", 2)

@@ -64,6 +64,29 @@ def test_a_plain_script_in_order_is_healthy(tmp_path: Path):
     assert "save and load" in [check["quantity"] for check in found["checks"]]
 
 
+SCHEDULE = "schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)"
+WARM_UP = "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / ({})))"
+
+
+def test_doctor_of_a_schedule_in_steps_of_all_processes_is_healthy(tmp_path: Path):
+    script = tmp_path / "warm_up.py"
+    script.write_text(PLAIN.replace(SCHEDULE, f"schedule = {WARM_UP.format('8 * accelerator.num_processes')}"))
+    done = doctor(script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the scheduler makes a step for each process" in done.stdout
+
+
+def test_doctor_of_a_schedule_that_split_batches_makes_too_long_names_it(tmp_path: Path):
+    script = tmp_path / "warm_up.py"
+    text = PLAIN.replace(SCHEDULE, f"schedule = {WARM_UP.format('8 * accelerator.num_processes')}")
+    splits = "dataloader_config=DataLoaderConfiguration(split_batches=True)"
+    text = text.replace("import Accelerator", "import Accelerator, DataLoaderConfiguration")
+    script.write_text(text.replace("(gradient_accumulation_steps=2)", f"(gradient_accumulation_steps=2, {splits})"))
+    done = doctor(script)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "likely cause: learning rate depends on the world" in done.stdout
+
+
 def test_a_script_is_no_rank_of_the_world_that_the_doctor_is_started_in(tmp_path: Path):
     launched = {
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -121,8 +144,8 @@ def test_a_rank_that_skips_a_step_is_named():
 @pytest.mark.parametrize(
     ("content", "words", "said"),
     [
-        (None, [], "is not there"),
-        ("", ["--num-processes", "2"], "use its --processes"),
+        (None, [], "not a file"),
+        ("", ["--num-processes", "2"], "Use its --processes"),
         ("print('hello')", [], "made no optimizer step"),
         (PLAIN.replace("batch_size=8", "batch_size=7"), [], "runs in one process and fails in 2: ValueError"),
     ],

@@ -8,11 +8,6 @@ from torch import Tensor, nn
 from toolkit.doctor.record import sample_digests
 
 
-class Model(nn.Module):
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        return x[:, 0] + lengths
-
-
 def pad(rows: list[Tensor], value: float) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
@@ -32,11 +27,7 @@ def test_labels_are_padded_with_what_the_loss_ignores():
     assert len(set(padded)) == 2
 
 
-def test_lengths_and_masks_say_where_padding_of_any_value_begins():
-    short, long, lengths = torch.randn(3, 2), torch.randn(5, 2), torch.tensor([3, 5])
-    padded = sample_digests(Model(), [pad([short, long], 0.5), lengths], {})
-    assert padded[0] == sample_digests(Model(), [short[None], lengths[:1]], {})[0]
-
+def test_sample_digests_with_a_mask_ignore_padding_of_any_value():
     ids, mask = torch.tensor([[9, 9, 4, 5], [1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     masked = sample_digests(nn.Identity(), [{"input_ids": ids, "attention_mask": mask}], {})
     alone = {"input_ids": ids[:1, 2:], "attention_mask": mask[:1, 2:]}

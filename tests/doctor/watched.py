@@ -7,17 +7,18 @@ from pathlib import Path
 from tests.support.helpers import run_distributed
 from toolkit.doctor.compare import Evidence
 from toolkit.doctor.record import read_records
+from toolkit.doctor.recorder import Variant
 from toolkit.doctor.watch import watch
 
 STEPS = 3
 
 
-def watched(folder: Path, world: int, script: Path, *args: str, rounding: float = 0.0) -> Evidence:
+def watched(folder: Path, world: int, script: Path, *args: str, variant: Variant = "as it is") -> Evidence:
     """Runs the first steps of `script` on `world` processes, which record them in `folder`, made for it."""
     folder.mkdir()
-    run_distributed(_watch, world, str(folder), str(script), list(args), rounding)
+    run_distributed(_watch, world, str(folder), str(script), list(args), variant)
     return Evidence(read_records(folder))
 
 
-def _watch(folder: str, script: str, args: list[str], rounding: float) -> None:
-    watch(Path(folder), STEPS, script, args, rounding)
+def _watch(folder: str, script: str, args: list[str], variant: Variant) -> None:
+    watch(Path(folder), STEPS, script, args, variant)

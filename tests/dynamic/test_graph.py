@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
-import networkx as nx
 import numpy as np
 import pytest
 
-from toolkit.dynamic.graph import KnowledgeGraph, Similarity, specialisation, top_classes
+from toolkit.dynamic.graph import KnowledgeGraph, Similarity, specialisation
 from toolkit.dynamic.roster import ExpertRoster
 
 TOGETHER = np.array([[100, 60, 0], [60, 100, 20], [0, 20, 400]])
@@ -29,11 +26,6 @@ def test_specialisation_by_hand():
     # If only these two classes occur, the expert has equal parts of all.
     assert specialisation(np.array([7, 7, 0, 0]), np.array([True, True, False, False])) == 0.0
     assert specialisation(np.zeros(4)) == specialisation(np.array([3])) == 0.0
-
-
-def test_top_classes_are_the_most_frequent_ones():
-    assert top_classes(np.array([1, 0, 5, 5, 2])) == [2, 3, 4]
-    assert top_classes(np.array([0, 0, 1])) == [2]
 
 
 def test_counts_become_shares_and_coactivation():
@@ -75,15 +67,6 @@ def test_measured_edges_fade_and_are_removed_but_split_edges_stay():
     assert graph.weight("split", 0, 2) == 0.1
 
 
-def test_a_new_measurement_replaces_the_old_one():
-    graph = known()
-    graph.observe_similarity({(0, 1): Similarity(0.9, 0.8)})
-    graph.observe_similarity({(1, 0): Similarity(0.5, 0.6)})
-    assert graph.weight("similarity", 0, 1) == 0.5
-    graph.observe_similarity({(0, 1): Similarity(-0.2, 0.9)})
-    assert graph.graph.number_of_edges() == 0
-
-
 def test_experts_with_many_common_tokens_are_often_coactivated():
     graph = known()
     graph.observe_routing((0, 1, 2), TOGETHER)
@@ -97,14 +80,3 @@ def test_affinity_is_by_logical_id_and_zero_for_inactive_experts():
     graph.observe_routing((0, 1, 2), TOGETHER)
     together = graph.affinity((1, None, 2, 0))
     assert together.tolist() == [[0, 0, 20, 60], [0, 0, 0, 0], [20, 0, 0, 0], [60, 0, 0, 0]]
-
-
-def test_a_graph_continues_from_its_state():
-    graph = known()
-    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES)
-    copy = KnowledgeGraph()
-    copy.load_state_dict(json.loads(json.dumps(graph.state_dict())))
-    for each in (graph, copy):
-        each.decay()
-        each.observe_similarity({(0, 2): Similarity(0.6, 0.7)})
-    assert nx.utils.graphs_equal(graph.graph, copy.graph)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,19 +53,6 @@ def test_pairs_merge_closest_first_and_each_expert_once() -> None:
     assert plan_merges(roster, distance, unlike, load, min_experts=2, **limits) == []
 
 
-def test_of_equal_load_the_older_one_stays() -> None:
-    (plan,) = plan_merges(
-        ExpertRoster.initial(2, 2),
-        {(0, 1): 0.0},
-        {(0, 1): 1.0},
-        {0: 0.0, 1: 0.0},
-        max_distance=0.1,
-        min_similarity=0.9,
-        min_experts=1,
-    )
-    assert (plan.uid, plan.into, plan.share) == (1, 0, 0.5)
-
-
 def test_the_lowest_load_is_pruned_first_and_young_or_excluded_experts_never() -> None:
     roster = ExpertRoster.initial(5, 6).grow(5, step=90)
     load = {0: 100.0, 1: 1.0, 2: 0.0, 3: 2.0, 4: 100.0, 5: 0.0}
@@ -109,12 +95,6 @@ def test_the_expert_with_the_least_affinity_moves() -> None:
     after = plan_placement(roster, ROUND_ROBIN, together)
     assert after.owner(6).rank == 1
     assert [after.owner(logical_id).rank for logical_id in (0, 2, 4, 1)] == [0, 0, 0, 1]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_an_even_placement_stays(ranks: int) -> None:
-    placement = initial_placement(8, ranks, "round_robin")
-    assert plan_placement(ExpertRoster.initial(4, 8), placement) == placement
 
 
 def test_plan_sleep_with_more_than_twice_the_initial_experts_shortens_the_interval() -> None:

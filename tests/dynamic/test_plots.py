@@ -11,10 +11,10 @@ from toolkit.dynamic import plots
 from toolkit.dynamic.knowledge_graph_plot import positions_on_circle
 from toolkit.dynamic.performance import performance_summary
 from toolkit.dynamic.plots import draw_dynamic_run, draw_lifecycle, for_trackers
-from toolkit.dynamic.records import describe, read_lifecycle
+from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.pictures.plots import spread
 
-PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution", "lifecycle_timeline"]
+PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution"]
 GRAPHS = [f"knowledge_graph_epoch_00{epoch}" for epoch in (1, 2, 3, 4)]
 
 
@@ -37,7 +37,8 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
         return path
 
     monkeypatch.setattr("toolkit.run.pictures.plots.save_figure", keep)
-    write_lifecycle(tmp_path)
+    monkeypatch.setattr(plots, "save_figure", keep)
+    write_lifecycle(tmp_path, ranks=2)
     (tmp_path / "summary.txt").write_text("")
     draw_dynamic_run(tmp_path, {})
     (axes,) = figures["expert_load"].axes
@@ -48,6 +49,10 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
     assert steps["6"] == [400], "which got the logical id of 3 after step 390"
     (axes,) = figures["expert_placement"].axes
     assert [text.get_text() for text in axes.texts] == ["0", "1", "2", "6", "4"]
+    colours = {line.get_label(): line.get_color() for line in figures["expert_load"].axes[0].get_lines()}
+    assert [box.get_facecolor() for box in axes.patches] == [colours[text.get_text()] for text in axes.texts]
+    shares = figures["expert_activations"].axes[0]
+    assert {box.get_facecolor() for box in shares.patches} == {colours[str(uid)] for uid in range(7)}
 
 
 def test_experts_are_next_to_those_they_were_split_from(tmp_path):
@@ -57,20 +62,6 @@ def test_experts_are_next_to_those_they_were_split_from(tmp_path):
     # 4 was split from 1, and 6 from 4: they follow each other around the circle.
     assert list(positions) == [0, 1, 4, 6, 2, 3, 5]
     assert len(set(positions.values())) == 7
-
-
-def test_events_are_described_in_words(tmp_path):
-    write_lifecycle(tmp_path)
-    described = [describe(event, epoch.layers["moe"]) for epoch in read_lifecycle(tmp_path) for event in epoch.events]
-    assert described == [
-        "4 split from 1",
-        "5 created",
-        "sleep at step 230",
-        "3 merged into 2",
-        "5 pruned",
-        "replay undone",
-        "6 split from 4",
-    ]
 
 
 def test_the_summary_says_what_happened_and_where_it_lies(tmp_path):

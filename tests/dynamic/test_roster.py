@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,21 +45,3 @@ def test_uids_are_never_used_again_and_logical_ids_never_shared(seed: int, logic
         assert len(after.inactive) + len(after) == logical_experts
         assert abs(len(after) - len(before)) == 1
         assert all(after.logical_id_of(record.uid) == record.logical_id for record in after.active)
-
-
-@given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=20)
-def test_a_roster_survives_json(seed: int) -> None:
-    roster = random_history(random.Random(seed), 6, 20)[-1]
-    assert ExpertRoster.from_dict(roster.to_dict()) == roster
-
-
-def test_impossible_events_raise() -> None:
-    two = ExpertRoster.initial(2, 3)
-    with pytest.raises(ValueError, match="logical expert 1 is not inactive"):
-        two.grow(1, step=1)
-    with pytest.raises(ValueError, match="expert 5 is not active"):
-        two.merge(5, into=0, step=1)
-    one = two.prune(0, step=1)
-    with pytest.raises(ValueError, match="expert 0 is not active"):
-        one.prune(0, step=2)

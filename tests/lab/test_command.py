@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +46,32 @@ def test_lab_without_a_trace_tries_the_workloads(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--planner", "swop"], "take one of contiguous, lpt, replicate, round_robin, swap"),
+        (["--planner", "swop"], "planner='swop': unknown. Take one of contiguous, lpt, "),
+        (["--planner", "math:no_such"], "planner='math:no_such': cannot be imported"),
         (["--every", "0"], "argument --every: 0: take one or more"),
     ],
 )
 def test_lab_with_bad_input_exits_with_code_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
     assert main(["lab", *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_lab_of_a_planner_by_module_and_function_has_its_rows(capsys: pytest.CaptureFixture[str]):
+    name = "toolkit.experts.placement.planners.simple:lpt"
+    assert main(["lab", "--every", "100", "--planner", name, "lpt", "--ranks", "4"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    columns = {row[1].strip(): [cell.strip() for cell in row[2:-2]] for row in rows}
+    assert columns[name] == columns["lpt"]
+
+
+@pytest.mark.parametrize("words", [["{}"], ["--machine", "{}"]])
+def test_lab_of_a_pipe_raises_instead_of_waiting(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["lab", *(word.format(tmp_path / "pipe") for word in words)]) == 2
+    assert f"{tmp_path}/pipe: not a file" in capsys.readouterr().err
+
+
+def test_lab_of_a_damaged_machine_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "machine.json").write_text("[1, 2")
+    assert main(["lab", "--machine", str(tmp_path / "machine.json")]) == 2
+    assert f"error: {tmp_path}/machine.json: cannot be read (JSONDecodeError" in capsys.readouterr().err

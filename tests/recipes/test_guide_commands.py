@@ -25,7 +25,6 @@ FILES = [
     "expert_activations.png",
     "expert_device_distribution.png",
     "knowledge_graph_epoch_001.png",
-    "lifecycle_timeline.png",
 ]
 
 

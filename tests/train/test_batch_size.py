@@ -15,11 +15,11 @@ from tests.support.forked_python import run_forked
 from tests.support.helpers import run_distributed
 from tests.train import memory_recipe
 from toolkit.errors import EXIT_PREEMPTED, StepOutOfMemory, UserError, is_out_of_memory
-from toolkit.run.folder import MICRO_BATCH_SIZE
 from toolkit.run.launch import exits
+from toolkit.run.micro_batches import MICRO_BATCH_SIZE
 from toolkit.run.run import Run
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.batch_size import SmallerMicroBatches, _shrink, _shrunk, accumulation_steps
+from toolkit.train.batch_size import SmallerMicroBatches, _shrink, _shrunk
 
 LINE = "restart: step 1 ran out of memory with micro-batches of {} sample(s) on each process: "
 
@@ -120,14 +120,13 @@ def started(folder: Path) -> Run:
 
 def test_a_run_that_ran_out_of_memory_continues_with_the_next_smaller_size_that_divides(tmp_path: Path):
     with started(tmp_path) as run:
-        assert accumulation_steps(run) == 1
+        assert run.accumulation == 1
         assert [_shrink(run, pieces) for pieces in (1, 3, 8, 24)] == [12, 4, 1, None]
         assert _shrink(run, 3) == 4
         assert _shrunk(run, 3) == 4
         assert _shrunk(run, 6) is None
     with started(tmp_path) as run:
-        assert accumulation_steps(run) == 6
-        assert run.accelerator.gradient_accumulation_steps == 6
+        assert run.accumulation == 6
     saved = json.loads((tmp_path / MICRO_BATCH_SIZE).read_text())
     assert saved == {"world_size": 1, "micro_batch_size": 4, "out_of_memory_with": 8}
 
@@ -137,7 +136,7 @@ def test_a_run_on_another_number_of_processes_begins_with_the_size_of_its_config
         _shrink(run, 1)
     (tmp_path / MICRO_BATCH_SIZE).write_text('{"world_size": 2, "micro_batch_size": 6, "out_of_memory_with": 12}')
     with started(tmp_path) as run:
-        assert accumulation_steps(run) == 1
+        assert run.accumulation == 1
 
 
 @pytest.mark.parametrize(
@@ -158,8 +157,8 @@ def test_a_run_on_another_number_of_processes_begins_with_the_size_of_its_config
         b'{"world_size": 1, "micro_batch_size": 6, "out_of_memory_with": [12]}',
     ],
 )
-def test_accumulation_steps_damaged_file_raises_with_its_name(tmp_path: Path, content: bytes):
+def test_damaged_micro_batch_size_raises_with_its_name(tmp_path: Path, content: bytes):
     started(tmp_path).close()
     (tmp_path / MICRO_BATCH_SIZE).write_bytes(content)
-    with started(tmp_path) as run, pytest.raises(UserError, match=rf"{MICRO_BATCH_SIZE}.*: delete it to train"):
-        accumulation_steps(run)
+    with pytest.raises(UserError, match=f"{MICRO_BATCH_SIZE}: cannot be read"):
+        started(tmp_path)

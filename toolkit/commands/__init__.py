@@ -32,14 +32,10 @@ COMMANDS = {
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "plan": Command("toolkit.commands.plan", "say what fine-tuning a mixture takes in the memory of each GPU"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
-    "ray": Command("toolkit.commands.ray.command", "run a recipe on a Ray cluster, as machines come and go"),
     "compare": Command(
         "toolkit.commands.report.compare", "print runs side by side: settings that differ, final numbers"
     ),
     "report": Command("toolkit.commands.report.page", "write a page with curves, experts and settings of several runs"),
-    "dashboard": Command(
-        "toolkit.commands.report.dashboard", "make a workspace of W&B with the curves of a project's runs"
-    ),
     "env": Command("toolkit.commands.env", "print versions and machine, for a bug report"),
     "doctor": Command("toolkit.doctor.command", "compare training in one process with training in several"),
 }
@@ -61,10 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_nowhere()
         return EXIT_DONE
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print_nowhere()  # stdout may be on that disk
+        elif error.filename is None:
             raise
-        print_nowhere()  # stdout may be on that disk
-        sys.stderr.write(f"error: what is printed or written has no room ({error.strerror}): make some.\n")
+        sys.stderr.write(f"error: {error.filename or 'output'}: {error.strerror}.\n")
         return EXIT_USER_ERROR
     return code
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, reading
 from toolkit.run.arguments import Parser
 
 
@@ -26,7 +26,8 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.integrations.peft.verify import verify_adapter
     from toolkit.integrations.transformers import causal_lm
 
-    found = verify_adapter(args.folder, args.base, args.merged, load=lambda name: causal_lm(model_folder(name)))
+    with reading(args.folder, "Give the folder that save_pretrained of PEFT wrote."):
+        found = verify_adapter(args.folder, args.base, args.merged, load=lambda name: causal_lm(model_folder(name)))
     sys.stdout.write("".join(f"{line}\n" for line in found.lines))
     sys.stdout.flush()
     sys.stderr.write("".join(f"fault: {fault}\n" for fault in found.faults))

@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_folder(given: Path) -> Path:
-    """Returns `given` if it is a checkpoint, else the best or newest checkpoint of this run folder, unverified.
+    """Return `given` if it is a checkpoint, else the one in this folder of `Accelerator.save_state`, or the best or
+    newest checkpoint of this run folder, unverified.
 
     Raises UserError if there is none.
     """
@@ -51,8 +52,12 @@ def find_folder(given: Path) -> Path:
     for parent in (given / "checkpoints", given):
         if found := best_or_newest(parent):
             return found
-    what = "holds no checkpoint" if given.exists() else "does not exist"
-    raise UserError(f"{given}: {what}. Give a folder step-<number>, or the run folder above it.")
+    models = sorted(path.parent for path in given.glob(f"experts_*/{manifest.NAME}"))
+    if len(models) == 1:
+        return models[0]
+    several = f"holds {len(models)} models, {', '.join(path.name for path in models)}" if models else ""
+    what = several or ("holds no checkpoint" if given.exists() else "does not exist")
+    raise UserError(f"{given}: {what}. Give a folder step-<number>, the run folder above it, or one of save_state.")
 
 
 def _say(*lines: str) -> None:

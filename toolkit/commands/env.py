@@ -18,7 +18,7 @@ from toolkit.run.hardware import memory_limit_bytes, processor, usable_cores
 from toolkit.run.summary import aligned
 from toolkit.version import __version__
 
-PACKAGES = ("torch", "accelerate", "transformers", "datasets", "safetensors", "numpy", "wandb", "peft", "trl", "ray")
+PACKAGES = ("torch", "accelerate", "transformers", "datasets", "safetensors", "numpy", "wandb", "peft", "trl")
 VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 """Instructions by which torch chooses its kernels, as /proc/cpuinfo names them."""
 NVIDIA_SMI_S = 10.0

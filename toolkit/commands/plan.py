@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import EXIT_DONE
+from toolkit.errors import EXIT_DONE, reading
 from toolkit.run.arguments import Parser, count, positive
 from toolkit.run.summary import table
 
@@ -36,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.data.hub import model_folder
     from toolkit.integrations.transformers.language_models import read_config
 
-    config = read_config(model_folder(args.model, weights=False))
+    with reading(args.model, "Give a model folder or Hub name."):
+        config = read_config(model_folder(args.model, weights=False))
     trains_all = args.lora_rank == 0
     ways = layouts(
         args.gpus, sequences=args.sequences, context=args.context, trains_all=trains_all, offload=args.offload

@@ -73,6 +73,7 @@ def _first(comparison: Comparison, quantity: str) -> list[Finding]:
 # --- findings that need no comparison of two runs ------------------------------------------------------------------
 
 REDECIDED, LOST = "router decides otherwise under recomputation", "micro-batch lost"
+RATE = "learning rate depends on the world"
 
 
 def recomputed_otherwise(error: str) -> Finding:
@@ -269,13 +270,6 @@ RULES = [
         "make the optimizer last, from model.parameters(), or set requires_grad to False",
     ),
     Rule(
-        "adapters that learn",
-        "adapter frozen",
-        "{where} is zero and does not learn, so an active adapter changes nothing",
-        "it was frozen after PEFT made it, or loaded without is_trainable=True",
-        "set requires_grad to True before the optimizer is made, or leave the adapter out",
-    ),
-    Rule(
         "balance loss in the backward",
         "balance loss without effect",
         "the backward did not reach the {where} that the model returns",
@@ -416,7 +410,7 @@ RULES = [
     ),
     Rule(
         "learning rate",
-        "learning rate depends on the world",
+        RATE,
         "at step {step} it differs by {worst:.1e}",
         "the rate was scaled by the number of processes, or the schedule made a step for each of them",
         "set the rate for the global batch, and step the schedule once a step",

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import EXIT_BUG, EXIT_DONE, UserError
-from toolkit.run.arguments import Parser, count, positive
+from toolkit.errors import EXIT_BUG, EXIT_DONE
+from toolkit.run.arguments import Parser, count, positive, regular_file
 from toolkit.run.console import log_line
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--timeout", type=positive, default=600, metavar="SECONDS", help="for each run (600)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON, too")
-    parser.add_argument("script", type=Path, help="a recipe, or a script that trains with Accelerate")
+    parser.add_argument("script", type=regular_file, help="a recipe, or a script that trains with Accelerate")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with")
     args = parser.parse_args(argv)
 
@@ -39,9 +39,6 @@ def main(argv: Sequence[str]) -> int:
         log=log_line,
     )
     if args.out is not None:
-        try:
-            args.out.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--out {args.out}: cannot be written ({error.strerror}): choose another.") from None
+        args.out.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     sys.stdout.write(f"{report}")
     return EXIT_DONE if report.ok else EXIT_BUG

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor.causes import CHAIN, Finding, diagnose, out_of_step, recomputed_otherwise, unrepeatable
+from toolkit.doctor.causes import CHAIN, RATE, Finding, diagnose, out_of_step, recomputed_otherwise, unrepeatable
 from toolkit.doctor.compare import TOLERANCES, Check, Comparison, Evidence
 from toolkit.doctor.record import read_records
+from toolkit.doctor.recorder import SPLIT_NOTE, Variant
 from toolkit.errors import UserError
 from toolkit.run.launch.world import without_launcher
 
-ROUNDING = 2e-7
-"""What adding up in another order changes, relative to the norm of a sum's results: twice float32's last bit."""
 SUSPICIOUS = 1e-2
 """No rounding makes a difference as large as this in a few steps."""
 
@@ -120,16 +119,17 @@ def examine(
     Raises:
         UserError: If the script cannot be run, or does not train with Accelerate.
     """
-    _check(script, args)
+    if any(word.partition("=")[0] in ("--num-processes", "--num_processes") for word in args):
+        raise UserError("--num-processes: is set by the doctor. Use its --processes, before the script.")
     with tempfile.TemporaryDirectory(prefix="toolkit-doctor-") as folder:
         took_s: dict[int, float] = {}
 
-        def run(name: str, world: int, rounding: float = 0.0) -> Evidence:
+        def run(name: str, world: int, variant: Variant = "as it is") -> Evidence:
             started = time.monotonic()
             log(f"{name}: {world} process(es), {steps} steps ...")
             where = Path(folder) / name.replace(" ", "-")
             wait_s = MOST_WAIT_S + 2 * took_s.get(1, 0.0)
-            evidence = _run(script, args, world, steps, where, timeout_s, wait_s, rounding)
+            evidence = _run(script, args, world, steps, where, timeout_s, wait_s, variant)
             took_s[world] = time.monotonic() - started
             log(f"{name}: done in {took_s[world]:.0f} s")
             return evidence
@@ -147,39 +147,41 @@ def examine(
                 return Report(str(script), processes, 0, limit, [], [error.finding], notes)
             raise UserError(f"{script} runs in one process and fails in {processes}: {error}") from None
         comparison, findings = judge(one, many, limit, run)
-    notes = list(dict.fromkeys([*notes, *many.first.notes]))
+    notes = list(dict.fromkeys([*notes, *comparison.many.first.notes]))
     if comparison.rounding is not None:
-        notes.append("limits are those of one process with numbers rounded otherwise: rounding errors grow here")
+        notes.append("limits come from one process with perturbed weights: rounding errors grow here")
     if comparison.steps < steps:
         notes.append(f"the script ended after {comparison.steps} step(s)")
     return Report(str(script), processes, comparison.steps, limit, comparison.checks, findings, notes)
 
 
 def judge(
-    one: Evidence, many: Evidence, tolerance: float, run: Callable[[str, int, float], Evidence]
+    one: Evidence, many: Evidence, tolerance: float, run: Callable[[str, int, Variant], Evidence]
 ) -> tuple[Comparison, list[Finding]]:
-    """Compares two runs, and explains what differs.
+    """Compare two runs, and explain what differs.
 
-    Where something does, `run` (name, processes, rounding) runs the script again in one process: as it is, to see
-    whether it repeats itself; and rounded otherwise, to see what rounding alone does.
+    If something differs, `run` (name, processes, variant) runs the script again: with a scheduler that makes a step for
+    each process, if learning rates differ first; in one process, to see whether it repeats itself; and in one process
+    with perturbed weights, to see the effect of rounding.
     """
     comparison = Comparison(one, many, tolerance)
+    if SPLIT_NOTE in many.first.notes and _first_finding(comparison) == RATE:
+        stepped = run("together, stepped for each process", len(many.records), "stepped for each process")
+        if _first_finding(Comparison(one, stepped, tolerance)) != RATE:
+            many, comparison = stepped, Comparison(one, stepped, tolerance)
     if all(comparison[quantity].ok for quantity in CHAIN):
         return comparison, diagnose(comparison)
-    again = Comparison(one, run("alone again", 1, 0.0), tolerance)
+    again = Comparison(one, run("alone again", 1, "as it is"), tolerance)
     if differing := [quantity for quantity in CHAIN if not again[quantity].ok]:
         return comparison, [unrepeatable(differing), *diagnose(comparison)]
     if diagnose(comparison) and max(comparison[quantity].worst for quantity in CHAIN) < SUSPICIOUS:
-        rounding = Comparison(one, run("alone, rounded otherwise", 1, ROUNDING), tolerance)
+        rounding = Comparison(one, run("alone, perturbed", 1, "perturbed"), tolerance)
         comparison = Comparison(one, many, tolerance, rounding)
     return comparison, diagnose(comparison)
 
 
-def _check(script: Path, args: Sequence[str]) -> None:
-    if not script.is_file():
-        raise UserError(f"script {script} is not there: give the path of a Python file.")
-    if any(word.partition("=")[0] in ("--num-processes", "--num_processes") for word in args):
-        raise UserError("--num-processes is set by the doctor: use its --processes, before the script.")
+def _first_finding(comparison: Comparison) -> str | None:
+    return next((finding.name for finding in diagnose(comparison)), None)
 
 
 def _run(
@@ -190,7 +192,7 @@ def _run(
     folder: Path,
     timeout_s: float,
     wait_s: float,
-    rounding: float,
+    variant: Variant,
 ) -> Evidence:
     """Run `script` under the recorder as the ranks of one world; raises ScriptFailed with the last line of an error."""
     folder.mkdir()
@@ -198,7 +200,7 @@ def _run(
     environment = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     # A mode that the script gives itself counts more than the variable: its runs go with the folder.
     environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
-    command = [sys.executable, "-m", f"{__package__}.watch", str(folder), str(steps), str(rounding), str(wait_s)]
+    command = [sys.executable, "-m", f"{__package__}.watch", str(folder), str(steps), variant, str(wait_s)]
     command += [str(script), *words]
     codes = _run_ranks(command, environment, world, folder, timeout_s)
     if any(code != 0 for code in codes):

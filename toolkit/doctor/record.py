@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ SEEN = {
     "all micro-batches": "steps in which the gradients of a micro-batch were gone before those of the next were added",
     "buffers of ranks": "buffers of this rank that DDP changed before a forward",
     "parameters in an optimizer": "trainable parameters that no optimizer holds",
-    "adapters that learn": "matrices B of active low-rank adapters that are zero and frozen",
     "balance loss in the backward": "losses of the router that the model returned and no backward reached",
     "order of epochs": "samplers that shuffle and gave the same order twice",
 }
@@ -116,19 +115,6 @@ def read_records(folder: Path) -> list[Record]:
     return records
 
 
-def frozen_adapters(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Returns the matrices B of active adapters of PEFT, by name, that are zero and cannot become anything else."""
-    found = []
-    for name, module in modules:
-        matrices: Any = getattr(module, "lora_B", {})
-        layer: Any = module
-        for adapter in [each for each in layer.active_adapters if each in matrices] if len(matrices) else []:
-            weight = matrices[adapter].weight
-            if not (weight.requires_grad or weight.detach().any()):
-                found.append(f"{name}.lora_B.{adapter}")
-    return found
-
-
 def digest(*tensors: Tensor) -> str:
     """Returns a digest of the bits of `tensors`."""
     together = hashlib.blake2b(digest_size=12)
@@ -153,8 +139,7 @@ def plain(tensor: Tensor) -> Tensor:
 def sample_digests(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
     """Returns a digest of each sample that a model is called with, without what pads it to the length of the others.
 
-    Padding is beyond what an argument called `...length` (B,) says, or where one called `...mask` (B, T) is 0; without
-    these, it is the zeros and ignored labels at the end.
+    Padding is where an argument called `...mask` (B, T) is 0; without a mask, the zeros and ignored labels at the end.
     """
     names = [*inspect.signature(model.forward).parameters][: len(args)]
     given = dict(zip(names + [f"argument{i}" for i in range(len(names), len(args))], args, strict=True)) | dict(kwargs)
@@ -164,8 +149,6 @@ def sample_digests(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     rows = next(iter(inputs.values())).shape[0] if inputs else 0
     aligned = {name: value for name, value in inputs.items() if value.shape[0] == rows}
     mask = next((value for name, value in aligned.items() if "mask" in name and value.ndim == 2), None)
-    if mask is None:
-        mask = _mask_of_lengths(aligned)
     digests = []
     for row in range(rows):
         parts = [value[row] for value in aligned.values()]
@@ -174,13 +157,6 @@ def sample_digests(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             parts = [part[kept] if part.ndim and len(part) == len(kept) else part for part in parts]
         digests.append(digest(*(_unpadded(part) for part in parts)))
     return digests
-
-
-def _mask_of_lengths(inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """(B, T) for the longest input, or None where none says how long samples are."""
-    lengths = next((value for name, value in inputs.items() if "length" in name and value.ndim == 1), None)
-    longest = max((value.shape[1] for value in inputs.values() if value.ndim > 1), default=0)
-    return None if lengths is None else torch.arange(longest, device=lengths.device) < lengths[:, None]
 
 
 def _unpadded(part: Tensor) -> Tensor:

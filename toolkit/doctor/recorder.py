@@ -11,21 +11,19 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.doctor.compare import GRADIENT_FLOOR
 from toolkit.doctor.record import (
     Phase,
     Record,
     Step,
     digest,
-    frozen_adapters,
     is_spread_by_others,
     plain,
     sample_digests,
@@ -35,20 +33,25 @@ from toolkit.experts.layer.routing_log import Cursor
 from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
 from toolkit.experts.parallel.sync import ExpertSync
 
+Variant = Literal["as it is", "perturbed", "stepped for each process"]
+"""How a script runs: `perturbed` has weights that are perturbed before each step, the yardstick for rounding errors;
+`stepped for each process` has `AcceleratedScheduler` make `num_processes` steps at a time."""
+ROUNDING = 2e-7
+"""Relative perturbation of weights that stands for rounding: twice float32's last bit."""
+
+
+SPLIT_NOTE = "split_batches=True was set, so that every world sees the same global batches"
+
 
 class Finished(BaseException):
     """Raised in the script when enough steps were recorded."""
 
 
 class Recorder:
-    """Watches the models that are prepared in this process for `steps` optimizer steps.
+    """Watches the models that are prepared in this process for `steps` optimizer steps."""
 
-    With `rounding`, what each module with parameters returns, the gradient of it, and the gradients of parameters are
-    disturbed by so much, relative to their norms: what sums in another order do.
-    """
-
-    def __init__(self, out: Path, steps: int, rounding: float = 0.0):
-        self.out, self.steps, self.rounding = out, steps, rounding
+    def __init__(self, out: Path, steps: int, variant: Variant = "as it is"):
+        self.out, self.steps, self.variant = out, steps, variant
         self.record = Record()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -63,13 +66,18 @@ class Recorder:
         self._choices: dict[str, list[str]] = {}
         self._buffers: dict[str, str] = {}
         self._unclipped: dict[str, Tensor] | None = None
-        self.splits = False
-        """Says whether data loaders' batches are to be split over ranks although the script did not ask for it."""
+        self.script_splits = False
+        """Whether the script sets `split_batches=True` itself."""
         self._open_step = True
         self._unreached = 0
         """Balance losses of this step that no backward has reached."""
         self._has_gradients = False
         """Says whether a backward has ended since any optimizer's last step."""
+
+    def note(self, text: str) -> None:
+        """Record what was changed in the script, once."""
+        if text not in self.record.notes:
+            self.record.notes.append(text)
 
     def _at(self, place: str, step: int) -> None:
         """Leaves word of where this rank is, for when it never ends."""
@@ -83,11 +91,6 @@ class Recorder:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     yield self._name(number, name), parameter
-
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for number, model in enumerate(self.models):
-            for name, module in model.named_modules():
-                yield self._name(number, name), module
 
     @staticmethod
     def _name(number: int, name: str) -> str:
@@ -122,8 +125,6 @@ class Recorder:
         model.register_forward_hook(self._after_forward)
         inside: tuple[str, ...] = ()
         for name, module in model.named_modules():
-            if self.rounding:
-                round_outputs(module, self._name(number, name), self.rounding, lambda: len(self.record.steps))
             if name.startswith(inside) and inside:
                 continue
             if getattr(module, "expert_stack", None) is not None:
@@ -256,10 +257,7 @@ class Recorder:
         """Returns the gradients before they are clipped, averaged where an optimizer's hook would do so later."""
         for sync in self.syncs:
             sync.before_clip()
-        gradients = {name: p.grad for name, p in self.parameters() if p.grad is not None}
-        if self.rounding:
-            round_gradients(list(gradients.values()), self.rounding, len(self.record.steps))
-        return {name: plain(gradient) for name, gradient in gradients.items()}
+        return {name: plain(p.grad) for name, p in self.parameters() if p.grad is not None}
 
     def after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.optimizers or optimizer is not self.optimizers[0]:
@@ -293,6 +291,8 @@ class Recorder:
         if len(self.record.steps) >= self.steps:
             self.finish()
             raise Finished
+        if self.variant == "perturbed":
+            perturb(self.parameters(), ROUNDING)
 
     def take_phase(self) -> None:
         """Writes down weights and optimizer state, as they are now."""
@@ -333,7 +333,6 @@ class Recorder:
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
         self.record.see("parameters in an optimizer", *outside)
-        self.record.see("adapters that learn", *frozen_adapters(self.modules()))
         self._save_and_load()
         if self.accelerator is not None:
             self.record.write(self.out)
@@ -372,48 +371,10 @@ class Recorder:
             self.record.note_lost(key, tensor, now, rows.get(key.partition("/")[2]))
 
 
-# --- a run whose numbers are rounded otherwise -----------------------------------------------------------------------
-
-
-def round_outputs(module: nn.Module, name: str, size: float, step: Callable[[], int]) -> None:
-    """Changes, from now on, what `module` returns in training, and the gradient of it, by `size` times their norms.
-
-    `step` says which optimizer step it is; in one step, the change is always the same, so that a forward that is
-    repeated during backward repeats it. A module without parameters of its own is left alone: it adds up nothing, or
-    calls others that do, and zeros that it returns are to stay zeros.
-    """
-    if not any(True for _ in module.parameters(recurse=False)):
-        return
-
-    def change(output: Any, seed: int) -> Any:
-        if type(output) is tuple:
-            return tuple(change(part, seed + 2 * number) for number, part in enumerate(output))
-        if not (isinstance(output, Tensor) and output.requires_grad):
-            return output
-        changed = output + _noise(output.detach(), size, seed)
-        changed.register_hook(lambda gradient: gradient + _noise(gradient, size, seed + 1))
-        return changed
-
-    def after_forward(module: nn.Module, _args: Any, output: Any) -> Any:
-        return change(output, zlib.crc32(f"{name} {step()}".encode())) if module.training else output
-
-    module.register_forward_hook(after_forward)
-
-
 @torch.no_grad()
-def round_gradients(gradients: list[Tensor], size: float, step: int) -> None:
-    """Change gradients in place, each by `size` times its norm, or times `GRADIENT_FLOOR` of the norm of all."""
-    total = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    for number, gradient in enumerate(gradients):
-        gradient.add_(_noise(gradient, size, zlib.crc32(f"{number} {step}".encode()), GRADIENT_FLOOR * total))
-
-
-def _noise(tensor: Tensor, size: float, seed: int, floor: float = 0.0) -> Tensor:
-    """Returns noise of `size` times the norm of `tensor`, or times `floor` where that is more.
-
-    It is 0 where `tensor` is exactly 0, as units that ReLU has switched off are: nothing was added up there. Adam would
-    make a whole step of any noise.
-    """
-    draws = torch.Generator().manual_seed(seed)
-    noise = torch.randn(tensor.shape, generator=draws, dtype=tensor.dtype).to(tensor.device)
-    return noise * (tensor != 0) * (max(tensor.norm().item(), floor) * size / max(1, tensor.numel()) ** 0.5)
+def perturb(parameters: Iterable[tuple[str, Tensor]], size: float) -> None:
+    """Multiply each weight by 1 plus normally distributed noise of `size`, in place. Zeros stay zeros."""
+    for name, parameter in parameters:
+        draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(local_rows(parameter).shape, generator=draws, dtype=parameter.dtype)
+        local_rows(parameter).mul_(1 + size * noise.to(parameter.device))

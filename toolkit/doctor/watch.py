@@ -1,5 +1,5 @@
 """Run a script under the recorder:
-`python -m toolkit.doctor.watch OUT STEPS ROUNDING WAIT SCRIPT [ARGUMENT ...]`.
+`python -m toolkit.doctor.watch OUT STEPS VARIANT WAIT SCRIPT [ARGUMENT ...]`.
 
 Accelerate, torch and this toolkit are patched so that they call the recorder.
 """
@@ -15,28 +15,29 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import accelerate
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
 
 from toolkit.doctor.record import Record
-from toolkit.doctor.recorder import Finished, Recorder
+from toolkit.doctor.recorder import SPLIT_NOTE, Finished, Recorder, Variant
 from toolkit.experts.parallel import groups
 from toolkit.experts.parallel.sync import ExpertSync
 
 DROPOUT_NOTE = "dropout was switched off: masks differ between ranks"
 
 
-def watch(out: Path, steps: int, script: str, args: list[str], rounding: float = 0.0) -> Record:
-    """Runs `script` as if from the command line, and leaves it once `steps` optimizer steps were seen."""
-    recorder = Recorder(out, steps, rounding)
+def watch(out: Path, steps: int, script: str, args: list[str], variant: Variant = "as it is") -> Record:
+    """Run `script` as if from the command line, and leave it after `steps` optimizer steps."""
+    recorder = Recorder(out, steps, variant)
     attach(recorder)
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
@@ -54,11 +55,11 @@ def watch(out: Path, steps: int, script: str, args: list[str], rounding: float =
 
 
 def main() -> None:
-    out, steps, rounding, wait_s, script, *args = sys.argv[1:]
+    out, steps, variant, wait_s, script, *args = sys.argv[1:]
     limit_waits(float(wait_s))
     code = 0
     try:
-        watch(Path(out), int(steps), script, args, float(rounding))
+        watch(Path(out), int(steps), script, args, cast(Variant, variant))
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
@@ -96,8 +97,8 @@ def _switch_off_dropout(recorder: Recorder) -> None:
     """Switches it off in modules, which call these functions, and outside of them; what LSTMs do inside is left."""
 
     def note(p: float, training: bool = True) -> None:
-        if p and training and DROPOUT_NOTE not in recorder.record.notes:
-            recorder.record.notes.append(DROPOUT_NOTE)
+        if p and training:
+            recorder.note(DROPOUT_NOTE)
 
     def without(original: Callable[..., Tensor], training: bool) -> Callable[..., Tensor]:
         def call(input: Tensor, p: float = 0.5, training: bool = training, *args: Any, **kw: Any) -> Tensor:
@@ -157,7 +158,7 @@ def _attach_accelerator(recorder: Recorder) -> None:
     def starting(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, *args: Any, **settings: Any) -> None:
             loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
-            recorder.splits = not loading.split_batches
+            recorder.script_splits = loading.split_batches
             loading.split_batches = loading.use_seedable_sampler = True
             if loading.data_seed is None:
                 loading.data_seed = 0
@@ -168,11 +169,8 @@ def _attach_accelerator(recorder: Recorder) -> None:
     def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare(self: Any, *args: Any, **settings: Any) -> Any:
             models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, DistributedDataParallel)]
-            if recorder.splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
-                recorder.splits = False
-                recorder.record.notes.append(
-                    "split_batches=True was set, so that every world sees the same global batches"
-                )
+            if not recorder.script_splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
+                recorder.note(SPLIT_NOTE)
             result = recorder.prepare(self, models, lambda: original(self, *args, **settings))
             for wrapper in result if isinstance(result, tuple) else (result,):
                 if isinstance(wrapper, DistributedDataParallel) and not recorder.is_preparing:
@@ -184,6 +182,16 @@ def _attach_accelerator(recorder: Recorder) -> None:
     def running_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, loss, **kw: recorder.backward(loss, lambda: original(self, loss, **kw))
 
+    def scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **settings: Any) -> None:
+            by_doctor = SPLIT_NOTE in recorder.record.notes and recorder.variant != "stepped for each process"
+            self.split_batches = recorder.script_splits or by_doctor
+            if not self.split_batches and SPLIT_NOTE in recorder.record.notes:
+                recorder.note("the scheduler makes a step for each process, as Accelerate's default is")
+            original(self, *args, **settings)
+
+        return step
+
     clipping = functools.partial(_clipping, recorder)
     wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
         "__init__": starting,
@@ -194,6 +202,7 @@ def _attach_accelerator(recorder: Recorder) -> None:
     }
     for name, wrap in wrappers.items():
         wrap_method(accelerate.Accelerator, name, wrap)
+    wrap_method(AcceleratedScheduler, "step", scheduling)
 
 
 def _clipping(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

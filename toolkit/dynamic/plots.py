@@ -16,15 +16,15 @@ from toolkit.run.pictures.plots import (
     GREY,
     INK,
     TRAIN,
+    Experts,
     draw_experts,
     draw_loss,
-    expert_loads,
     ink_on,
     palette,
     save_figure,
     spread,
-    step_axis,
 )
+from toolkit.run.summary import moves
 from toolkit.run.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -43,20 +43,26 @@ MOST_LABELS = 14
 SPLIT, MERGE, SLEEP = "#3ca951", "#ff725c", "#a463f2"
 
 
-def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:  # noqa: ARG001
-    """Draw the finished run in `folder` and write its performance_summary.txt; return the pictures for trackers.
+def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
+    """Draw the finished run in `folder` and write its performance_summary.txt; return the plots for trackers.
 
-    The pictures of the load and placement of experts are drawn again, with uids: dynamic experts get the logical ids of
-    those that were removed.
+    The plots of the load, placement and moves of experts are drawn again with uids, because new experts get the logical
+    ids of removed experts.
     """
     last = read_lifecycle(folder)[-1].layers
-    loads = expert_loads(read_metrics(folder / "metrics.jsonl"))
-    of_uids = {
-        name: [(step, state.by_uid(shares, step)) for step, shares in loads.get(name, [])]
-        for name, state in last.items()
-    }
-    placement = {n: [[uid for uid in row if uid is not None] for row in last[n].uids_on_ranks] for n in last}
-    pictures = draw_experts(folder, loads | of_uids, placement) | draw_lifecycle(folder)
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    logical = Experts.of(lines, results)
+    first = results.get("first_move_step", 0)
+    experts = Experts(
+        loads={
+            name: [(step, last[name].by_uid(shares, step)) for step, shares in points] if name in last else points
+            for name, points in logical.loads.items()
+        },
+        placement={n: [[uid for uid in row if uid is not None] for row in last[n].uids_on_ranks] for n in last},
+        before={n: last[n].rows_by_uid(rows, first) for n, rows in logical.before.items() if n in last},
+        moves={n: [(s, last[n].rows_by_uid(v, s + 1)) for s, v in logical.moves.get(n, [])] for n in last},
+    )
+    pictures = draw_experts(folder, experts, lines, moves(results)) | draw_lifecycle(folder)
     write_text(folder / "performance_summary.txt", performance_summary(folder))
     return for_trackers(pictures)
 
@@ -70,7 +76,6 @@ def draw_lifecycle(folder: Path) -> dict[str, Path]:
         "training_metrics": lambda figure: _draw_training(figure, folder, epochs),
         "expert_activations": lambda figure: _draw_activations(figure, epochs, layers),
         "expert_device_distribution": lambda figure: _draw_devices(figure, epochs, layers),
-        "lifecycle_timeline": lambda figure: _draw_timeline(figure, epochs, layers),
     }
     for epoch in spread(epochs, MOST_GRAPHS):
         draw = partial(draw_knowledge_graph, epoch=epoch, positions=positions)
@@ -115,19 +120,19 @@ def _draw_activations(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[
     last = epochs[-1]
     tallest = max(len(last.layers[layer].active) for layer in layers)
     figure.set_size_inches(13, max(4.0, 1.5 + 0.26 * tallest) * len(layers))
+    colours = palette(1 + max(uid for state in last.layers.values() for uid in state.nodes))
     for layer, (shares, classes) in zip(layers, figure.subplots(len(layers), 2, squeeze=False), strict=True):
         states = [epoch.layers[layer] for epoch in epochs]
         uids = sorted({uid for state in states for uid, node in state.nodes.items() if node["share"] > 0})
-        colour_of = dict(zip(uids, palette(len(uids)), strict=True))
         base = [0.0] * len(epochs)
         for uid in uids:
             heights = [100 * state.nodes[uid]["share"] if uid in state.nodes else 0.0 for state in states]
             bars = shares.bar(
-                [epoch.number for epoch in epochs], heights, 0.86, base, color=colour_of[uid], edgecolor="white", lw=0.6
+                [epoch.number for epoch in epochs], heights, 0.86, base, color=colours[uid], edgecolor="white", lw=0.6
             )
             if len(epochs) <= MOST_LABELS:
                 labels = [str(uid) if height >= 4 else "" for height in heights]
-                shares.bar_label(bars, labels, label_type="center", fontsize=8, color=ink_on(colour_of[uid]))
+                shares.bar_label(bars, labels, label_type="center", fontsize=8, color=ink_on(colours[uid]))
             base = [b + h for b, h in zip(base, heights, strict=True)]
         shares.set_title(_title("Load per expert, % of assignments", layer, layers))
         shares.set_ylim(0, 100)
@@ -220,69 +225,6 @@ def _draw_placement(axes: Axes, state: LayerState, title: str) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.tick_params(length=0)
-
-
-def _draw_timeline(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[str]) -> None:
-    """Each expert as a bar from its creation to its removal, with splits, merges, prunes and sleeps."""
-    from matplotlib.lines import Line2D
-
-    last = epochs[-1]
-    most = max(len(last.layers[layer].nodes) for layer in layers)
-    figure.set_size_inches(13, (1.6 + min(11.0, 0.24 * most)) * len(layers))
-    for axes, layer in zip(figure.subplots(len(layers), 1, squeeze=False)[:, 0], layers, strict=True):
-        _draw_spans(axes, last.layers[layer].nodes, last.step)
-        axes.set_title(_title("Experts, from creation to removal", layer, layers))
-        for event in (event for epoch in epochs for event in epoch.events_of(layer)):
-            if event["kind"] in ("sleep", "undone"):
-                dashes = "-" if event["kind"] == "sleep" else ":"
-                axes.axvline(event["step"], color=SLEEP, lw=1.2, ls=dashes, zorder=0)
-        step_axis(axes)
-        axes.set_xlim(0, last.step)
-        axes.set_axisbelow(True)
-    handles = [
-        Line2D([], [], color=TRAIN, lw=6, label="active"),
-        Line2D([], [], color=GREY, lw=6, label="removed"),
-        Line2D([], [], color=SPLIT, lw=1.6, marker="v", ms=6, label="split from"),
-        Line2D([], [], color=MERGE, lw=1.6, marker="v", ms=6, label="merged into"),
-        Line2D([], [], color=INK, lw=0, marker="x", ms=7, mew=2, label="pruned"),
-        Line2D([], [], color=SLEEP, lw=1.2, label="sleep"),
-        Line2D([], [], color=SLEEP, lw=1.2, ls=":", label="undone"),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-
-
-def _draw_spans(axes: Axes, nodes: Mapping[int, Mapping[str, Any]], last_step: int) -> None:
-    """A row for each expert: a bar from its creation to its removal, where it came from, and where it went."""
-    removed_at = {uid: last_step if node["removed_at"] is None else node["removed_at"] for uid, node in nodes.items()}
-    rows = {uid: row for row, uid in enumerate(sorted(nodes))}
-    for uid, node in nodes.items():
-        axes.barh(
-            rows[uid],
-            removed_at[uid] - node["created_at"],
-            left=node["created_at"],
-            height=0.62,
-            color=TRAIN if node["active"] else GREY,
-        )
-        if node["parent"] is not None:
-            _arrow(axes, node["created_at"], rows[node["parent"]], rows[uid], SPLIT)
-        if node["merged_into"] is not None:
-            _arrow(axes, removed_at[uid], rows[uid], rows[node["merged_into"]], MERGE)
-        elif not node["active"]:
-            axes.plot(removed_at[uid], rows[uid], marker="x", color=INK, ms=7, mew=2)
-    axes.set_ylabel("expert")
-    if len(rows) <= 60:
-        axes.set_yticks(list(rows.values()), [str(uid) for uid in rows], fontsize=8 if len(rows) <= 30 else 6)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-
-
-def _arrow(axes: Axes, step: float, start: int, end: int, colour: str) -> None:
-    axes.annotate(
-        "",
-        (step, end),
-        (step, start),
-        arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 0, "shrinkB": 0},
-        annotation_clip=False,
-    )
 
 
 def _title(text: str, layer: str, layers: Sequence[str]) -> str:

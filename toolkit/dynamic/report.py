@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class LifecycleReport(Callback):
     """Keeps a `KnowledgeGraph` per layer (`graphs`, equal on all ranks) and writes what became of experts each epoch.
 
-    An epoch appends a line to lifecycle.jsonl and writes the graphs as JSON and GraphML; pictures are drawn from them
-    when the run ends. Records `moe/specialisation/<layer>`, the mean over active experts weighted by load. A step keeps
+    An epoch appends a line to lifecycle.jsonl and writes the graphs as JSON; plots are drawn from them when
+    the run ends. Records `moe/specialisation/<layer>`, the mean over active experts weighted by load. A step keeps
     references to its routing; there is one reduction over ranks per epoch.
 
     Args:

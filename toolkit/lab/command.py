@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from toolkit.errors import EXIT_DONE
-from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.errors import EXIT_DONE, reading
 from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.placement.planners import find_planner
 from toolkit.experts.routing.traces import read_trace
 from toolkit.lab.replay import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
 from toolkit.lab.simulate import Machine
 from toolkit.lab.workloads import WORKLOADS, Sizes
-from toolkit.run.arguments import Parser, count
+from toolkit.run.arguments import Parser, count, regular_file
 from toolkit.run.markdown import markdown_table
 from toolkit.run.pictures.plots import draw_imbalances
 from toolkit.version import __version__
@@ -29,9 +29,9 @@ DECIMALS = {"MB moved": 2, "replica MB": 2, "planner ms": 2}
 def main(argv: Sequence[str]) -> int:
     parser = Parser("toolkit lab", __doc__)
     parser.add_argument(
-        "trace", nargs="*", type=Path, help="files of --record-traces. Default: synthetic loads W0 to W7"
+        "trace", nargs="*", type=regular_file, help="files of --record-traces. Default: synthetic loads W0 to W7"
     )
-    parser.add_argument("--planner", nargs="+", default=USUAL, help="planners, or module:function")
+    parser.add_argument("--planner", nargs="+", default=USUAL, help="names of planners, or module:function")
     parser.add_argument("--every", type=count, default=20, help="optimizer steps between plans. Default: 20")
     parser.add_argument("--ranks", type=count, help="ranks of the EP group. Default: those of the run, 8 for W0 to W7")
     parser.add_argument("--spare-slots", type=int, default=0, help="empty slots per rank. Default: 0, 1 for replicate")
@@ -41,16 +41,16 @@ def main(argv: Sequence[str]) -> int:
         default="contiguous",
         help="placement of the first window. Default: contiguous",
     )
-    parser.add_argument("--machine", type=Path, help="JSON file with the rates of a machine")
+    parser.add_argument("--machine", type=regular_file, help="JSON file with the rates of a machine")
     parser.add_argument("--out", type=Path, help="folder for report.md, report.json and imbalance.png")
     args = parser.parse_args(argv)
-    for planner in args.planner:
-        ReplanOptions(planner=planner)  # raises for unknown ones
+    for name in args.planner:
+        find_planner(name)
     rules = Rules(
         every=args.every,
         spare_slots=args.spare_slots,
         initial_placement=args.initial_placement,
-        machine=Machine(**json.loads(args.machine.read_text())) if args.machine else ASSUMED,
+        machine=_read_machine(args.machine) if args.machine else ASSUMED,
     )
     cases = _cases(args)
     tries = [(STAY, False), *((name, guarded) for name in args.planner for guarded in (False, True))]
@@ -61,6 +61,11 @@ def main(argv: Sequence[str]) -> int:
         _write(args.out, report, cases, rows, rules)
         sys.stdout.write(f"\nwritten to {args.out}\n")
     return EXIT_DONE
+
+
+def _read_machine(path: Path) -> Machine:
+    with reading(path, "Give the rates as JSON."):
+        return Machine(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:

@@ -21,7 +21,7 @@ from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import Floats, Ints, max_over_mean, shares
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.placement.planners import planner_named
+from toolkit.experts.placement.planners import find_planner
 from toolkit.experts.placement.planners.registry import Planner
 from toolkit.experts.placement.traffic import migration_cost, replica_rows, rows_between_ranks
 from toolkit.experts.routing.traces import Trace
@@ -191,16 +191,18 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
     cost_models = case.cost_models(rules.machine)
     seconds: list[float] = []
 
+    planner = None if name == STAY else find_planner(name)
+
     def timed(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:
         began = time.process_time()
-        plan = planner_named(name)(load_E, current)
+        plan = planner(load_E, current)
         seconds.append(time.process_time() - began)
         return plan
 
     runs = []
     for layer, cost_model in enumerate(cost_models):
         guard = MigrationGuard(cost_model) if guarded else None
-        runs.append(replay(loads[:, layer], start, None if name == STAY else timed, every=every, guard=guard))
+        runs.append(replay(loads[:, layer], start, planner and timed, every=every, guard=guard))
     imbalance = np.mean([run.imbalance[every:] for run in runs], axis=0)
     changes = [
         (cost_model, change) for cost_model, run in zip(cost_models, runs, strict=True) for change in run.changes

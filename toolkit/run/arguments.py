@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from toolkit.errors import UserError, did_you_mean
@@ -22,6 +23,13 @@ def positive(text: str) -> float:
     if not (value := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text}: take a number above 0")
     return value
+
+
+def regular_file(text: str) -> Path:
+    """Return the path of an existing file as the `type` of an argument. Reading a pipe could wait for ever."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: not a file. Give an existing regular file")
+    return Path(text)
 
 
 class Parser(argparse.ArgumentParser):

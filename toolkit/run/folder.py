@@ -5,16 +5,14 @@ metrics.jsonl   one line per logged step
 checkpoints/    see toolkit.checkpoint.checkpoint
 results.json    final numbers
 summary.txt     the same in words, and *.png
-digests.json    of the files above but checkpoints, when the run was finished
 .finishing      from before results.json until the pictures are drawn, and while a finished run is extended
 hang/           what each process of a run that hung did, see toolkit.train.callbacks.watchdog
 profile/        traces of --profile
-micro_batch_size.json   after a step ran out of memory, see toolkit.train.batch_size
+micro_batch_size.json   after a step ran out of memory, see toolkit.run.micro_batches
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,11 +33,6 @@ from toolkit.run.tracking.jsonl import from_json, to_json
 RUNS = Path("runs")
 FINISHING = ".finishing"
 LOCK = ".lock"
-DIGESTS = "digests.json"
-SEALED = ("config.json", "metrics.jsonl", "results.json", "summary.txt")
-"""Files of DIGESTS, beside the pictures."""
-MICRO_BATCH_SIZE = "micro_batch_size.json"
-"""What a run came to after a step ran out of memory: see `toolkit.train.batch_size`."""
 DATA = "data_identity"
 """The key of config.json that `toolkit.run.data` fills in."""
 
@@ -53,32 +46,6 @@ def results_of(folder: Path) -> dict[str, Any] | None:
     """The final numbers of the run in `folder`, or None while it is not finished. Raises UserError for damage."""
     remedy = "delete it, and run the same command again to have it written anew"
     return read_json(folder / "results.json", remedy) if is_finished(folder) else None
-
-
-def write_digests(folder: Path) -> None:
-    """Notes what is in the files of a run that is being finished."""
-    names = (*SEALED, *sorted(path.name for path in folder.glob("*.png")))
-    write_json(folder / DIGESTS, {name: _digest(folder / name) for name in names})
-
-
-def changed_files(folder: Path) -> list[str]:
-    """Returns the files of a finished run that are not what they were when it was finished, by name.
-
-    A picture that was deleted is not among them: it can be drawn again.
-    """
-    if not is_finished(folder) or not (folder / DIGESTS).exists():
-        return []
-    try:
-        noted = from_json((folder / DIGESTS).read_text(encoding="utf-8"))
-        names = (*SEALED, *sorted(noted.keys() & {path.name for path in folder.glob("*.png")}))
-        return [name for name in names if noted[name] != _digest(folder / name)]
-    except (OSError, ValueError, LookupError, AttributeError):
-        return [DIGESTS]
-
-
-def _digest(path: Path) -> str | None:
-    """Returns the SHA-256 of a file; None where there is none."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def open_folder(

@@ -10,7 +10,6 @@ with start_run("mnist_moe", config) as run:
 from __future__ import annotations
 
 import errno
-import os
 import random
 import sys
 import time
@@ -42,14 +41,14 @@ from toolkit.run.folder import (
     is_finished,
     open_folder,
     recorded_config,
-    write_digests,
     write_json,
     write_text,
     writing,
 )
 from toolkit.run.hardware import gpu_names, hardware
-from toolkit.run.launch.restarts import ELASTIC, command_to_continue, past_restarts, tell_folder
+from toolkit.run.launch.restarts import command_to_continue, past_restarts, tell_folder
 from toolkit.run.machines import folder_of_machine
+from toolkit.run.micro_batches import MicroBatches
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import check_same_start, git_revision, versions
 from toolkit.run.storage import Storage
@@ -120,6 +119,11 @@ class Run:
             ep_stride=config.ep_stride,
             exchange=config.exchange,
         )
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of an optimizer step on each rank: the config's, or more after a step ran out of memory."""
+        return self.accelerator.gradient_accumulation_steps
 
     @property
     def checkpoints(self) -> Path:
@@ -284,9 +288,7 @@ class Run:
             for draw in self._draws:
                 self._enter("finish")
                 self._draw(draw, numbers)
-            with writing("pictures", self.folder):
-                write_digests(self.folder)
-                (self.folder / FINISHING).unlink(missing_ok=True)
+            (self.folder / FINISHING).unlink(missing_ok=True)
             if self.storage is not None:
                 self._enter("finish")
                 self.storage.put_finished(self.folder, self.print)
@@ -377,11 +379,10 @@ def start_run(name: str, config: RunConfig) -> Run:
             raise UserError(
                 field="auto_batch_size", value=True, remedy="only the command of a recipe, without a launcher, takes it"
             )
-        if ELASTIC not in os.environ:  # there batches are cut into parts that differ by one sample at most
-            pieces = run.world_size * config.gradient_accumulation_steps
-            require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
+        pieces = run.world_size * config.gradient_accumulation_steps
+        require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
         run.on_main_and_share(lambda: check_installed(config.tracker))
-        run.folder, run.continues = run.on_main_and_share(lambda: _open(run))
+        run.folder, run.continues, micro_batches = run.on_main_and_share(lambda: _open(run))
         run.folder, run.ranks_here = folder_of_machine(run.folder, config, run.rank, run.world_size)
     except BaseException as error:
         run.close(wait_for_ranks=isinstance(error, UserError))
@@ -392,11 +393,25 @@ def start_run(name: str, config: RunConfig) -> Run:
     if run.is_main:
         tell_folder(run.folder)
     run.print(f"{'continuing' if run.continues else 'run folder'} {run.folder}")
+    if micro_batches is not None:
+        _take(run, micro_batches)
     return run
 
 
-def _open(run: Run) -> tuple[Path, bool]:
-    """Choose and lock the folder, and write config.json into it. On the main process only."""
+def _take(run: Run, micro_batches: MicroBatches) -> None:
+    """Have the run train with the micro-batches that it came to before it was interrupted."""
+    size, failed = micro_batches.micro_batch_size, micro_batches.out_of_memory_with
+    run.accelerator.gradient_accumulation_steps = run.config.batch_size // run.world_size // size
+    run.describe(micro_batch_size=size, out_of_memory_with=failed)
+    run.print(f"micro-batches of {size} sample(s) on each process, because memory ran out with {failed}")
+
+
+def _open(run: Run) -> tuple[Path, bool, MicroBatches | None]:
+    """Choose and lock the folder, and write config.json into it. Called on the main process.
+
+    Returns:
+        The folder, whether it holds this run, and the micro-batches that it came to after a step ran out of memory.
+    """
     folder, run._lock, before = open_folder(run.name, run.config, run.print, run.storage)
     run.data = (before or {}).get(DATA) or {}
     try:
@@ -405,7 +420,9 @@ def _open(run: Run) -> tuple[Path, bool]:
         run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     except OSError as error:
         raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}): choose another.") from None
-    return folder, before is not None
+    if before is None:
+        return folder, False, None
+    return folder, True, MicroBatches.read(folder, run.config.batch_size // run.world_size, run.world_size)
 
 
 def _write_config(run: Run, folder: Path) -> None:

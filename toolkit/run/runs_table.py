@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from toolkit.errors import UserError
 from toolkit.run.config.settings import decides_what_is_learned, differing_names, leaves
-from toolkit.run.folder import changed_files, read_json, write_text
+from toolkit.run.folder import read_json, write_text
 from toolkit.run.markdown import markdown_table
 from toolkit.run.tracking.metric_names import is_share
 
@@ -64,33 +63,44 @@ class Table:
         return markdown_table(self.cells())
 
 
-def gather(folder: Path, axes: Iterable[str] = (), metrics: Sequence[str] | None = None) -> Table:
-    """The finished runs below `folder`; the axes are `axes` and whatever else differs. None takes all `test_...`.
+def gather(
+    folder: Path, axes: Iterable[str] = (), metric: str | None = None, *, metrics: Sequence[str] | None = None
+) -> Table:
+    """Return the finished runs below `folder`.
 
-    Raises UserError for a run whose files are damaged, or were changed after it was finished.
+    Args:
+        folder: The folder with the folders of runs.
+        axes: Axes besides the settings that affect results and differ.
+        metric: A metric besides all `test_...`, if any run has it.
+        metrics: All metrics of the table, instead.
+
+    Raises:
+        UserError: For a run whose files are damaged.
     """
     found = []
+    named = [axis.replace("-", "_") for axis in axes]
     for path in sorted(folder.glob("*/results.json")):
         remedy = f"delete {path.parent}, and run the same command again to have that run anew"
         config = read_json(path.parent / "config.json", remedy)
-        settings = {name: value for name, value in leaves(config) if decides_what_is_learned(name)}
+        settings = {name: value for name, value in leaves(config) if name in named or decides_what_is_learned(name)}
         found.append((path.parent.name, settings, read_json(path, remedy)))
-        if changed := changed_files(path.parent):
-            raise UserError(f"{path.parent / changed[0]} was changed after the run was finished: {remedy}.")
-    return tabulate(found, axes, metrics)
+    return tabulate(found, named, metric, metrics=metrics)
 
 
 def tabulate(
-    found: Sequence[tuple[str, Row, Row]], axes: Iterable[str] = (), metrics: Sequence[str] | None = None
+    found: Sequence[tuple[str, Row, Row]],
+    axes: Iterable[str] = (),
+    metric: str | None = None,
+    *,
+    metrics: Sequence[str] | None = None,
 ) -> Table:
-    """The table of runs given as (name, settings, results); the axes as `gather` has them."""
+    """Return the table of runs given as (name, settings, results); arguments as in `gather`, axes as field names."""
     fields = dict.fromkeys(name for _, config, _ in found for name in config)
-    named = [axis.replace("-", "_") for axis in axes]
     differ = [name for name in differing_names([config for _, config, _ in found]) if name != "seed"]
-    columns = list(dict.fromkeys([*(axis for axis in named if axis in fields), *differ]))
+    columns = list(dict.fromkeys([*(axis for axis in axes if axis in fields), *differ]))
     if metrics is None:
         numbers = {name for _, _, results in found for name, value in results.items() if is_number(value)}
-        metrics = sorted(name for name in numbers if name.startswith("test_"))
+        metrics = sorted(name for name in numbers if name.startswith("test_") or name == metric)
     runs: list[Row] = [
         {axis: config.get(axis) for axis in columns}
         | {"seed": config.get("seed")}

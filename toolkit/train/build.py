@@ -16,17 +16,16 @@ from toolkit.data.splits import HasSplits, Samples
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty, penalties_of
-from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.run.run import Run
-from toolkit.train.batch_size import SmallerMicroBatches, accumulation_steps
+from toolkit.train.batch_size import SmallerMicroBatches
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.evaluation import Evaluation
-from toolkit.train.callbacks.expert_balance import balance_callbacks, router_penalty
+from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalance
 from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.progress import Progress
@@ -34,10 +33,10 @@ from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
-from toolkit.train.optim import Scheduler, build_schedule, warmup_steps
+from toolkit.train.optim import Scheduler, build_schedule
 from toolkit.train.pictures import draw_run
 from toolkit.train.profile import Profile
-from toolkit.train.start import announce, print_warnings
+from toolkit.train.start import announce
 from toolkit.train.task import AdaptsToRun, Task
 from toolkit.train.trainer import Trainer
 
@@ -137,7 +136,11 @@ def standard_trainer(
         splits = {"training": data.train, "test": data.test, "validation": validation}
         task = task.for_run({name: table for name, table in splits.items() if isinstance(table, TensorTable)})
     own = next(iter(penalties_of(model.modules())), None)
-    penalty = router_penalty(run, model, max_steps) if own is None else None
+    penalty = None
+    if own is None and isinstance(config, MoERunConfig):
+        weight = config.balance_weight_in(max_steps)
+        penalty = RouterPenalty(model, balance_weight=weight, z_weight=config.z_weight)
+    experts = _expert_callbacks(run, model, own or penalty)
     every = max(1, round(config.eval_every * batches.steps_per_epoch))
     evaluate = partial(Evaluation.of, run, batch_size=eval_batch_size, every=every)
     evaluations = [evaluate(data.test, at_start=eval_at_start)]
@@ -146,9 +149,7 @@ def standard_trainer(
     elif config.validates:
         run.print("no validation data: what is chosen, such as the end of training, is chosen by the test data.")
     run.draw_at_finish(draw_run)
-    _describe_experts(run, model)
-    print_warnings(run, model, warmup_steps(config.schedule, batches.steps_per_epoch), max_steps)
-    announce(run, model, data, batches, max_steps)
+    announce(run, model, data, batches, max_steps, penalty)
     model = with_batch_norm(run, model)
     if config.compile:
         model.compile()
@@ -169,7 +170,7 @@ def standard_trainer(
             Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
             Throughput(),
             *callbacks,
-            *_expert_callbacks(run, model, own or penalty),
+            *experts,
             *evaluations,
             Checkpointing(config.checkpoint),
             *([Profile()] if config.profile else []),
@@ -188,7 +189,7 @@ def _train_batches(
     size, workers = config.batch_size, config.num_workers
     cut: Any = {
         "seed": config.seed,
-        "accumulation": accumulation_steps(run),
+        "accumulation": run.accumulation,
         "rank": run.rank,
         "world_size": run.world_size,
         "device": run.device,
@@ -217,27 +218,26 @@ def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
 
 
 def _expert_callbacks(run: Run, model: nn.Module, penalty: RouterPenalty | None) -> list[Callback]:
-    """Return what the config asks for of the experts in `model`: balancing, traces, moves, load metrics."""
-    config = run.config
+    """Return what the config asks for of the experts in `model`: balancing, traces, rebalancing, load metrics.
+
+    Raises:
+        UserError: The experts are in other EP groups than the config's.
+    """
+    config, stacks = run.config, expert_stacks(model)
     if not isinstance(config, ExpertRunConfig):
         return []
-    callbacks = balance_callbacks(model, penalty) if isinstance(config, MoERunConfig) else []
-    if not expert_stacks(model):
+    callbacks: list[Callback] = []
+    if isinstance(config, MoERunConfig):
+        callbacks = [*([] if penalty is None else [WholeStepBalance(penalty)]), BiasBalancing(model)]
+    if not stacks:
         return callbacks
+    groups = next(iter(stacks.values())).groups
+    compared = attrgetter("ep_groups", "nodes")
+    if run.world_size > 1 and compared(groups) != compared(run.expert_groups):
+        remedy = f"the model's experts are on {groups.ep_size} processes: build it with run.expert_groups"
+        raise UserError(field="ep_size", value=run.expert_groups.ep_size, remedy=remedy)
     if config.record_traces:
         callbacks.append(TraceRecorder(model))
     if config.replan.planner:
         callbacks.append(Replan(model, config.replan))
     return [*callbacks, ExpertLoad(model)]
-
-
-def _describe_experts(run: Run, model: nn.Module) -> None:
-    """Add the experts' placement to the run's facts. Raises UserError for other EP groups than the config's."""
-    if not isinstance(run.config, ExpertRunConfig):
-        return
-    stacks, wanted = list(expert_stacks(model).values()), run.expert_groups
-    compared = attrgetter("ep_groups", "nodes")
-    if stacks and run.world_size > 1 and compared(stacks[0].groups) != compared(wanted):
-        remedy = f"the model's experts are on {stacks[0].groups.ep_size} processes: build it with run.expert_groups"
-        raise UserError(field="ep_size", value=wanted.ep_size, remedy=remedy)
-    run.describe(**describe_experts(model, wanted))

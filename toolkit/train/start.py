@@ -7,17 +7,39 @@ from torch import nn
 
 from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import LoaderBatches
-from toolkit.experts.layer.moe_layer import experts_on_ranks
+from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.moe_layer import describe_experts, experts_on_ranks, moe_layers
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.run.config.experts import ExpertRunConfig
+from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.run.hardware import gpu_names, memory_limit_bytes
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
+from toolkit.train.optim import warmup_steps
 
 
-def announce(run: Run, model: nn.Module, data: object, batches: TrainBatches | LoaderBatches, max_steps: int) -> None:
-    """Record and print what is trained, on what and how long. Call it before Accelerate prepares `model`."""
+def announce(
+    run: Run,
+    model: nn.Module,
+    data: object,
+    batches: TrainBatches | LoaderBatches,
+    max_steps: int,
+    penalty: RouterPenalty | None,
+) -> None:
+    """Record and print what is trained, on what and how long, and warn of settings without effect.
+
+    Call it before Accelerate prepares `model`. `penalty` is the config's.
+    """
     config = run.config
+    if isinstance(config, MoERunConfig) and penalty is not None:
+        _name_settings_without_effect(run, model, config)
+        if penalty.balance_weight > config.balance_weight:
+            run.print(
+                f"the balance loss has the weight {penalty.balance_weight:.2g}, because the run has {max_steps:,} "
+                "steps only"
+            )
+    if isinstance(config, ExpertRunConfig):
+        run.describe(**describe_experts(model, run.expert_groups))
+    print_warnings(run, model, warmup_steps(config.schedule, batches.steps_per_epoch), max_steps)
     if (name := getattr(data, "name", None)) is not None:
         run.describe(dataset=name, dataset_notice=getattr(data, "notice", None))
     run.describe(effective_batch_size=config.batch_size, peak_learning_rate=config.peak_lr)
@@ -32,6 +54,18 @@ def announce(run: Run, model: nn.Module, data: object, batches: TrainBatches | L
     epochs = max_steps / batches.steps_per_epoch
     steps = f"{max_steps:,} of {config.batch_size:,} samples, {epochs:.4g} epoch(s)"
     run.print(describe_start(run, model, data=f"{dataset}, {samples}" if dataset else samples, steps=steps))
+
+
+def _name_settings_without_effect(run: Run, model: nn.Module, config: MoERunConfig) -> None:
+    """Print the settings that the layers of `model` do not have: a router and a layer get them when they are built."""
+    layers = moe_layers(model)
+    if others := ", ".join(sorted(expert_stacks(model).keys() - layers.keys())):
+        run.note(f"balance={config.balance}, balance_weight, z_weight and capacity_factor: have no effect on {others}.")
+    for name, layer in layers.items():
+        built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity_factor}
+        for field, value in built.items():
+            if getattr(config, field) != value:
+                run.note(f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}.")
 
 
 def describe_start(run: Run, model: nn.Module, *, data: str, steps: str) -> str:

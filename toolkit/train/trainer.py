@@ -97,7 +97,7 @@ class Trainer:
         self.schedule = None if isinstance(schedule, Scheduler) else schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
         self.base_rates = initial_rates(optimizer)
-        if batches.accumulation != (made_for := run.accelerator.gradient_accumulation_steps):
+        if batches.accumulation != (made_for := run.accumulation):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
         self.model, self.optimizer = prepare(

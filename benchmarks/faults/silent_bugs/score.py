@@ -27,6 +27,7 @@ from tests.support.helpers import run_distributed
 from toolkit.doctor.compare import TOLERANCES, Evidence
 from toolkit.doctor.examine import judge
 from toolkit.doctor.record import read_records
+from toolkit.doctor.recorder import Variant
 from toolkit.doctor.watch import watch
 
 BUGS = Path(__file__).parent / "bugs"
@@ -44,19 +45,19 @@ def about(name: str) -> tuple[str, str]:
     return thread, expected
 
 
-def watch_bug(folder: str, name: str, variant: str, rounding: float) -> None:
+def watch_bug(folder: str, name: str, twin: str, variant: Variant) -> None:
     """In each rank."""
-    watch(Path(folder), STEPS, str(BUGS / f"{name}.py"), [variant], rounding)
+    watch(Path(folder), STEPS, str(BUGS / f"{name}.py"), [twin], variant)
 
 
-def findings(name: str, variant: str) -> list[str]:
+def findings(name: str, twin: str) -> list[str]:
     """What the doctor says, likeliest cause first; an error of the script is one, too."""
     with tempfile.TemporaryDirectory(prefix="silent-bug-") as folder:
 
-        def run(of: str, world: int, rounding: float = 0.0) -> Evidence:
+        def run(of: str, world: int, variant: Variant = "as it is") -> Evidence:
             where = Path(folder) / of
             where.mkdir()
-            run_distributed(watch_bug, world, str(where), name, variant, rounding)
+            run_distributed(watch_bug, world, str(where), name, twin, variant)
             return Evidence(read_records(where))
 
         try:

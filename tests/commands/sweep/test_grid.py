@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
-import toolkit as tk
-from tests.commands.sweep.toy import RECIPE
 from tests.support.helpers import ROOT
 from toolkit.commands.sweep.grid import config_digest, grid_cells, parse_axes
 from toolkit.errors import UserError
@@ -25,58 +22,27 @@ def test_a_grid_has_every_combination_seed_by_seed(toy):
     assert cells[0].flags == ["--labels", "100", "--rate", "0", "--seed", "3"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["labels"], "write a flag and its values"),
-        (["labels=1,,2"], "write a flag and its values"),
-        (["=1"], "write a flag and its values"),
-        (["seed=1,2"], "use --num-seeds"),
-        (["labels=1", "labels=2"], "labels is an axis already"),
-        (["run-dir=a,b"], "use --out instead"),
-    ],
-)
-def test_what_is_no_axis_is_refused(words, message):
-    with pytest.raises(UserError, match=message):
-        parse_axes(words)
+@pytest.mark.parametrize("word", ["labels", "labels=1,,2", "seed=1,2", "run-dir=a,b"])
+def test_parse_axes_of_a_word_that_is_no_axis_raises(word):
+    with pytest.raises(UserError, match=f"--grid {word}: "):
+        parse_axes([word])
 
 
 def test_every_cell_is_checked_before_the_first_one_runs(toy):
     with pytest.raises(UserError, match="--labels 0: take one or more"):
         grid_cells(load_recipe(toy, []), parse_axes(["labels=100,0"]), [0])
-    with pytest.raises(UserError, match=r"--grid lables=100: .*toy.py has no flag --lables: did you mean --labels\?"):
+    with pytest.raises(UserError, match="did you mean --labels"):
         grid_cells(load_recipe(toy, []), parse_axes(["lables=100"]), [0])
 
 
-@pytest.mark.parametrize(
-    ("axis", "first", "second"),
-    [
-        ("num-workers=0,1", "num-workers=0 seed=3", "num-workers=1 seed=3"),
-        ("lr=1e-3,2e-3,0.001", "lr=1e-3 seed=3", "lr=0.001 seed=3"),
-        ("labels=8,08", "labels=8 seed=3", "labels=08 seed=3"),
-    ],
-)
-def test_cells_that_learn_the_same_are_refused(toy, axis, first, second):
-    with pytest.raises(UserError, match=f"--grid: {first} and {second} learn the same: leave one out"):
-        grid_cells(load_recipe(toy, []), parse_axes([axis]), [3])
+def test_grid_of_cells_with_equal_settings_raises(toy):
+    with pytest.raises(UserError, match="--grid: labels=8 seed=3 and labels=08 seed=3 have equal settings"):
+        grid_cells(load_recipe(toy, []), parse_axes(["labels=8,08"]), [3])
 
 
-def test_what_is_no_recipe_is_refused(toy, tmp_path):
-    with pytest.raises(UserError, match="no such script"):
-        load_recipe(tmp_path / "nothing.py", [])
-    with pytest.raises(UserError, match="use --out instead"):
-        grid_cells(load_recipe(toy, ["full", "--run-dir", "somewhere"]), {}, [0])
-    toy.write_text("print")
-    with pytest.raises(UserError, match="has no PRESETS"):
-        load_recipe(toy, [])
-
-
-def test_a_recipe_imports_its_neighbours(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", list(sys.path))
-    (tmp_path / "neighbour_of_toy.py").write_text("PRESET = 'full'\n")
-    script = tmp_path / "toy.py"
-    script.write_text(f"from neighbour_of_toy import PRESET\n{RECIPE}")
-    assert "full" in load_recipe(script, []).presets
+def test_grid_over_a_setting_of_the_speed_has_a_cell_per_value(toy):
+    cells = grid_cells(load_recipe(toy, []), parse_axes(["num-workers=0,1"]), [3])
+    assert len({cell.digest for cell in cells}) == 2
 
 
 def test_the_scripts_of_the_guide_can_be_swept(tmp_path):
@@ -96,12 +62,3 @@ def test_a_digest_is_of_what_decides_the_result(toy):
     assert config_digest("toy", recipe.config(["--labels", "100"])) == base, "100 is the default"
     assert config_digest("toy", recipe.config(["--labels", "600"])) != base
     assert config_digest("other", recipe.config([])) != base
-
-
-def test_a_field_that_is_added_later_changes_no_digest():
-    class Later(tk.RunConfig):
-        more: int = 3
-
-    before, after = tk.RunConfig(lr=0.5), Later(lr=0.5)
-    assert config_digest("toy", before) == config_digest("toy", after)
-    assert config_digest("toy", after) != config_digest("toy", after.replace(more=4))

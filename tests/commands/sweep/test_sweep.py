@@ -18,8 +18,10 @@ from filelock import FileLock, Timeout
 from tests.commands.sweep.toy import RECIPE
 from tests.support.helpers import ROOT
 from toolkit.commands import main
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
-from toolkit.run.folder import write_digests, write_json
+from toolkit.commands.sweep.cells import CellRunner
+from toolkit.commands.sweep.grid import grid_cells
+from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR
+from toolkit.run.recipe_script import load_recipe
 
 
 def sweep(toy, *words: str, behave: str = "well") -> list[str]:
@@ -95,18 +97,13 @@ def test_a_sweep_that_is_stopped_stops_its_runs_and_continues(toy):
 
 
 def test_a_cell_that_another_job_works_at_is_left_to_it(toy, capsys):
-    from filelock import FileLock
-
-    from toolkit.commands.sweep.grid import grid_cells
-    from toolkit.run.recipe_script import load_recipe
-
     words = sweep(toy, "--grid", "labels=100,600")
     taken = grid_cells(load_recipe(toy, ["full"]), {"labels": ["600"]}, [0])[0]
     folder = toy.parent / "out" / "cells"
     folder.mkdir(parents=True)
     with FileLock(folder / f"{taken.digest}.lock"):
         assert main(words) == EXIT_DONE
-    assert "1 runs are another job's" in capsys.readouterr().err
+    assert "1 cells run in other jobs" in capsys.readouterr().err
     assert starts(toy) == {"100 0.0 0": 1}
 
 
@@ -115,46 +112,56 @@ def test_a_default_that_changed_is_not_mistaken_for_the_old_one(toy, capsys):
     assert main(words) == EXIT_DONE
     toy.write_text(RECIPE.replace("rate: float = 0.0", "rate: float = 0.25"))
     assert main(words) == EXIT_USER_ERROR
-    assert "labels=100 seed=0 was run with rate 0.0, which is 0.25 by now" in capsys.readouterr().err
+    assert "labels=100 seed=0 was run with rate 0.0, now 0.25" in capsys.readouterr().err
 
 
-def test_a_metric_that_runs_lack_is_refused_once_there_are_runs(toy, capsys):
-    words = sweep(toy, "--grid", "labels=100,600")
-    assert main(words) == EXIT_DONE
-    assert "sweep.png" not in capsys.readouterr().err
-    assert main([words[0], "--collect", "--metric", "test_acc", *words[1:]]) == EXIT_USER_ERROR
-    told = capsys.readouterr().err
-    assert "--metric test_acc: the runs have no such number to draw: take one of test_accuracy, test_loss." in told
+def test_sweep_with_an_unknown_metric_draws_nothing_and_says_so(toy, capsys):
+    assert main(sweep(toy, "--grid", "labels=100,600", "--metric", "test_acc")) == EXIT_DONE
+    said = capsys.readouterr().err
+    assert "no sweep.png: no run has --metric test_acc. Take one of test_accuracy, test_loss." in said
 
 
-def test_results_that_were_changed_after_a_run_was_finished_are_in_no_table(tmp_path):
-    from toolkit.run.runs_table import gather
-
-    (tmp_path / "one").mkdir()
-    for name in ("config.json", "results.json"):
-        write_json(tmp_path / "one" / name, {"test_accuracy": 0.5})
-    write_digests(tmp_path / "one")
-    assert gather(tmp_path).runs[0]["test_accuracy"] == 0.5
-    write_json(tmp_path / "one" / "results.json", {"test_accuracy": 1.0})
-    with pytest.raises(UserError, match=r"one/results.json was changed after the run was finished: delete .*one, and"):
-        gather(tmp_path)
-
-
-def test_a_search_chooses_among_the_same_cells(toy, capsys):
-    words = ["--search", "3", "--grid", "labels=100,600", "--grid", "rate=0,1"]
-    assert main(sweep(toy, *words)) == EXIT_DONE
+def test_search_continued_tries_other_cells_in_parallel_and_its_metric_is_in_the_table(toy, capsys):
+    words = ["--grid", "labels=100,200,300,400", "--grid", "rate=0,1", "--jobs", "2", "--search"]
+    assert main(sweep(toy, *words, "3")) == EXIT_DONE
     assert "best of 3: validation_accuracy" in capsys.readouterr().err
-    before = starts(toy)
-    words[1] = "5"
-    assert main(sweep(toy, *words)) == EXIT_DONE
-    assert "best of 5" in capsys.readouterr().err
-    assert all(starts(toy)[cell] == count for cell, count in before.items()), "cells are not run twice"
+    assert len(starts(toy)) == 3
+    assert main(sweep(toy, *words, "6")) == EXIT_DONE
+    assert "best of 6" in capsys.readouterr().err
+    assert main(sweep(toy, *words, "32")) == EXIT_DONE
+    assert set(starts(toy).values()) == {1}
+    assert len(starts(toy)) == 8, "all cells of the grid, each once"
+    assert "validation_accuracy mean" in rows(toy.parent / "out" / "table.csv")[0]
 
 
-@pytest.mark.parametrize("metric", ["test_accuracy", "best_test_loss"])
-def test_a_search_does_not_choose_by_the_test_data(toy, metric, capsys):
+def test_search_with_two_jobs_runs_two_cells_at_a_time(toy, monkeypatch):
+    at_once = []
+    run = CellRunner.run
+    monkeypatch.setattr(CellRunner, "run", lambda self, cells: at_once.append(len(cells)) or run(self, cells))
+    assert main(sweep(toy, "--grid", "labels=100,200,300", "--jobs", "2", "--search", "3")) == EXIT_DONE
+    assert at_once == [2, 1]
+
+
+def test_cell_that_another_sweep_finished_meanwhile_is_not_run_again(toy):
+    recipe = load_recipe(toy, ["full"])
+    cells = grid_cells(recipe, {"labels": ["100", "600"]}, [0])
+    one, other = (CellRunner(recipe, toy.parent / "out" / "cells", jobs=1, log=print) for _ in range(2))
+    outcome = one.run(cells, finished=lambda cell: other.run(cells) if cell == cells[0] else None)
+    assert outcome.done == cells
+    assert set(starts(toy).values()) == {1}
+
+
+def test_sweep_over_planners_runs_a_cell_for_each(toy):
+    toy.write_text(RECIPE.replace("RunConfig, to_dict", "to_dict\nfrom toolkit import MoERunConfig as RunConfig"))
+    assert main(sweep(toy, "--grid", "replan.planner=swap,lpt")) == EXIT_DONE
+    table = rows(toy.parent / "out" / "table.csv")
+    assert [row["replan.planner"] for row in table] == ["lpt", "swap"]
+
+
+@pytest.mark.parametrize("metric", ["best_test_loss"])
+def test_search_by_a_metric_of_test_data_raises(toy, metric, capsys):
     assert main(sweep(toy, "--search", "3", "--grid", "labels=100,600", "--metric", metric)) == EXIT_USER_ERROR
-    assert f"--metric {metric}: a search must not choose by the test data: take " in capsys.readouterr().err
+    assert f"--metric {metric}: a search must not choose by test data. Take " in capsys.readouterr().err
 
 
 def test_tasks_of_an_array_do_not_write_the_tables_at_the_same_time(toy, monkeypatch):

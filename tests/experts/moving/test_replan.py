@@ -159,16 +159,8 @@ def test_replanner_without_a_planner_exchanges_experts() -> None:
     assert Replanner(expert_stacks(a_layer(1)), ReplanOptions()).planner is PLANNERS["swap"]
 
 
-def reversed_blocks(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
-    return ExpertPlacement(current.slots[::-1])
-
-
-def test_planner_named_by_module_and_function_plans():
-    options = ReplanOptions(planner=f"{__name__}:reversed_blocks")
-    assert Replanner({}, options).planner.__name__ == "reversed_blocks"
-
-
-@pytest.mark.parametrize("planner", ["no_such_module:plan", f"{__name__}:no_such_function", "swop"])
-def test_planner_that_cannot_be_imported_raises(planner: str):
-    with pytest.raises(UserError, match=r"planner='.*take one of .*swap, or module:function"):
-        ReplanOptions(planner=planner)
+def test_replanner_with_a_planner_by_module_and_function_imports_it() -> None:
+    options = ReplanOptions(planner="toolkit.experts.placement.planners.simple:lpt")
+    assert Replanner(expert_stacks(a_layer(1)), options).planner is PLANNERS["lpt"]
+    with pytest.raises(UserError, match="planner='math:no_such': cannot be imported"):
+        Replanner(expert_stacks(a_layer(1)), ReplanOptions(planner="math:no_such"))

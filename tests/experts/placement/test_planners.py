@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experts.placement.placements import placements, placements_with_loads
+from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.loads import rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, moves, with_spare_slots
 from toolkit.experts.placement.placement import contiguous as blocks
 from toolkit.experts.placement.placement_options import PLANNER_NAMES
-from toolkit.experts.placement.planners import PLANNERS, lpt, register_planner, replicate, swap
+from toolkit.experts.placement.planners import PLANNERS, find_planner, lpt, register_planner, replicate, swap
 from toolkit.experts.placement.planners.packing import PackingState
 from toolkit.experts.placement.planners.replicas import replicas_for
 from toolkit.lab.workloads import WORKLOADS, Sizes
@@ -133,9 +134,11 @@ def test_register_planner_makes_a_guest_known_by_name():
     def stay(load_E: object, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
         return current
 
+    with pytest.raises(UserError, match="planner='stay': unknown"):
+        find_planner("stay")
     register_planner("stay")(stay)
     try:
-        assert PLANNERS["stay"] is stay
+        assert find_planner("stay") is stay
         assert ReplanOptions(planner="stay").planner == "stay"
     finally:
         del PLANNERS["stay"]

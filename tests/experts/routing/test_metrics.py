@@ -227,6 +227,10 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
             part = window.imbalance_FL[number * per_line : (number + 1) * per_line]
             assert line["moe/rank_imbalance"] == part.mean(1).mean()
             assert line["moe/rank_imbalance_worst_layer"] == part.mean(0).max()
+            rows_LW = counts.received_FLW[number * per_line : (number + 1) * per_line].sum(0)
+            for layer, rows_W in enumerate(rows_LW):
+                shares = [line[f"moe/rank_load/layers.{layer}"][rank] for rank in order]
+                assert shares == (rows_W / rows_W.sum()).tolist()
         sums = traffic_metrics(window, trace.row_bytes, steps=1, node_of_rank=[r // 2 for r in order])
         if not recompute:
             sent = [round(sum(line[f"moe/{name}_bytes_per_step"] for line in live) * LINE) for name in BYTES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -52,8 +53,8 @@ def test_a_trace_reads_back_as_it_was_written(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [tmp_path / "traces.npz"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "text", "cut", "other", "format"])
-def test_what_is_not_a_trace_is_refused_in_one_sentence(tmp_path: Path, damage: str):
+@pytest.mark.parametrize("damage", ["missing", "text", "cut", "other", "format", "pipe", "bomb"])
+def test_read_trace_of_a_damaged_file_names_it(tmp_path: Path, damage: str):
     path = tmp_path / "traces.npz"
     write(path)
     if damage == "missing":
@@ -64,15 +65,21 @@ def test_what_is_not_a_trace_is_refused_in_one_sentence(tmp_path: Path, damage: 
         path.write_bytes(path.read_bytes()[:200])
     elif damage == "other":
         np.savez(path, weights=np.zeros(3))
+    elif damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "bomb":
+        with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file:
+            file.writestr("load_99999.npy", bytes(2**27))
     else:
         with zipfile.ZipFile(path) as old:
             parts = {name: old.read(name) for name in old.namelist()}
         facts = json.loads(np.load(path)["metadata"].tobytes()) | {"format": 2}
         arrays = {name.removesuffix(".npy"): np.load(path)[name.removesuffix(".npy")] for name in parts}
         np.savez(path, **arrays | {"metadata": np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)})
-    with pytest.raises(UserError, match=r"traces\.npz") as refusal:
+    reason = ".*bytes unpacked" if damage == "bomb" else ""
+    with pytest.raises(UserError, match=rf"traces\.npz: cannot be read{reason}"):
         read_trace(path)
-    assert str(refusal.value).count("\n") == 0
 
 
 def test_a_loop_without_a_trainer_records_each_training_forward_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,37 +10,39 @@ import numpy as np
 
 from toolkit.commands.report.records import RunRecord
 from toolkit.dynamic.records import LayerState, describe
-from toolkit.run.pictures.plots import LOAD_PREFIX, MOST_LAYERS, spread
+from toolkit.run.pictures.plots import LOAD_PREFIX, MOST_LAYERS, PLACEMENT_PREFIX, spread
 from toolkit.run.runs_table import is_number
 from toolkit.run.summary import RESTART_REASON
 
-PLACEMENT_PREFIX = "moe/placement/"
 CELLS_OF_A_PAGE = 200_000
-"""Experts times columns of all pictures together."""
+"""Experts times columns of all load plots together."""
 MOST_COLUMNS, FEWEST_COLUMNS = 120, 10
-"""Of one picture; each stands for equally many steps."""
+"""Columns of a load plot; each stands for as many log steps as the others."""
 MOST_EVENTS = 200
-"""Of one run, evenly spread where there were more."""
+"""Events of one run, evenly spaced if there were more."""
 Placement = tuple[int, Sequence[Sequence[int]]]
-"""A step, and the experts on each rank from it on, by uid."""
+"""A step, and the experts on each rank from this step on, by uid."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Load and placement of the experts (E) of one layer in equal parts (T) of a run."""
+    """Load and placement of the experts (E) of one layer of a run."""
 
     run: int
-    """Its place among the runs."""
+    """Index of the run."""
     name: str
-    last_step: int
+    load_steps: list[int]
+    """The T + 1 steps between which the columns of `shares_ET` lie."""
     shares_ET: np.ndarray
-    """float32: shares of the assignments, means over the lines of each part; NaN where no rank has the expert."""
-    ranks_ET: np.ndarray
-    """float32: the first rank that has the expert at the end of the part; NaN where none has it."""
+    """float32: shares of the assignments, means over log steps; NaN if the expert was not active."""
+    placement_steps: list[int]
+    """The P + 1 steps between which the columns of `ranks_EP` lie."""
+    ranks_EP: np.ndarray
+    """float32: the first rank that has the expert; NaN if no rank has it."""
 
 
 def layers_of(runs: Sequence[RunRecord]) -> list[Layer]:
-    """The layers with experts that the metrics have loads of; of a deeper model some, evenly spread."""
+    """Return the layers whose expert load was logged; of a deeper model some, evenly spaced."""
     found = []
     for index, run in enumerate(runs):
         names = dict.fromkeys(name for line in run.lines for name in line if name.startswith(LOAD_PREFIX))
@@ -47,45 +50,41 @@ def layers_of(runs: Sequence[RunRecord]) -> list[Layer]:
         found += [(index, name, loads[name]) for name in spread(list(loads), MOST_LAYERS)]
     experts = sum(max(len(shares) for _, shares in points) for _, _, points in found)
     most = max(FEWEST_COLUMNS, min(MOST_COLUMNS, CELLS_OF_A_PAGE // max(1, experts)))
-    return [
-        _layer(index, runs[index], name.removeprefix(LOAD_PREFIX), points, min(most, len(points)))
-        for index, name, points in found
-    ]
+    return [_layer(index, runs[index], name.removeprefix(LOAD_PREFIX), points, most) for index, name, points in found]
 
 
 def _loads(run: RunRecord, name: str) -> Iterator[tuple[int, list[float]]]:
-    """The steps that have loads under `name`, and these by uid, 0 for what is no number."""
+    """Yield the log steps with loads under `name`, and the loads by uid, NaN for inactive experts."""
     state = _last_state(run, name.removeprefix(LOAD_PREFIX))
     for line in run.lines:
         shares = line.get(name)
         if isinstance(shares, list) and shares:
-            of_uids = state.by_uid(shares, line["step"]) if state else shares
-            yield line["step"], [share if is_number(share) else 0.0 for share in of_uids]
+            by_uid = state.by_uid(shares, line["step"]) if state else shares
+            yield line["step"], [share if is_number(share) else math.nan for share in by_uid]
 
 
 def _last_state(run: RunRecord, layer: str) -> LayerState | None:
-    """What is known of the experts of `layer` at last; None where they are not dynamic."""
+    """Return the last known state of the experts of `layer`; None if they are not dynamic."""
     return run.epochs[-1].layers.get(layer) if run.epochs else None
 
 
-def _layer(index: int, run: RunRecord, name: str, points: Sequence[tuple[int, list[float]]], columns: int) -> Layer:
+def _layer(index: int, run: RunRecord, name: str, points: Sequence[tuple[int, list[float]]], most: int) -> Layer:
     experts = max(len(shares) for _, shares in points)
-    shares_ET = np.zeros((experts, columns), dtype=np.float32)
-    ranks_ET = np.full((experts, columns), np.nan, dtype=np.float32)
-    ends = np.linspace(0, points[-1][0], columns + 1)[1:]
-    column_of = np.searchsorted(ends, [step for step, _ in points])
-    first, *later = placements_of(run, name) or [(0, [range(experts)])]
-    for column, end in enumerate(ends):
-        lines = [shares for (_, shares), of in zip(points, column_of, strict=True) if of == column]
-        for shares in lines:
-            shares_ET[: len(shares), column] += np.array(shares) / len(lines)
-        if not lines and column:
-            shares_ET[:, column] = shares_ET[:, column - 1]
-        *_, (_, ranks) = [first, *(placement for placement in later if placement[0] <= end)]
+    last_step = points[-1][0]
+    parts = np.array_split(np.arange(len(points)), min(most, len(points)))
+    shares_NE = np.full((len(points), experts), np.nan, dtype=np.float32)
+    for row, (_, shares) in zip(shares_NE, points, strict=True):
+        row[: len(shares)] = shares
+    known = np.ma.masked_invalid(shares_NE)
+    shares_ET = np.stack([known[part].mean(0).filled(np.nan) for part in parts], axis=1)
+    placements = placements_of(run, name) or [(0, [range(experts)])]
+    ranks_EP = np.full((experts, len(placements)), np.nan, dtype=np.float32)
+    for column, (_, ranks) in enumerate(placements):
         for rank, row in reversed(list(enumerate(ranks))):
-            ranks_ET[list(row), column] = rank
-    shares_ET[np.isnan(ranks_ET) & (shares_ET == 0)] = np.nan
-    return Layer(index, name or "moe", points[-1][0], shares_ET, ranks_ET)
+            ranks_EP[list(row), column] = rank
+    placement_steps = [0, *(step for step, _ in placements[1:]), max(last_step, placements[-1][0])]
+    load_steps = [0, *(points[part[-1]][0] for part in parts)]
+    return Layer(index, name or "moe", load_steps, shares_ET, placement_steps, ranks_EP)
 
 
 def placements_of(run: RunRecord, layer: str) -> list[Placement]:
@@ -94,8 +93,7 @@ def placements_of(run: RunRecord, layer: str) -> list[Placement]:
     name = PLACEMENT_PREFIX + layer
     found = [(line["step"], line[name]) for line in run.lines if name in line]
     if (last := _last_state(run, layer)) is not None:
-        uids = {step: last.uids_at(step + 1) for step, _ in found}
-        found = [(step, [[uids[step][e] for e in row if e in uids[step]] for row in rows]) for step, rows in found]
+        found = [(step, last.rows_by_uid(rows, step + 1)) for step, rows in found]
     for epoch in run.epochs:
         if (state := epoch.layers.get(layer)) is not None:
             found.append((epoch.step, [[uid for uid in row if uid is not None] for row in state.uids_on_ranks]))

@@ -81,13 +81,10 @@ def main(argv: Sequence[str]) -> int:
     runs = readable_runs(args.run)
     if runs is None:
         return EXIT_USER_ERROR
-    try:
-        if args.output.is_file() and not _is_page(args.output):
-            raise UserError(f"--output {args.output}: is there, and no page: choose another, or remove it.")
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(args.output, make_page(runs, args.output.parent))
-    except OSError as error:
-        raise UserError(f"--output {args.output}: cannot be written ({error.strerror}): choose another.") from None
+    if args.output.is_file() and not _is_page(args.output):
+        raise UserError(f"--output {args.output}: exists and is not a page. Choose another, or remove it.")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(args.output, make_page(runs, args.output.parent))
     size = args.output.stat().st_size
     sys.stdout.write(f"{args.output}: {len(runs)} run(s), {size / 1e6:.1f} MB; open it in a browser.\n")
     return EXIT_DONE
@@ -218,18 +215,12 @@ def _experts(layers: Sequence[Layer], runs: Sequence[RunRecord], steps: Range1d)
     plots = []
     for layer in layers:
         experts = len(layer.shares_ET)
-        active = int((layer.ranks_ET[:, -1] >= 0).sum())
-        ranks = int(max(1, np.nanmax(layer.ranks_ET, initial=0) + 1))
-        for title, table_ET, palette, low, high, value in (
-            (
-                "load (white: a fair share)",
-                layer.shares_ET,
-                interp_palette(RdBu11, 64),
-                0,
-                2 / max(1, active),
-                "0.00 %",
-            ),
-            ("the rank it is on (the first of replicas)", layer.ranks_ET, _colours(ranks), 0, ranks - 1, "0"),
+        active = int((layer.ranks_EP[:, -1] >= 0).sum())
+        ranks = int(max(1, np.nanmax(layer.ranks_EP, initial=0) + 1))
+        fair = interp_palette(RdBu11, 64), 2 / max(1, active)
+        for title, at, table, (palette, high), value in (
+            ("load (white: a fair share)", layer.load_steps, layer.shares_ET, fair, "0.00 %"),
+            ("rank (first of replicas)", layer.placement_steps, layer.ranks_EP, (_colours(ranks), ranks - 1), "0"),
         ):
             plot = _figure(
                 f"{runs[layer.run].name}, {layer.name}: {title}",
@@ -239,8 +230,9 @@ def _experts(layers: Sequence[Layer], runs: Sequence[RunRecord], steps: Range1d)
                 y_axis_label="expert",
                 toolbar_location="above",
             )
-            colours = LinearColorMapper(palette=palette, low=low, high=high, nan_color="#eeeeee")
-            plot.image([table_ET], x=0, y=-0.5, dw=layer.last_step, dh=experts, color_mapper=colours)
+            colours = LinearColorMapper(palette=palette, low=0, high=high, nan_color="#eeeeee")
+            columns = [column[:, None] for column in table.T]
+            plot.image(columns, x=at[:-1], y=-0.5, dw=np.diff(at), dh=experts, color_mapper=colours)
             plot.add_tools(HoverTool(tooltips=f"expert $y{{0}}, step $x{{0,0}}: @image{{{value}}}"))
             plots.append(plot)
     return gridplot(plots, ncols=2, sizing_mode="stretch_width", toolbar_location=None)

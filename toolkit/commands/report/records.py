@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import os
+import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.dynamic.records import LIFECYCLE_FILE, Epoch, read_lifecycle
-from toolkit.run.folder import changed_files, is_finished
+from toolkit.errors import one_line
+from toolkit.run.folder import is_finished
 from toolkit.run.tracking.jsonl import from_json, read_metrics, unreadable_lines
 
 
@@ -45,15 +47,7 @@ class RunRecord:
 
 
 def readable_runs(folders: Sequence[Path]) -> list[RunRecord] | None:
-    """The runs in `folders`; None where some hold none, each of which has a line on stderr.
-
-    Files among folders, such as the locks beside the cells of a sweep, are passed over, which one line says.
-    """
-    files = [path for path in folders if path.is_file()]
-    if files and len(files) < len(folders):
-        folders = [path for path in folders if path not in files]
-        names = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
-        sys.stderr.write(f"{len(files)} file(s) beside the folders passed over: {names}\n")
+    """Return the runs in `folders`; None if some hold none, with a line on stderr for each."""
     found = _problems(folders)
     sys.stderr.write("".join(f"error: {problem}\n" for problem in found))
     return None if found else read_runs(folders)
@@ -81,62 +75,44 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 def _read(name: str, folder: Path) -> RunRecord:
     notices: list[str] = []
-    config = _read_json(folder / "config.json", notices)
-    results = _read_json(folder / "results.json", notices) if (folder / "results.json").exists() else {}
-    processes = results.get("world_size", 1)
-    if not isinstance(processes, int) or not 1 <= processes < 2**31:
-        notices.append(f"results.json: its world_size {processes} is no number of processes, and is left out.")
-        del results["world_size"]
     metrics = folder / "metrics.jsonl"
-    lines = _read_lines(metrics, notices)
-    epochs: list[Epoch] = []
-    try:
-        epochs = read_lifecycle(folder) if _read_lines(folder / LIFECYCLE_FILE, notices) else []
-    except (LookupError, TypeError, AttributeError):
-        notices.append(f"{LIFECYCLE_FILE}: cannot be read, and is taken as empty.")
+    config: dict[str, Any] = _read_file(folder / "config.json", _object, {}, notices)
+    results: dict[str, Any] = {}
+    if (folder / "results.json").exists():
+        results = _read_file(folder / "results.json", _object, {}, notices)
+    lines: list[dict[str, Any]] = _read_file(metrics, lambda path: list(read_metrics(path)), [], notices)
+    epochs: list[Epoch] = _read_file(folder / LIFECYCLE_FILE, lambda path: read_lifecycle(path.parent), [], notices)
     if not lines:
         notices.append("metrics.jsonl: holds no line yet.")
+    elif damaged := unreadable_lines(metrics):
+        shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
+        notices.append(f"metrics.jsonl: line {shown} cannot be read and is left out.")
     finished = is_finished(folder)
     if lines and not finished:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
         notices.append(f"not finished: its last line of metrics, at step {lines[-1]['step']:,}, was written {written}.")
-    changed = [f"{name}: was changed after the run was finished." for name in changed_files(folder)]
-    return RunRecord(name, folder, config, results, lines, epochs, finished, notices + changed)
+    return RunRecord(name, folder, config, results, lines, epochs, finished, notices)
 
 
-def _is_link(path: Path, notices: list[str]) -> bool:
-    """Whether a file of a run is a link: it may lead to any file of this machine, and runs do not write to one."""
-    if path.is_symlink():
-        notices.append(f"{path.name}: is a link, and is taken as empty: put the file itself there.")
-    return path.is_symlink()
+def _read_file(path: Path, read: Callable[[Path], Any], empty: Any, notices: list[str]) -> Any:
+    """Return what `read` reads from a file of a run; `empty` with a notice if it is damaged or not a regular file.
 
-
-def _read_json(path: Path, notices: list[str]) -> dict[str, Any]:
-    if _is_link(path, notices):
-        return {}
+    Links may lead to any file of this machine, and reading a pipe waits for ever. Runs write neither.
+    """
     try:
-        values = from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        values = None
-    if isinstance(values, dict):  # JSON has no NaN, though Python reads it
-        unwritable = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-        return values | dict.fromkeys(unwritable)
-    notices.append(f"{path.name}: cannot be read, and is taken as empty.")
-    return {}
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise OSError("not a regular file")
+        return read(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        notices.append(f"{path.name}: cannot be read and counts as empty ({one_line(error)}).")
+        return empty
 
 
-def _read_lines(path: Path, notices: list[str]) -> list[dict[str, Any]]:
-    if _is_link(path, notices):
-        return []
-    try:
-        lines, damaged = list(read_metrics(path)), unreadable_lines(path)
-    except OSError:
-        notices.append(f"{path.name}: cannot be read, and is taken as empty.")
-        return []
-    if damaged:
-        shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
-        notices.append(f"{path.name}: line {shown} cannot be read and is left out.")
-    return lines
+def _object(path: Path) -> dict[str, Any]:
+    values = from_json(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    return values
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Running the cells of a sweep. Finished cells are skipped, interrupted ones continue from their checkpoints."""
+"""Running the cells of a sweep. Finished cells are skipped; interrupted cells continue from their checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outcome:
 
     done: list[Cell] = field(default_factory=list)
     elsewhere: list[Cell] = field(default_factory=list)
-    """Cells that another job is running."""
+    """Cells that run in another job."""
     failed: list[Cell] = field(default_factory=list)
     stopped: bool = False
     """By a signal: the same command continues with the rest."""
@@ -76,10 +76,12 @@ class CellRunner:
                 while waiting and len(running) < self.jobs and not received:
                     cell = waiting.pop(0)
                     job = self._start(cell)
-                    if job is None:
+                    if job is not None:
+                        running.append(job)
+                    elif self.results(cell) is None:
                         outcome.elsewhere.append(cell)
                     else:
-                        running.append(job)
+                        outcome.done.append(cell)
                 time.sleep(POLL_S)
                 for job in running:  # Ctrl-C asks them to save and exit, as SIGTERM does; a second one kills them
                     for _ in received[job.signals :]:
@@ -102,22 +104,26 @@ class CellRunner:
         return outcome
 
     def _check_defaults(self, cell: Cell) -> None:
-        """Raise UserError where the folder of `cell` holds a run from before a default was changed."""
+        """Raise UserError if the folder of `cell` holds a run from before a default changed."""
         path = self.folder / cell.digest / "config.json"
         remedy = f"delete {path.parent}, and run the same command again to have that run anew"
         before = read_json(path, remedy) if path.exists() else {}
         for name, value in cell.config.items():
             if decides_what_is_learned(name) and before.get(name, value) != value:
                 raise UserError(
-                    f"--out {self.folder.parent}: {cell} was run with {name} {before[name]}, which is {value} by now: "
-                    f"choose another folder, or delete {path.parent}."
+                    f"--out {self.folder.parent}: {cell} was run with {name} {before[name]}, now {value}. "
+                    f"Choose another folder, or delete {path.parent}."
                 )
 
     def _start(self, cell: Cell) -> _Job | None:
+        """Start the run of `cell`, unless another job runs it or has finished it."""
         lock = FileLock(self.folder / f"{cell.digest}.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
+            return None
+        if self.results(cell) is not None:
+            lock.release()
             return None
         log = (self.folder / f"{cell.digest}.log").open("ab")
         words = [*self.recipe.arguments, *cell.flags, "--run-dir", str(self.folder / cell.digest)]

@@ -1,4 +1,4 @@
-"""`toolkit sweep`: a grid of runs of one recipe, one after another or several at a time, with tables and pictures."""
+"""`toolkit sweep`: run a grid of settings of one recipe, with tables and a plot."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UserError
-from toolkit.run.arguments import Parser
+from toolkit.run.arguments import Parser, count
 from toolkit.run.console import log_line
 
 EXAMPLE = """
   toolkit sweep --grid labels=100,600 --grid corruption-rate=0,0.2 --num-seeds 5 recipes/vae_robustness.py full --cpu
 """
 METRIC, SEARCHED = "test_accuracy", "validation_accuracy"
-"""What is drawn, and what is searched for, where --metric names nothing else."""
+"""The defaults of --metric."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where all runs are done, 1 where some failed, 2 for bad input, 75 where the same command has more to do."""
+    """Return 0 if all runs are done, 1 if some failed, 2 for bad input, 75 if the same command has more to do."""
     args = _arguments(argv)
 
     from filelock import FileLock
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
     if args.search and re.match("(best_)?test_", args.metric or SEARCHED):
         name = args.metric.replace("test_", "validation_", 1)
-        raise UserError(f"--metric {args.metric}: a search must not choose by the test data: take {name}.")
+        raise UserError(f"--metric {args.metric}: a search must not choose by test data. Take {name}.")
     recipe = load_recipe(args.recipe, [*args.arguments, *(["--validation"] if args.search else [])])
     axes = parse_axes(args.grid)
     first = recipe.config(()).seed + args.seed_offset
@@ -44,17 +44,14 @@ def main(argv: Sequence[str]) -> int:
 
     def write() -> Table:
         with FileLock(args.out / ".tables.lock"):  # the tasks of an array share the tables
-            table = gather(folder, axes)
+            table = gather(folder, axes, metric)
             write_tables(table, args.out)
             draw_sweep(args.out / "sweep.png", metric, table.axes, table.runs, table.means())
         return table
 
     outcome = Outcome()
     if not args.collect:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out {args.out}: cannot be written ({error.strerror}): choose another.") from None
+        folder.mkdir(parents=True, exist_ok=True)
         if args.search is None:
             outcome = runner.run(cells, finished=lambda _: write())
         else:
@@ -71,16 +68,13 @@ def main(argv: Sequence[str]) -> int:
                 log=log_line,
             )
     elif not folder.is_dir():
-        raise UserError(f"--out {args.out}: holds no sweep: leave --collect out to begin one.")
+        raise UserError(f"--out {args.out}: holds no sweep. Leave --collect out to start one.")
     table = write()
     sys.stdout.write((args.out / "table.md").read_text(encoding="utf-8"))
     if table.runs and metric not in table.metrics:
-        line = f"--metric {metric}: the runs have no such number to draw: take one of {', '.join(table.metrics)}"
-        if args.metric and args.search is None:  # which takes numbers of other names, too
-            raise UserError(f"{line}.")
-        log_line(f"no sweep.png: {line}")
+        log_line(f"no sweep.png: no run has --metric {metric}. Take one of {', '.join(table.metrics)}.")
     if outcome.elsewhere:
-        log_line(f"{len(outcome.elsewhere)} runs are another job's")
+        log_line(f"{len(outcome.elsewhere)} cells run in other jobs")
     if outcome.stopped:
         log_line("stopped: run the same command again to continue.")
         return EXIT_PREEMPTED
@@ -88,28 +82,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """`argv`, parsed. Raises UserError for a number that is too small."""
     parser = Parser("toolkit sweep", __doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--grid", action="append", default=[], metavar="FLAG=A,B", help="an axis: a flag of the recipe and its values"
     )
-    parser.add_argument("--num-seeds", type=int, default=1, metavar="N", help="seeds per cell (1)")
+    parser.add_argument("--num-seeds", type=count, default=1, metavar="N", help="seeds per cell (1)")
     parser.add_argument(
         "--seed-offset", type=int, default=0, metavar="N", help="first seed, counted from the recipe's --seed (0)"
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
+    parser.add_argument("--jobs", type=count, default=1, metavar="N", help="runs at a time (1)")
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the sweep (runs/sweep)")
-    parser.add_argument("--metric", help=f"what is drawn ({METRIC}), or searched for ({SEARCHED})")
+    parser.add_argument("--metric", help=f"metric to plot ({METRIC}) or to search for ({SEARCHED})")
     parser.add_argument(
-        "--search", type=int, metavar="TRIALS", help="let Optuna choose so many cells instead of running all"
+        "--search", type=count, metavar="TRIALS", help="number of cells that Optuna chooses, instead of the whole grid"
     )
     parser.add_argument("--minimise", action="store_true", help="a lower --metric is better")
-    parser.add_argument("--collect", action="store_true", help="run nothing, write tables of what is there")
+    parser.add_argument("--collect", action="store_true", help="only write the tables of finished runs")
     parser.add_argument("recipe", type=Path, help="a script with presets, such as recipes/mnist_moe.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="a preset and flags for every run")
-    args = parser.parse_args(argv)
-    for name, least in (("num_seeds", 1), ("seed_offset", 0), ("jobs", 1), ("search", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value}: take {least} or more.")
-    return args
+    return parser.parse_args(argv)

@@ -1,7 +1,9 @@
-"""Optuna over the axes of a sweep: its sampler chooses the next cell by what the others gave."""
+"""Optuna over the axes of a sweep: its sampler chooses the next cells from the results of earlier ones."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,9 +23,10 @@ def search(
     journal: Path,
     log: Callable[[str], None],
 ) -> Outcome:
-    """Run `trials` cells in all, counting those in `journal` from earlier calls; cells with one seed, `seed`.
+    """Run up to `trials` different cells, including those in `journal` from earlier calls, as many at a time as
+    `runner` has jobs. All cells have the seed `seed`.
 
-    Raises UserError where Optuna is missing, or runs have no such metric.
+    Raises UserError if Optuna is missing, or if runs do not have `metric`.
     """
     try:
         import optuna
@@ -35,31 +38,47 @@ def search(
     study = optuna.create_study(
         study_name="sweep",
         storage=JournalStorage(JournalFileBackend(str(journal))),
-        sampler=optuna.samplers.TPESampler(seed=seed),
         direction="minimize" if minimise else "maximize",
         load_if_exists=True,
     )
-    total = Outcome()
-    finished = [trial for trial in study.trials if trial.state.is_finished()]
-    for _ in range(len(finished), trials):
+    grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    tried = [trial.params for trial in study.trials if trial.state.is_finished()]
+
+    def ask() -> optuna.trial.Trial:
+        number = len(study.trials)
+        study.sampler = optuna.samplers.TPESampler(seed=seed + number)  # so that a continued search draws other numbers
         trial = study.ask()
         values = {name: trial.suggest_categorical(name, list(choices)) for name, choices in axes.items()}
-        cell = make_cell(runner.recipe, values | {"seed": str(seed)})
-        outcome = runner.run([cell])
+        if values in tried:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            study.enqueue_trial(random.Random(seed + number).choice([each for each in grid if each not in tried]))
+            trial = study.ask()
+            for name, choices in axes.items():
+                trial.suggest_categorical(name, list(choices))
+        tried.append(trial.params)
+        return trial
+
+    total = Outcome()
+    distinct = sum(values in tried for values in grid)
+    while (left := min(trials, len(grid)) - distinct) > 0 and not (total.stopped or total.elsewhere):
+        asked = [ask() for _ in range(min(runner.jobs, left))]
+        distinct += len(asked)
+        cells = [make_cell(runner.recipe, trial.params | {"seed": str(seed)}) for trial in asked]
+        outcome = runner.run(cells)
         total.done += outcome.done
         total.failed += outcome.failed
-        if outcome.stopped or outcome.elsewhere:
-            total.stopped, total.elsewhere = outcome.stopped, outcome.elsewhere
-            return total
-        results = runner.results(cell) or {}
-        value = results.get(metric)
-        if outcome.failed or (metric in results and value is None):  # JSON has no NaN
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        elif not isinstance(value, (int, float)):
-            raise UserError(f"--metric {metric}: the runs have no such number: see results.json of one of them.")
-        else:
-            study.tell(trial, value)
-    if any(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials):
+        total.elsewhere += outcome.elsewhere
+        total.stopped |= outcome.stopped
+        for trial, cell in zip(asked, cells, strict=True):
+            results = runner.results(cell) or {}
+            if cell in outcome.failed or (metric in results and results[metric] is None):  # NaN is null in JSON
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            elif metric in results:
+                study.tell(trial, results[metric])
+            elif cell in outcome.done:
+                raise UserError(f"--metric {metric}: the runs have no such number. See results.json of one of them.")
+    done = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
+    if done:
         best = study.best_trial
-        log(f"best of {len(study.trials)}: {metric} {best.value:g} with {best.params}")
+        log(f"best of {len(done)}: {metric} {best.value:g} with {best.params}")
     return total

@@ -334,11 +334,9 @@ def pack(columns: Sequence[Tensor]) -> Tensor:
     """
     if len(columns) == 1:
         return columns[0].contiguous()
-    # Flat first: a column without rows may be contiguous and have a stride of 0, which `view` does not take.
-    parts = [
-        column.reshape(-1).view(torch.uint8).view(len(column), column.shape[1] * column.element_size())
-        for column in sorted(columns, key=Tensor.element_size, reverse=True)
-    ]
+    # An empty column is contiguous with any strides, and a view as bytes needs those of (rows, width).
+    whole = [column.contiguous().as_strided(column.shape, (column.shape[1], 1)) for column in columns]
+    parts = [column.view(torch.uint8) for column in sorted(whole, key=Tensor.element_size, reverse=True)]
     if rest := sum(part.shape[1] for part in parts) % max(map(Tensor.element_size, columns)):
         parts.append(parts[0].new_zeros(len(parts[0]), max(map(Tensor.element_size, columns)) - rest))
     return torch.cat(parts, dim=1)

@@ -25,7 +25,7 @@ from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import rank_imbalance, shares
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.planners import Planner, planner_named
+from toolkit.experts.placement.planners import Planner, find_planner
 
 MOST_SAMPLED, FEWEST_SAMPLED = 4096, 32
 """Tokens whose choices tell the guard what a placement sends: of all ranks, and of each."""
@@ -58,7 +58,7 @@ class Replanner:
     def __init__(self, stacks: Mapping[str, ExpertStack], options: ReplanOptions):
         self.options = options
         planner = options.planner or "swap"
-        self.planner: Planner = planner_named(planner) if isinstance(planner, str) else planner
+        self.planner: Planner = find_planner(planner) if isinstance(planner, str) else planner
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
         """Those of this process."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 PLANNER_NAMES = {"contiguous", "lpt", "replicate", "round_robin", "swap"}
 """The names of planners. `register_planner` adds a user's own, so that a name is checked before torch is loaded."""
@@ -12,10 +10,3 @@ InitialPlacement = Literal["contiguous", "round_robin"]
 """Blocks of consecutive experts on each rank, or expert e on rank e modulo ranks."""
 ExpertExchange = Literal["flat", "hierarchical"]
 """How rows travel between the ranks of an EP group: to each rank, or once to each node and on from there."""
-
-
-def import_planner(place: str) -> Callable[..., Any]:
-    """Return the planner at `place`, "package.module:function". Raises ImportError or AttributeError without one."""
-    module, _, function = place.partition(":")
-    planner: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return planner

@@ -20,6 +20,7 @@ from toolkit.experts.routing.metrics import (
     count,
     deduplicated_metrics,
     expert_metrics,
+    rank_loads,
     replica_metrics,
     traffic_metrics,
 )
@@ -40,10 +41,10 @@ class LoadMeter:
         self.forwards = ModelForwards(model)
         self.names, self.stacks = self.forwards.names, self.forwards.stacks
         # Counts are in the order of EP groups: the first ranks are those of the first group, and so on.
-        order = [r for group in self.stacks[0].groups.ep_groups for r in group] if self.stacks else [rank()]
-        self.place, self.world_size = order.index(rank()), world_size()
+        self.order = [r for group in self.stacks[0].groups.ep_groups for r in group] if self.stacks else [rank()]
+        self.place, self.world_size = self.order.index(rank()), world_size()
         per_node = ranks_per_node or launched_per_node(self.world_size)
-        self.node_of_place = [r // per_node for r in order]
+        self.node_of_place = [r // per_node for r in self.order]
         for stack in self.stacks:
             first = self.place - stack.groups.ep_rank
             nodes = self.node_of_place[first : first + stack.groups.ep_size]
@@ -86,8 +87,9 @@ class LoadMeter:
         return window
 
     def read(self, step: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """Each layer's fractions of assignments per expert, and all other metrics, of the folded steps up to `step`;
-        empty without training forwards. Begins a new window."""
+        """Return each layer's fractions of assignments per expert, with expert parallelism its fractions of rows per
+        rank, and all other metrics, of the folded steps up to `step`; empty without training forward passes. Begins a
+        new window."""
         window, self.window = self.window, self.empty()
         steps, self.began = step - self.began, step
         if not window.load_LE.any():
@@ -103,6 +105,10 @@ class LoadMeter:
         if self.forwards.may_drop:
             metrics["moe/dropped_fraction"] = float(window.dropped_LE.sum() / window.load_LE.sum())
         if self.stacks[0].groups.ep_size > 1:
+            for name, rows_W in zip(self.names, rank_loads(window), strict=True):
+                if rows_W.any():
+                    of_rank = dict(zip(self.order, (rows_W / rows_W.sum()).tolist(), strict=True))
+                    shares[f"moe/rank_load/{name}"] = [of_rank[rank] for rank in range(self.world_size)]
             placements = [stack.placement for stack in self.stacks]
             metrics |= balance_metrics(window, placements)
             metrics |= traffic_metrics(

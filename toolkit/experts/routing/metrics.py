@@ -198,6 +198,12 @@ def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> di
     }
 
 
+def rank_loads(window: Window) -> Ints:
+    """Return the rows that each rank's experts computed in each layer, shape (L, W)."""
+    layers, world, group = window.sent_LWR.shape
+    return window.sent_LWR.reshape(layers, world // group, group, group).sum(2).reshape(layers, world)
+
+
 def traffic_metrics(
     window: Window,
     row_bytes: Sequence[RowBytes],

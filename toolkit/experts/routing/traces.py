@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.errors import UserError
+from toolkit.errors import reading
 from toolkit.experts.layer.routing_log import RowBytes
 from toolkit.experts.placement.placement import ExpertPlacement
 
 FORMAT = 1
+MOST_EXPANSION = 100
+"""Unpacked over packed size of a trace of more than 64 MB: compressed counts are never this small."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,30 @@ class TraceFile:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads the trace in `path`; raises UserError for a missing or damaged file."""
-    try:
+    """Read a routing trace.
+
+    Args:
+        path: A file that a `TraceRecorder` wrote.
+
+    Raises:
+        UserError: If the file is missing, damaged, of another format, or much larger unpacked than packed.
+
+    Example:
+        ```python
+        trace = experts.read_trace(Path("runs/traced/traces.npz"))
+        pairs_TLSE = trace.load_TLSE()  # (token, expert) pairs per step, layer, source rank and expert
+        ```
+    """
+    with reading(path, "Give the file of a TraceRecorder."):
+        if not path.is_file():  # a pipe would wait for ever
+            raise FileNotFoundError("not a file")
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            unpacked = sum(entry.file_size for entry in file.zip.infolist())
+            if unpacked > max(2**26, MOST_EXPANSION * path.stat().st_size):
+                raise ValueError(f"{unpacked:,} bytes unpacked")
             metadata = json.loads(file["metadata"].tobytes())
+            if metadata["format"] != FORMAT:
+                raise ValueError(f"format {metadata['format']}, not {FORMAT}")
             chunks = sorted(name for name in file.files if name.startswith("load_"))
             load_FLSE = np.concatenate([file[name] for name in chunks])
             step_F = np.concatenate([file[name.replace("load_", "step_")] for name in chunks])
@@ -105,8 +127,4 @@ def read_trace(path: Path) -> Trace:
                 (change["forward"], tuple(ExpertPlacement.from_dict(layer) for layer in change["layers"]))
                 for change in metadata.pop("placements")
             ]
-            if metadata["format"] != FORMAT:
-                raise ValueError(f"format {metadata['format']} instead of {FORMAT}")
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: cannot be read as a trace ({error}). Record one with a TraceRecorder.") from None
     return Trace(load_FLSE, step_F, placements, metadata)

@@ -80,7 +80,7 @@ class RunConfig(DenseOptions):
     """Step of the checkpoint to go back to; later ones are put aside. None: the newest."""
     extend: bool = False
     """Continue a run, finished or not, up to a larger --epochs or --max-steps."""
-    tracker: Literal["none", "wandb", "tensorboard", "trackio", "all"] = "wandb"
+    tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
     """Log metrics there, too, in the project $WANDB_PROJECT (else the recipe's name), as $WANDB_NAME."""
     log_every: PositiveInt = 50
     """Optimizer steps between lines of metrics."""

@@ -16,8 +16,8 @@ from typing import NoReturn
 import psutil
 
 from toolkit.run.config.run import RunConfig
-from toolkit.run.folder import MICRO_BATCH_SIZE
 from toolkit.run.hardware import memory_limit_bytes
+from toolkit.run.micro_batches import MICRO_BATCH_SIZE
 from toolkit.run.tracking.jsonl import read_metrics
 
 OFF = "--no-auto-batch-size"

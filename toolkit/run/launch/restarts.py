@@ -15,8 +15,6 @@ LAUNCH = "TOOLKIT_LAUNCH"
 """Folder of one launch by `--num-processes` or `--max-restarts`, set in its ranks."""
 RESTARTED = "TOOLKIT_RESTARTED"
 """JSON for restarted ranks: the folder of the run, None if they had none yet, and `past_restarts`."""
-ELASTIC = "TOOLKIT_ELASTIC"
-"""Set if the number of processes can be any, because it changes with the available machines."""
 RUN = "run"
 """File in the folder of a launch: the path of the run's folder."""
 

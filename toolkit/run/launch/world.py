@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from toolkit.errors import UserError
 from toolkit.experts.parallel.nodes import launched_world, ranks_per_node
 from toolkit.run.config.run import RunConfig
-from toolkit.run.launch.restarts import ELASTIC, LAUNCH, RESTARTED
+from toolkit.run.launch.restarts import LAUNCH, RESTARTED
 
 OF_A_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"),
-    *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", LAUNCH, RESTARTED, ELASTIC),
+    *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", LAUNCH, RESTARTED),
 )
 """Prefixes of environment variables that make a process a rank of a world, or a restarted one."""
 

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: W&B, TensorBoard and Trackio, through Accelerate's trackers."""
+"""Where metrics go besides metrics.jsonl: W&B and TensorBoard, through Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from toolkit.compat import is_wandb_service
 from toolkit.errors import UserError, one_line
@@ -39,8 +39,6 @@ def check_installed(tracker: str) -> None:
     """Raise UserError where a tracker was asked for by name and is not installed. W&B, the default, may be missing."""
     if tracker in ("tensorboard", "all") and importlib.util.find_spec("tensorboard") is None:
         raise UserError(f"tracker='{tracker}': TensorBoard is missing: pip install 'moe-toolkit[tensorboard]'.")
-    if tracker == "trackio" and importlib.util.find_spec("trackio") is None:
-        raise UserError(f"tracker='{tracker}': Trackio is missing: pip install 'moe-toolkit[trackio]'.")
 
 
 def start_trackers(
@@ -56,8 +54,6 @@ def start_trackers(
             backends.append(WandB(labels, folder, recorded))
     if tracker in ("tensorboard", "all"):
         backends.append(TensorBoard(folder, recorded))
-    if tracker == "trackio":
-        backends.append(Trackio(labels, folder, recorded))
     return [GuardedTracker(backend, say) for backend in backends]
 
 
@@ -163,58 +159,6 @@ class WandB:
         for process in psutil.Process().children():
             if is_wandb_service(process.name()):
                 process.kill()
-
-
-class Trackio:
-    """In Trackio's own folder on this machine, which its dashboard shows; or where TRACKIO_SPACE_ID says."""
-
-    name = "Trackio"
-
-    def __init__(self, labels: Labels, folder: Path, config: Mapping[str, Any]):
-        self.labels, self.folder, self.config = labels, folder, config
-        self._tracker: TrackioTracker | None = None
-
-    def start(self) -> str | None:
-        # Trackio looks into the modules of matplotlib as soon as there are any: while the pictures of a run have them
-        # imported, on the main thread, it would skip every metric.
-        import matplotlib.figure  # noqa: F401
-
-        # A run that is continued goes on; one of the same name in a folder that was deleted does not.
-        mark = self.folder / "trackio" / "name"
-        continues = mark.exists()
-        name = mark.read_text(encoding="utf-8") if continues else f"{self.labels.name} {secrets.token_hex(2)}"
-        self._tracker = TrackioTracker(
-            self.labels.project,
-            name=name,
-            group=self.labels.group,
-            config=_flat(self.config),
-            resume="allow" if continues else "never",
-            embed=False,
-        )
-        self._tracker.start()
-        mark.parent.mkdir(exist_ok=True)
-        write_text(mark, name)
-        return f"Trackio: trackio show --project {shlex.quote(self.labels.project)}"
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        assert self._tracker is not None
-        self._tracker.log(dict(values), step=step)
-
-    def log_images(self, images: Mapping[str, Path]) -> None:
-        import trackio
-
-        assert self._tracker is not None
-        self._tracker.log({name: trackio.Image(str(path)) for name, path in images.items()})
-
-    def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None: ...
-
-    def finish(self, *, failed: bool) -> None:  # noqa: ARG002
-        assert self._tracker is not None
-        self._tracker.finish()
-
-    def abandon(self) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 class TensorBoard:

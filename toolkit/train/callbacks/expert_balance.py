@@ -10,13 +10,10 @@ from torch import nn
 from toolkit.experts.layer.losses import RouterPenalty, global_load
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.layer.routing_log import take_loads
-from toolkit.experts.layer.stack import expert_stacks
-from toolkit.run.config.experts import MoERunConfig
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from toolkit.data.table import Batch
-    from toolkit.run.run import Run
     from toolkit.train.trainer import Trainer
 
 
@@ -78,30 +75,3 @@ class WholeStepBalance(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:  # noqa: ARG002
         self.penalty.step_load_LE = None
-
-
-def router_penalty(run: Run, model: nn.Module, steps: int) -> RouterPenalty | None:
-    """Return the losses of the routers in `model` that the config asks for, in a run of `steps` optimizer steps.
-
-    Name the settings that the model does not take: those of a router or a layer are given when it is built.
-    """
-    config, layers = run.config, moe_layers(model)
-    if not isinstance(config, MoERunConfig):
-        return None
-    if others := ", ".join(sorted(expert_stacks(model).keys() - layers.keys())):
-        run.note(f"balance={config.balance}, balance_weight, z_weight and capacity_factor: have no effect on {others}.")
-    for name, layer in layers.items():
-        built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity_factor}
-        for field, value in built.items():
-            if getattr(config, field) != value:
-                run.note(f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}.")
-    weight = config.balance_weight_in(steps)
-    if weight > config.balance_weight:
-        run.print(f"the balance loss has the weight {weight:.2g}, because the run has {steps:,} steps only")
-    return RouterPenalty(model, balance_weight=weight, z_weight=config.z_weight)
-
-
-def balance_callbacks(model: nn.Module, penalty: RouterPenalty | None) -> list[Callback]:
-    """Return what balances the experts in `model` besides `penalty`."""
-    whole_step = [] if penalty is None else [WholeStepBalance(penalty)]
-    return [*whole_step, BiasBalancing(model)]

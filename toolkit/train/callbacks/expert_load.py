@@ -24,10 +24,11 @@ FEW = 100
 
 
 class ExpertLoad(Callback):
-    """Records how the assignments since the last line of metrics spread over experts and ranks; one reduction a line.
+    """Records the load of experts and ranks since the last log step, with one reduction per log step.
 
-    `moe/load/<layer>`: the fraction of assignments of each expert; and over all layers what
-    `toolkit.experts.routing.metrics` computes: `expert_metrics` always, and with expert parallelism `balance_metrics`,
+    `moe/load/<layer>` is the fraction of assignments of each expert and, with expert parallelism,
+    `moe/rank_load/<layer>` the fraction of rows that each rank's experts compute. The metrics over all layers are from
+    `toolkit.experts.routing.metrics`: `expert_metrics` always, and with expert parallelism `balance_metrics`,
     `traffic_metrics`, `deduplicated_metrics` and `replica_metrics`. The results `min_expert_load` and `max_expert_load`
     are the smallest and largest fraction over the last whole epoch, of experts that were active throughout it;
     `expert_load_notice` is there where that epoch, or a run that ends within one, was uneven: a sentence for the

@@ -109,11 +109,12 @@ def draw(case: str, rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, 
     """Tokens, expert ids, weights and output gradient of one rank."""
     generator = torch.Generator().manual_seed(rank)
     tokens = {"ragged": 3 + 5 * rank, "no tokens on rank 0": 6 if rank else 0, "no tokens anywhere": 0}.get(case, 6)
-    ids_TK = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
-    if case == "all to the last rank":
+    top_k = 1 if case == "top-1 to the last rank" else TOP_K
+    ids_TK = torch.rand(tokens, EXPERTS, generator=generator).topk(top_k).indices
+    if case.endswith("to the last rank"):
         per_rank = EXPERTS // world
         ids_TK = EXPERTS - per_rank + ids_TK % per_rank
-    draws = (torch.randn(tokens, n, dtype=torch.float64, generator=generator) for n in (DIM, TOP_K, DIM))
+    draws = (torch.randn(tokens, n, dtype=torch.float64, generator=generator) for n in (DIM, top_k, DIM))
     x_TD, weights_TK, grad_TD = (draw.to(dtype) for draw in draws)
     return x_TD, ids_TK, weights_TK, grad_TD
 
@@ -141,7 +142,14 @@ def train(
     return found | {"load": dispatched.plan.load_E}
 
 
-CASES = ("even", "ragged", "no tokens on rank 0", "all to the last rank", "no tokens anywhere")
+CASES = (
+    "even",
+    "ragged",
+    "no tokens on rank 0",
+    "all to the last rank",
+    "top-1 to the last rank",
+    "no tokens anywhere",
+)
 SLOT_OF_EXPERT = [3, 0, 6, 1, 7, 2, 4, 5]
 
 

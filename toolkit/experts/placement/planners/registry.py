@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import TypeVar
 
+from toolkit.errors import UserError
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.placement_options import PLANNER_NAMES, import_planner
+from toolkit.experts.placement.placement_options import PLANNER_NAMES
 
 Planner = Callable[..., ExpertPlacement]
 """`planner(load_E, current)`: a better placement of the experts in the slots of `current`.
@@ -21,9 +23,19 @@ PLANNERS: dict[str, Planner] = {}
 P = TypeVar("P", bound=Planner)
 
 
-def planner_named(name: str) -> Planner:
-    """Return the registered planner of this name, or the planner at "package.module:function"."""
-    return PLANNERS[name] if name in PLANNERS else import_planner(name)
+def find_planner(name: str) -> Planner:
+    """Return the planner that is registered as `name`, or the function at `module:function`.
+
+    Raises UserError if there is none.
+    """
+    if name in PLANNERS:
+        return PLANNERS[name]
+    try:
+        if ":" in name:
+            return resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"planner={name!r}: cannot be imported ({error}). Give module:function.") from error
+    raise UserError(f"planner={name!r}: unknown. Take one of {', '.join(sorted(PLANNERS))}, or module:function.")
 
 
 def register_planner(name: str) -> Callable[[P], P]:
@@ -39,9 +51,10 @@ def register_planner(name: str) -> Callable[[P], P]:
         ```python
         from functools import partial
 
-        from toolkit.experts.placement.planners import register_planner, swap
+        from toolkit import experts
+        from toolkit.experts.placement.planners import swap
 
-        register_planner("rare_swaps")(partial(swap, gain=0.05))
+        experts.register_planner("rare_swaps")(partial(swap, gain=0.05))
         ```
     """
 

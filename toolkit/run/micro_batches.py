@@ -1,0 +1,49 @@
+"""The size of micro-batches that a run came to after a step ran out of memory: a file in the run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import PositiveInt
+
+from toolkit.errors import UserError, one_line
+from toolkit.experts.options import Options
+
+MICRO_BATCH_SIZE = "micro_batch_size.json"
+
+
+class MicroBatches(Options, strict=True):
+    """Micro-batches of a run on `world_size` ranks."""
+
+    world_size: PositiveInt
+    micro_batch_size: PositiveInt
+    """Samples per rank."""
+    out_of_memory_with: PositiveInt
+    """The larger size with which a step ran out of memory."""
+
+    @classmethod
+    def read(cls, folder: Path, per_rank: int, world_size: int) -> Self | None:
+        """Return what `folder` holds for `world_size` ranks, or None.
+
+        Args:
+            folder: The run's folder.
+            per_rank: Samples of a step per rank, which the size must divide.
+            world_size: The number of ranks. The seed of a forward pass depends on the index of the micro-batch, so only
+                a run on as many ranks keeps the size.
+
+        Raises:
+            UserError: The file is damaged.
+        """
+        path = folder / MICRO_BATCH_SIZE
+        if not path.exists():
+            return None
+        try:
+            found = cls.model_validate_json(path.read_bytes())
+            if found.world_size == world_size and per_rank % found.micro_batch_size:
+                raise ValueError(f"{found.micro_batch_size} does not divide {per_rank}")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path}: cannot be read ({one_line(error)}). Delete it, and run the same command."
+            ) from None
+        return found if found.world_size == world_size else None
