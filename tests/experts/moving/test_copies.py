@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
@@ -115,6 +116,16 @@ def copy_then_load(folder: Path) -> list[str]:
 def test_load_that_moves_experts_away_from_a_copy_warns(tmp_path: Path) -> None:
     for said in run_distributed(copy_then_load, 2, tmp_path / "saved"):
         assert any("ema_update" in line for line in said)
+
+
+def test_ema_update_of_wrapped_models_updates_the_models_within() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ema = AveragedModel(model)
+    change(model, 1.0)
+    model[1].running_mean += 1
+    experts.ema_update(ema, torch.compile(model), 0.5)
+    torch.testing.assert_close(ema.module[0].weight, model[0].weight - 0.5)
+    assert ema.module[1].running_mean.tolist() == [1, 1]
 
 
 def test_ema_update_of_another_model_raises() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
+from toolkit.experts.compat import without_compile_prefix
 from toolkit.experts.layer.dispatcher import make_dispatcher
 from toolkit.experts.layer.routing_log import RoutingLog
 from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
@@ -103,9 +104,10 @@ def ema_update(averaged: nn.Module, model: nn.Module, decay: float = 0.999) -> N
 
 def _unwrapped(model: Model) -> Model:
     """Return the model within DDP, `torch.compile` or `AveragedModel`."""
-    inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-    is_wrapper = isinstance(inner, nn.Module) and list(model.children()) == [inner]
-    return _unwrapped(inner) if is_wrapper else model  # type: ignore[arg-type]
+    children = list(model.named_children())
+    if len(children) == 1 and without_compile_prefix(f"{children[0][0]}.") in ("", "module."):
+        return _unwrapped(children[0][1])  # type: ignore[return-value]
+    return model
 
 
 def _all_rows(stack: ExpertStack, name: str) -> Tensor:
