@@ -109,13 +109,20 @@ def test_training_with_differently_seeded_ranks_equals_rank_0_alone(
         torch.testing.assert_close(weights[name], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_parameter_shared_by_router_and_experts_raises_before_anything_is_changed():
-    model = Block()
-    model.gate.table = model.experts.up
-    before = dict(vars(model.experts))
-    with pytest.raises(UserError, match=r"share a parameter with 'gate.table'"):
+@pytest.mark.parametrize("place", ["router", "moe", "view"])
+def test_table_shared_with_the_router_of_any_layer_raises(place: str):
+    if place == "moe":
+        layer = experts.make_moe(DIM, 8, EXPERTS, 2)
+        model: Any = nn.Sequential(layer)
+        layer.router.table = layer.experts.up
+    else:
+        model = Block()
+        table = model.experts.up
+        model.gate.table = nn.Parameter(table.data) if place == "view" else table
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(UserError, match=r"share a parameter with '.*(gate|router)\.table'"):
         experts.shard_experts(model, experts.make_expert_groups(1))
-    assert dict(vars(model.experts)) == before
+    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 def join_with_weights_of(dtype: torch.dtype) -> dict[str, Any]:
