@@ -306,9 +306,9 @@ def page(found: list[dict[str, Any]]) -> str:
     return f"""# MoE families of transformers
 
 `make families` wrote this table with transformers {transformers.__version__}, and
-`tests/integrations/transformers/test_mixtures.py` compares it with the installed release. Of {len(found)} families with a
-number of experts and a vocabulary, {len(found) - refused} train under `ExpertParallel`. Models are small and have random
-weights.
+`tests/integrations/transformers/test_mixtures.py` compares it with the installed release. Of {len(found)} families
+with a number of experts and a vocabulary, {len(found) - refused} train under `ExpertParallel`. Models are small and
+have random weights.
 
 - **train**: gradients and weights after a step on two processes equal one process.
 - **move**: they are equal after experts and optimizer rows migrated.
@@ -318,7 +318,8 @@ weights.
 - **export**: unmodified PEFT loads the saved adapters bitwise identically.
 - `find_unused_parameters=True`: some parameters have no gradient. Use
   `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`.
-- no `RouterPenalty`: the router does not return (logits, weights, ids) next to the experts. Use the model's auxiliary loss.
+- no `RouterPenalty`: the router does not return (logits, weights, ids) next to the experts. Use the model's auxiliary
+  loss.
 - no adapters: adapters of experts raise an error; adapters of attention work.
 - not supported: `ExpertParallel` raises an error. Use `accelerator.prepare`.
 
