@@ -1,6 +1,8 @@
-"""Train a model whose experts transformers shards over the ranks, as its Trainer does.
+"""A mixture whose experts transformers spreads over the processes, as its Trainer trains it.
 
-Arguments: the folder of the model, and `undivided` for a fault: gradients of experts are sums over ranks, not means.
+It is called with the folder of the model, and with a word that switches a fault on.
+`undivided`: the gradients of experts are the sum over ranks, not the mean. `own_norm`: each rank clips by the norm of
+the experts that it has.
 """
 
 from __future__ import annotations
@@ -56,8 +58,14 @@ def clip() -> None:
     by_mesh: dict[Any, list[Any]] = {}
     for parameter in model.parameters():
         by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [get_total_norm([parameter.grad for parameter in each]) for each in by_mesh.values()]
-    norm = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+    norms = []
+    for each in by_mesh.values():
+        gradients = [parameter.grad for parameter in each]
+        if FAULT == "own_norm":
+            gradients = [getattr(gradient, "to_local", lambda whole=gradient: whole)() for gradient in gradients]
+        norm = get_total_norm(gradients)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norm = torch.stack(norms).norm()
     for each in by_mesh.values():
         clip_grads_with_norm_(each, 0.1, norm)
 

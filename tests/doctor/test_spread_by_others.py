@@ -39,3 +39,8 @@ def test_gradients_of_their_experts_that_are_not_averaged_are_named(one: Evidenc
     first = diagnose(comparison)[0]
     assert first.name == "gradients W times too large", first
     assert "expert" in comparison["gradients"].where
+
+
+def test_a_norm_of_one_rank_is_named(one: Evidence, saved: str, tmp_path: Path):
+    comparison = Comparison(one, watched(tmp_path / "two", 2, SCRIPT, saved, "own_norm"), 1e-5)
+    assert diagnose(comparison)[0].name == "local clip norm"

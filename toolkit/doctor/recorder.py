@@ -224,6 +224,15 @@ class Recorder:
             self.step.norm = float(plain(norm)) if isinstance(norm, Tensor) else norm
         return norm
 
+    def clip_by(self, norm: Tensor, clip: Callable[[], Any]) -> Any:
+        """Records the same where a loop clips by a norm of its own, in one call or in one for each device mesh."""
+        if self.is_clipping:
+            return clip()
+        if self._unclipped is None:
+            self._unclipped = self._finished_gradients()
+            self.step.norm = float(plain(norm))
+        return clip()
+
     def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_ours(optimizer):
             return

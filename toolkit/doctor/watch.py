@@ -80,6 +80,12 @@ def attach(recorder: Recorder) -> None:
     register_optimizer_step_post_hook(recorder.after_update)
     clip = torch.nn.utils.clip_grad_norm_
     _replace(clip, lambda *args, **kw: recorder.clip(lambda: clip(*args, **kw)), torch.nn.utils)
+    scale = torch.nn.utils.clip_grads_with_norm_
+
+    def scale_gradients(parameters: Any, max_norm: float, norm: Tensor, *args: Any, **kw: Any) -> None:
+        recorder.clip_by(norm, lambda: scale(parameters, max_norm, norm, *args, **kw))
+
+    torch.nn.utils.clip_grads_with_norm_ = scale_gradients  # type: ignore[assignment]  # which has all arguments
     if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         _replace(groups.make_expert_groups, lambda *_, **__: groups.ExpertGroups(), groups)
     _switch_off_dropout(recorder)
