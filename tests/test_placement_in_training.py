@@ -78,4 +78,7 @@ def test_placements_are_on_the_lines_of_metrics_where_they_are_others(runs: Path
     assert 1 < len(placements) < len(lines)
     assert all(before != after for before, after in pairwise(placements))
     assert placements[-1] == results(runs / "swap")["expert_placement"]["block"]
+    assert results(runs / "swap")["placement_before_moves"]["block"] == placements[0] == [[0, 1], [2, 3]]
+    assert (runs / "swap" / "expert_moves.png").exists()
+    assert not (runs / "plain" / "expert_moves.png").exists()
     assert not any("moe/placement" in name for name in (runs / "plain" / "metrics.jsonl").read_text().split('"'))

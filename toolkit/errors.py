@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from operator import index
@@ -116,6 +117,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def system_error(error: BaseException) -> str | None:
+    """The file and the reason of an error of the file system, as a sentence, or None for other errors."""
+    if not isinstance(error, OSError) or isinstance(error, ConnectionError) or not error.strerror:
+        return None
+    return f"{': '.join(os.fsdecode(part) for part in (error.filename, error.strerror) if part)}."
 
 
 def one_line(error: BaseException) -> str:

@@ -4,11 +4,13 @@
     python benchmarks/learning/lm_bits_per_byte.py --folder F  keeps the runs in F, and continues what was interrupted
     python benchmarks/learning/lm_bits_per_byte.py --larger  the preset larger: nine runs of two to three minutes
     python benchmarks/learning/lm_bits_per_byte.py --much    less than an epoch of a longer text: an hour
+    python benchmarks/learning/lm_bits_per_byte.py --muon  Muon and AdamW: eighteen runs of a minute
     python benchmarks/learning/lm_bits_per_byte.py --choose  the same rates for every arm, on training text
 
 Each run is `recipes/lm_moe.py` with that preset; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes a
-table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger and
---much too: every learning rate of `RATES` for every arm, one seed that is in no table, `:validation` of the text (the
+table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger,
+--much and --muon too: every learning rate of `RATES` for every arm, one seed that is in no table, `:validation` of the
+text (the
 last tenth of the training text is held out), and lm_bits_choice.json, lm_bits_larger_choice.json or
 lm_bits_much_choice.json. With --much that is of 16 experts and of the dense model for as many tokens, whose rates the
 other two arms take.
@@ -64,12 +66,30 @@ MUCH = {
     "dense, as many tokens": lambda: dense(much(16)),
     "dense, for as long": lambda: dense(much(16)).replace(max_steps=round(LONGER * STEPS_OF_MUCH)),
 }
+LONGER_MUON = 1.3
+"""Processor time of a step with Muon over that with AdamW, with --muon."""
+
+
+def with_muon(config: Config, lr: float) -> Config:
+    return config.replace(optimizer=config.optimizer.replace(kind="muon"), lr=lr)
+
+
+MUON = {
+    "mixture, AdamW": lambda: full().replace(lr=RATE_OF_MUON["mixture, AdamW"]),
+    "mixture, AdamW, for as long": lambda: MUON["mixture, AdamW"]().replace(max_steps=round(LONGER_MUON * 490)),
+    "mixture, Muon": lambda: with_muon(full(), RATE_OF_MUON["mixture, Muon"]),
+    "dense, AdamW": lambda: dense().replace(lr=RATE_OF_MUON["dense, AdamW"]),
+    "dense, AdamW, for as long": lambda: MUON["dense, AdamW"]().replace(max_steps=round(LONGER_MUON * 490)),
+    "dense, Muon": lambda: with_muon(dense(), RATE_OF_MUON["dense, Muon"]),
+}
+RATE_OF_MUON = {"mixture, AdamW": 2e-2, "mixture, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 8e-2}
 RATES = {
+    "muon": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1),
     "per_byte": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
     "larger": (1.5e-3, 3e-3, 6e-3),
     "much": (3e-3, 6e-3, 1.2e-2),
 }
-"""Learning rates among which --choose chooses: of the presets `full` and `dense`, with --larger and with --much."""
+"""Learning rates among which --choose chooses: with --muon, of the presets `full` and `dense`, --larger and --much."""
 CHOICE_SEED = 100
 
 
@@ -104,11 +124,12 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, default=None, help="where runs are kept; None forgets them")
     parser.add_argument("--larger", action="store_true", help="the preset larger")
     parser.add_argument("--much", action="store_true", help="Python's standard library, 16 and 64 experts")
+    parser.add_argument("--muon", action="store_true", help="AdamW and Muon, presets full and dense")
     parser.add_argument("--choose", action="store_true", help="learning rates, on the end of the training text")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the table (3)")
     args = parser.parse_args()
-    table = "larger" if args.larger else "much" if args.much else "per_byte"
-    arms = {"per_byte": ARMS, "larger": LARGER, "much": MUCH}[table]
+    table = next((name for name in ("larger", "much", "muon") if vars(args)[name]), "per_byte")
+    arms = {"per_byte": ARMS, "larger": LARGER, "much": MUCH, "muon": MUON}[table]
     torch.set_num_threads(2 if args.larger else 1)
     with tempfile.TemporaryDirectory() as scratch:
         common = {"data_dir": args.data_dir, "cpu": True, "tracker": "none", "export": False}
@@ -125,7 +146,8 @@ if __name__ == "__main__":
             tried = {
                 (arm, rate): runs_of(arm, [CHOICE_SEED], text + VALIDATION, lr=rate)
                 for arm in arms
-                if table != "much" or arm in ("mixture, 16 experts", "dense, as many tokens")
+                if (table != "much" or arm in ("mixture, 16 experts", "dense, as many tokens"))
+                and not (table == "muon" and arm.endswith("for as long"))
                 for rate in RATES[table]
             }
             rows = [{"lr": rate, **row(arm, runs)} for (arm, rate), runs in tried.items()]

@@ -178,8 +178,6 @@ def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
                 return sources.on_hub(name, subset or None), None
     except tk.data.NotFoundHere as reason:
         raise tk.UserError(f"dataset={dataset!r}: {reason}; give data_dir with the folder that does.") from None
-    except OSError as error:
-        raise tk.data.unreadable(error) from None
     raise tk.UserError(
         f"dataset={dataset!r}: there is no such set; choose one of {', '.join(KNOWN)}, a folder, or owner/name of the "
         "Hub."

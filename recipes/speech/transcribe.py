@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.piece_s > 0:
             raise tk.UserError(f"--piece-s {args.piece_s}: take a positive number of seconds.")
         transcribe(args.recogniser, args.sound, piece_s=args.piece_s, as_json=args.json)
-    except tk.UserError as error:
+    except (tk.UserError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
@@ -53,10 +53,7 @@ def transcribe(folder: Path, sound: Path, *, piece_s: float, as_json: bool) -> N
 
     inside = folder / "recogniser"
     recogniser = load_recogniser(inside if inside.is_dir() else folder)
-    try:
-        samples, rate = decode(sound.read_bytes(), sound)
-    except OSError as error:
-        raise tk.UserError(f"{sound} cannot be read ({error.strerror}): give a sound file.") from None
+    samples, rate = decode(sound.read_bytes(), sound)
     heard_at = recogniser.features.sample_rate
     samples = resample(samples, rate, heard_at)
     listener = recogniser.listen()

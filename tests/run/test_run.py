@@ -206,25 +206,21 @@ def test_a_folder_that_is_removed_in_mid_run_is_written_again_at_the_end(tmp_pat
     assert len(said) == 2, said
 
 
-def test_results_that_find_no_room_are_one_line_and_not_a_traceback(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device", "results.json")
 
+
+def test_finish_on_a_full_disk_raises_user_error(tmp_path, monkeypatch):
     with start_run("toy", config(run_dir=tmp_path)) as run:
         monkeypatch.setattr("toolkit.run.run.write_json", full)
-        with pytest.raises(UserError, match=r"\(No space left on device\): make room, and run the same command again"):
+        with pytest.raises(UserError, match=r"results.json: No space left on device\."):
             run.finish({"steps": 20})
 
 
-def test_a_run_whose_pictures_find_no_room_is_completed_by_the_same_command(tmp_path):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+def test_run_whose_plots_find_no_room_is_completed_by_the_same_command(tmp_path):
     with start_run("toy", config(run_dir=tmp_path)) as run:
         run.draw_at_finish(full)
-        with pytest.raises(
-            UserError, match=r"the pictures could not be written to .*No space left on device\): make room"
-        ):
+        with pytest.raises(OSError, match="No space left on device"):
             run.finish({"steps": 20})
     with start_run("toy", config(run_dir=tmp_path)) as run:
         assert run.finish({"steps": 20})["steps"] == 20

@@ -1,4 +1,4 @@
-"""A run gets its pictures when it ends, and the placement that it reports is the one that experts had by then."""
+"""A run draws its plots when it ends, and reports the placement at its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_the_standard_trainer_leaves_pictures(tmp_path: Path):
 
 def test_results_and_picture_show_where_experts_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn = []
-    monkeypatch.setattr("toolkit.train.pictures.draw_plots", lambda _, placement, __: drawn.append(placement) or {})
+    monkeypatch.setattr(
+        "toolkit.train.pictures.draw_experts", lambda _, experts, *__: drawn.append(experts.placement) or {}
+    )
     layer = tk.experts.make_moe(4, 4, 4, 1, spare_slots=1)
     model = torch.nn.ModuleDict({"block": layer})
     with tk.start_run("toy", config(tmp_path / "run")) as run:

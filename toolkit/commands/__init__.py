@@ -8,13 +8,12 @@ input or a finding (one line on stderr for a `UserError`). Its arguments are rea
 
 from __future__ import annotations
 
-import errno
 import importlib
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, did_you_mean
+from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, did_you_mean, system_error
 from toolkit.run.console import print_nowhere
 from toolkit.version import __version__
 
@@ -57,11 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_nowhere()
         return EXIT_DONE
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            print_nowhere()  # stdout may be on that disk
-        elif error.filename is None:
+        if (said := system_error(error)) is None:
             raise
-        sys.stderr.write(f"error: {error.filename or 'output'}: {error.strerror}.\n")
+        print_nowhere()  # stdout may be on a full disk
+        sys.stderr.write(f"error: {said}\n")
         return EXIT_USER_ERROR
     return code
 

@@ -15,7 +15,6 @@ from .files import damaged as damaged
 from .files import data_folder as data_folder
 from .files import parquet_splits as parquet_splits
 from .files import read_columns as read_columns
-from .files import unreadable as unreadable
 from .hub import find_on_hub as find_on_hub
 from .hub import model_folder as model_folder
 from .hub import why_out_of_reach as why_out_of_reach

@@ -46,10 +46,7 @@ def all_parts(paths: Iterable[Path]) -> list[Path]:
 
 def content_key(paths: Iterable[Path]) -> str:
     """Return 16 digits that change with the name, size or modification time of a file."""
-    try:
-        stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    except OSError as error:
-        raise unreadable(error) from None
+    stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
@@ -66,11 +63,6 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
         return rows.with_format("arrow")[:].to_pydict()
     except Exception as error:  # datasets and Apache Arrow raise their own types
         raise UserError(f"{path}: cannot be read ({one_line(error.__cause__ or error)}). Replace the file.") from error
-
-
-def unreadable(error: OSError) -> UserError:
-    """The error for a file or folder that the system does not let us read."""
-    return UserError(f"{error.filename} cannot be read ({error.strerror}): check permissions.")
 
 
 def damaged(path: Path, fault: str) -> UserError:

@@ -21,7 +21,6 @@ from toolkit.data.files import (
     NotFoundHere,
     data_folder,
     parquet_splits,
-    unreadable,
 )
 from toolkit.data.hub import find_on_hub
 from toolkit.data.rows import HELD_OUT, find_column, is_own, load_splits, train_and_test
@@ -195,12 +194,9 @@ def locate(name: str, data_dir: Path | None) -> Path:
 def _in_folder(folder: Path, name: str) -> Path:
     """Return `folder/name` or `folder`, unless `folder` has the name of another set."""
     own = [] if folder.name in HUB_REPOS and folder.name != name else [folder]
-    try:
-        for place in (folder / name, *own):
-            if parquet_splits(place):
-                return place
-    except OSError as error:
-        raise unreadable(error) from None
+    for place in (folder / name, *own):
+        if parquet_splits(place):
+            return place
     raise NotFoundHere(f"{folder} does not hold train-*.parquet and test-*.parquet of {TITLES[name]}")
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.data.cache import OnMain, cached_columns
-from toolkit.data.files import NotFoundHere, content_key, data_folder, unreadable
+from toolkit.data.files import NotFoundHere, content_key, data_folder
 from toolkit.data.images import VALIDATION
 from toolkit.data.rows import load_splits
 from toolkit.data.table import TensorTable
@@ -125,10 +125,7 @@ class _Corpus:
             from pydoc_data.topics import topics
 
             return [text.encode() for _, text in sorted(topics.items())]
-        try:
-            return [Path(path).read_bytes() for path in self.source]
-        except OSError as error:
-            raise unreadable(error) from None
+        return [Path(path).read_bytes() for path in self.source]
 
 
 def load_text(

@@ -16,14 +16,15 @@ from toolkit.run.pictures.plots import (
     GREY,
     INK,
     TRAIN,
+    Experts,
     draw_experts,
     draw_loss,
-    expert_loads,
     ink_on,
     palette,
     save_figure,
     spread,
 )
+from toolkit.run.summary import moves
 from toolkit.run.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -42,20 +43,26 @@ MOST_LABELS = 14
 SPLIT, MERGE, SLEEP = "#3ca951", "#ff725c", "#a463f2"
 
 
-def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:  # noqa: ARG001
-    """Draw the finished run in `folder` and write its performance_summary.txt; return the pictures for trackers.
+def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
+    """Draw the finished run in `folder` and write its performance_summary.txt; return the plots for trackers.
 
-    The pictures of the load and placement of experts are drawn again, with uids: dynamic experts get the logical ids of
-    those that were removed.
+    The plots of the load, placement and moves of experts are drawn again with uids, because new experts get the logical
+    ids of removed experts.
     """
     last = read_lifecycle(folder)[-1].layers
-    loads = expert_loads(read_metrics(folder / "metrics.jsonl"))
-    of_uids = {
-        name: [(step, state.by_uid(shares, step)) for step, shares in loads.get(name, [])]
-        for name, state in last.items()
-    }
-    placement = {n: [[uid for uid in row if uid is not None] for row in last[n].uids_on_ranks] for n in last}
-    pictures = draw_experts(folder, loads | of_uids, placement) | draw_lifecycle(folder)
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    logical = Experts.of(lines, results)
+    first = results.get("first_move_step", 0)
+    experts = Experts(
+        loads={
+            name: [(step, last[name].by_uid(shares, step)) for step, shares in points] if name in last else points
+            for name, points in logical.loads.items()
+        },
+        placement={n: [[uid for uid in row if uid is not None] for row in last[n].uids_on_ranks] for n in last},
+        before={n: last[n].rows_by_uid(rows, first) for n, rows in logical.before.items() if n in last},
+        moves={n: [(s, last[n].rows_by_uid(v, s + 1)) for s, v in logical.moves.get(n, [])] for n in last},
+    )
+    pictures = draw_experts(folder, experts, lines, moves(results)) | draw_lifecycle(folder)
     write_text(folder / "performance_summary.txt", performance_summary(folder))
     return for_trackers(pictures)
 
@@ -113,19 +120,19 @@ def _draw_activations(figure: Figure, epochs: Sequence[Epoch], layers: Sequence[
     last = epochs[-1]
     tallest = max(len(last.layers[layer].active) for layer in layers)
     figure.set_size_inches(13, max(4.0, 1.5 + 0.26 * tallest) * len(layers))
+    colours = palette(1 + max(uid for state in last.layers.values() for uid in state.nodes))
     for layer, (shares, classes) in zip(layers, figure.subplots(len(layers), 2, squeeze=False), strict=True):
         states = [epoch.layers[layer] for epoch in epochs]
         uids = sorted({uid for state in states for uid, node in state.nodes.items() if node["share"] > 0})
-        colour_of = dict(zip(uids, palette(len(uids)), strict=True))
         base = [0.0] * len(epochs)
         for uid in uids:
             heights = [100 * state.nodes[uid]["share"] if uid in state.nodes else 0.0 for state in states]
             bars = shares.bar(
-                [epoch.number for epoch in epochs], heights, 0.86, base, color=colour_of[uid], edgecolor="white", lw=0.6
+                [epoch.number for epoch in epochs], heights, 0.86, base, color=colours[uid], edgecolor="white", lw=0.6
             )
             if len(epochs) <= MOST_LABELS:
                 labels = [str(uid) if height >= 4 else "" for height in heights]
-                shares.bar_label(bars, labels, label_type="center", fontsize=8, color=ink_on(colour_of[uid]))
+                shares.bar_label(bars, labels, label_type="center", fontsize=8, color=ink_on(colours[uid]))
             base = [b + h for b, h in zip(base, heights, strict=True)]
         shares.set_title(_title("Load per expert, % of assignments", layer, layers))
         shares.set_ylim(0, 100)

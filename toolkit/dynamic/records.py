@@ -51,6 +51,11 @@ class LayerState:
             if node["created_at"] < step and (node["removed_at"] is None or step <= node["removed_at"])
         }
 
+    def rows_by_uid(self, rows: Sequence[Sequence[int]], step: int) -> list[list[int]]:
+        """The uids of the logical experts on each rank that were active in `step`."""
+        uids = self.uids_at(step)
+        return [[uids[expert] for expert in row if expert in uids] for row in rows]
+
     def by_uid(self, values: Sequence[Any], step: int) -> list[Any]:
         """What a line of metrics of `step` has for each logical expert, by uid; None where none was active."""
         found: list[Any] = [None] * (1 + max(self.nodes, default=-1))

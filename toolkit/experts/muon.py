@@ -67,32 +67,32 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = {parameter: parameter.grad for parameter in group["params"] if parameter.grad is not None}
             if group["orthogonalize"]:
-                for parameter in parameters:
-                    self._step_matrices(parameter, group)
-            elif parameters:
-                self._step_elements(parameters, group)
+                for parameter, gradient in gradients.items():
+                    self._step_matrices(parameter, gradient, group)
+            elif gradients:
+                self._step_elements(gradients, group)
         return loss
 
-    def _step_matrices(self, parameter: Tensor, group: Group) -> None:
+    def _step_matrices(self, parameter: Tensor, gradient: Tensor, group: Group) -> None:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-        update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]))
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = orthogonal(gradient.lerp(momentum, group["momentum"]))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape[-2:]) ** 0.5)
 
-    def _step_elements(self, parameters: list[Tensor], group: Group) -> None:
-        states = [self.state[parameter] for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
+    def _step_elements(self, gradients: dict[Tensor, Tensor], group: Group) -> None:
+        states = [self.state[parameter] for parameter in gradients]
+        for parameter, state in zip(gradients, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
+            list(gradients),
+            list(gradients.values()),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

@@ -29,6 +29,7 @@ from toolkit.errors import (
     UserError,
     did_you_mean,
     is_out_of_memory,
+    system_error,
 )
 from toolkit.experts.options import Options
 from toolkit.experts.parallel.nodes import launched_world
@@ -72,6 +73,9 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     except StepOutOfMemory as error:
         exits.start_again(error)
     except Exception as error:
+        if said := system_error(error):
+            exits.report(said)
+            exits.leave(EXIT_USER_ERROR)
         if is_out_of_memory(error):
             # Smaller micro-batches have been tried, if a step ran out of memory.
             exits.report("out of memory: use more processes, or a smaller model.")

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,6 @@ def open_folder(
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(f"run_dir={folder}: another job uses this folder: wait, or choose another.") from None
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise UserError(f"run_dir={folder or RUNS / name}: cannot be used ({reason}): choose another.") from None
     try:
         if storage is not None:
             _fetch(folder, config, storage)
@@ -105,13 +102,10 @@ def _is_ours(folder: Path) -> bool:
 
 def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
     """Copy what `storage` has of the run into `folder`. Raises UserError where `config.resume` does not allow that."""
-    try:
-        holds_run = "config.json" in storage.names()
-        if holds_run and config.resume == "no" and not past_restarts():
-            raise UserError(f"storage={storage.uri}: holds a run, and resume='no' was given: choose another.")
-        storage.get_run(folder)
-    except OSError as error:
-        raise UserError(f"storage={storage.uri}: cannot be read ({error}): choose another.") from None
+    holds_run = "config.json" in storage.names()
+    if holds_run and config.resume == "no" and not past_restarts():
+        raise UserError(f"storage={storage.uri}: holds a run, and resume='no' was given: choose another.")
+    storage.get_run(folder)
     if config.resume == "yes" and not (folder / "config.json").exists():
         raise UserError(f"resume='yes': no run in {storage.uri}: leave it out to begin one.")
 
@@ -125,18 +119,6 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds {type(values).__name__} in place of an object: {remedy}.")
     return values
-
-
-@contextmanager
-def writing(what: str, folder: Path) -> Iterator[None]:
-    """Raise UserError for an OSError, which keeps `what` of a run from being written to its `folder`."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"the {what} could not be written to {folder} ({error.strerror}): "
-            "make room, and run the same command again."
-        ) from None
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -159,11 +141,15 @@ def write_bytes(path: Path, content: bytes, *, partial: str | None = None, durab
     """Replace `path` by `content`, as `write_text` does."""
     unfinished = path.with_name(partial or f".{path.name}.partial")
     unfinished.unlink(missing_ok=True)
-    with unfinished.open("xb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
+    try:
+        with unfinished.open("xb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:  # of a full disk, which does not say which file
+        error.filename = error.filename or str(path)
+        raise
     unfinished.replace(path)
 
 

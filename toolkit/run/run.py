@@ -26,7 +26,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from filelock import FileLock
 
-from toolkit.errors import Preempted, UserError
+from toolkit.errors import Preempted, UserError, system_error
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.integrations.accelerate.compat import reset_accelerator_state
@@ -43,7 +43,6 @@ from toolkit.run.folder import (
     recorded_config,
     write_json,
     write_text,
-    writing,
 )
 from toolkit.run.hardware import gpu_names, hardware
 from toolkit.run.launch.restarts import command_to_continue, past_restarts, tell_folder
@@ -143,7 +142,10 @@ class Run:
     # --- deciding together ------------------------------------------------------------------------------------
 
     def on_main_and_share(self, decide: Callable[[], T]) -> T:
-        """Run `decide` on the main process only; its result, or its UserError, reaches every rank. A collective."""
+        """Run `decide` on the main process only. A collective.
+
+        Its result reaches every rank, and so does, as a UserError, its UserError or an error of the file system.
+        """
         answer: list[Any] = [None, None, None]
         failure: BaseException | None = None
         if self.is_main:
@@ -152,8 +154,10 @@ class Run:
             except UserError as error:
                 answer[1] = str(error)
             except (Exception, Preempted) as error:
-                failure = error
-                answer[2] = f"{type(error).__name__}: {error}"
+                answer[1] = system_error(error)
+                if answer[1] is None:
+                    failure = error
+                    answer[2] = f"{type(error).__name__}: {error}"
         if dist.is_initialized():
             dist.broadcast_object_list(answer, src=0)
         if failure is not None:
@@ -307,9 +311,8 @@ class Run:
 
     def _draw(self, draw: Draw, numbers: Mapping[str, Any]) -> None:
         try:
-            with writing("pictures", self.folder):
-                pictures = draw(self.folder, numbers)
-        except UserError:
+            pictures = draw(self.folder, numbers)
+        except (UserError, OSError):
             raise
         except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
             self.print(f"no plots ({type(error).__name__}: {error})")
@@ -332,11 +335,10 @@ class Run:
             **restarts_of(self.metrics()),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        with writing("results", self.folder):
-            self._restore_folder()
-            (self.folder / FINISHING).touch()
-            write_json(self.folder / "results.json", numbers)
-            write_text(self.folder / "summary.txt", summarise(numbers, self.folder))
+        self._restore_folder()
+        (self.folder / FINISHING).touch()
+        write_json(self.folder / "results.json", numbers)
+        write_text(self.folder / "summary.txt", summarise(numbers, self.folder))
         return numbers
 
     def close(self, *, failed: bool = False, wait_for_ranks: bool = True) -> None:
@@ -414,12 +416,9 @@ def _open(run: Run) -> tuple[Path, bool, MicroBatches | None]:
     """
     folder, run._lock, before = open_folder(run.name, run.config, run.print, run.storage)
     run.data = (before or {}).get(DATA) or {}
-    try:
-        if before is None:
-            _write_config(run, folder)
-        run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
-    except OSError as error:
-        raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}): choose another.") from None
+    if before is None:
+        _write_config(run, folder)
+    run._metrics = MetricsFile(folder / "metrics.jsonl", run.print)
     if before is None:
         return folder, False, None
     return folder, True, MicroBatches.read(folder, run.config.batch_size // run.world_size, run.world_size)

@@ -6,11 +6,14 @@ replaced whole. `toolkit.checkpoint.finding` copies checkpoints, of which each m
 
 from __future__ import annotations
 
+import errno
 import json
 import posixpath
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from toolkit.errors import one_line
 
 CHECKPOINTS = "checkpoints"
 
@@ -31,10 +34,10 @@ class Storage:
     def _errors_of_the_system(self) -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except FileNotFoundError:
             raise
         except Exception as error:  # botocore, aiohttp and gcsfs have their own, without a common base
-            raise OSError(f"{self.uri}: {type(error).__name__}: {error}") from error
+            raise OSError(errno.EIO, one_line(error), self.uri) from error
 
     def put(self, file: Path, path: str) -> None:
         """Upload `file`, whole or not at all."""

@@ -87,7 +87,7 @@ def test_bad_input_ends_in_one_sentence(folder, tmp_path, capsys):
     (tmp_path / "bad.wav").write_bytes(b"RIFF")
     for words, message in [
         ([tmp_path, tmp_path / "a.wav"], "holds no recogniser"),
-        ([folder, tmp_path / "none.wav"], "cannot be read (No such file or directory)"),
+        ([folder, tmp_path / "none.wav"], "No such file or directory"),
         ([folder, tmp_path / "bad.wav"], "cannot be read as sound"),
     ]:
         assert main([str(word) for word in words]) == EXIT_USER_ERROR

@@ -10,11 +10,10 @@ import numpy as np
 
 from toolkit.commands.report.records import RunRecord
 from toolkit.dynamic.records import LayerState, describe
-from toolkit.run.pictures.plots import LOAD_PREFIX, MOST_LAYERS, spread
+from toolkit.run.pictures.plots import LOAD_PREFIX, MOST_LAYERS, PLACEMENT_PREFIX, spread
 from toolkit.run.runs_table import is_number
 from toolkit.run.summary import RESTART_REASON
 
-PLACEMENT_PREFIX = "moe/placement/"
 CELLS_OF_A_PAGE = 200_000
 """Experts times columns of all load plots together."""
 MOST_COLUMNS, FEWEST_COLUMNS = 120, 10
@@ -94,8 +93,7 @@ def placements_of(run: RunRecord, layer: str) -> list[Placement]:
     name = PLACEMENT_PREFIX + layer
     found = [(line["step"], line[name]) for line in run.lines if name in line]
     if (last := _last_state(run, layer)) is not None:
-        uids = {step: last.uids_at(step + 1) for step, _ in found}
-        found = [(step, [[uids[step][e] for e in row if e in uids[step]] for row in rows]) for step, rows in found]
+        found = [(step, last.rows_by_uid(rows, step + 1)) for step, rows in found]
     for epoch in run.epochs:
         if (state := epoch.layers.get(layer)) is not None:
             found.append((epoch.step, [[uid for uid in row if uid is not None] for row in state.uids_on_ranks]))

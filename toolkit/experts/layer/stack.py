@@ -6,6 +6,7 @@ A module with such a stack gives no part of its state dict for the whole, and ta
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -132,6 +133,16 @@ class ExpertStack:
         `toolkit.experts.moving.migrate`."""
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
+        unknown = [each for each in self.copies if not each.is_known_to_stay]
+        if unknown and new != self.placement:
+            for each in unknown:
+                each.is_known_to_stay = True
+            warnings.warn(
+                "the experts of a copy of this model (an EMA, a reference model) stay in their slots while experts "
+                "move. Average weights by toolkit.experts.ema_update(copy, model), or call place_experts(copy, "
+                "placements, None) first.",
+                stacklevel=3,
+            )
         self.dispatcher.place(new)
         self.mark()
 

@@ -33,8 +33,6 @@ def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
         # is YAML but for tabs, which it has between words only.
         text = path.expanduser().read_text(encoding="utf-8-sig").replace("\t", " ")
         values = yaml.load(text, Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror}): give a YAML or JSON file.") from None
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"is neither YAML nor JSON ({one_line(error)}): correct it.") from None
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn from metrics.jsonl. matplotlib is loaded only when there is something to draw."""
+"""Plots of a run, drawn from metrics.jsonl. matplotlib is loaded only when there is something to draw."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from toolkit.run.folder import write_bytes
-from toolkit.run.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,13 +37,51 @@ STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-LOAD_PREFIX = "moe/load/"
-MOST_LAYERS = 8
-"""Panels of the load picture; of a deeper model the layers shown are spread evenly."""
+LOAD_PREFIX, RANK_LOAD_PREFIX, PLACEMENT_PREFIX = "moe/load/", "moe/rank_load/", "moe/placement/"
+MOST_LAYERS, MOST_MAPS = 8, 4
+"""Layers in the plots of loads, and in those of placements; evenly spaced layers of a deeper model."""
+MOST_LINES = 12
+"""Experts or ranks that are drawn as lines; more are a heat map."""
 MOST_NAMED = 9
 """Rows of a heat map that have the number of their expert."""
 MOST_IDS = 32
-"""Experts per rank up to which their ids are written out in the placement picture."""
+"""Experts per rank up to which their ids are written out in the placement plot."""
+
+Placement = Sequence[Sequence[int]]
+"""The experts on each rank."""
+Loads = Mapping[str, Sequence[tuple[int, Sequence[float | None]]]]
+"""By layer, log steps and the load of each expert or rank."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a run by layer, for its plots. Numbers of experts are logical ids, or uids of dynamic experts."""
+
+    loads: Loads
+    placement: Mapping[str, Placement]
+    """At the end."""
+    before: Mapping[str, Placement] = field(default_factory=dict)
+    """Before the first move; empty if no expert moved."""
+    moves: Mapping[str, Sequence[tuple[int, Placement]]] = field(default_factory=dict)
+    """Log steps and the placement from each of them on."""
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> Self:
+        """Read the experts from a run's metrics and results."""
+        return cls(
+            by_layer(lines, LOAD_PREFIX),
+            results.get("expert_placement") or {},
+            results.get("placement_before_moves") or {},
+            by_layer(lines, PLACEMENT_PREFIX),
+        )
+
+    @property
+    def colours(self) -> list[Any]:
+        """The colour of each expert in all plots of the run."""
+        placed = [*self.placement.values(), *self.before.values()]
+        last = max((expert for rows in placed for row in rows for expert in row), default=0)
+        known = max((len(shares) for points in self.loads.values() for _, shares in points), default=0)
+        return palette(max(known, last + 1))
 
 
 def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
@@ -65,47 +104,45 @@ def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
     return path
 
 
-def draw_plots(
-    folder: Path, placement: Mapping[str, Sequence[Sequence[int]]] | None = None, moves: str | None = None
-) -> dict[str, Path]:
-    """Draw what the metrics of the run in `folder` allow; return picture files by name.
-
-    `placement` maps each layer to the experts on each rank; `moves` says how experts moved.
-    """
-    lines = list(read_metrics(folder / "metrics.jsonl"))
-    drawn = {}
-    if any(points_of(lines, name) for name in ("train/loss", "eval/loss")):
-        drawn["loss"] = save_figure(folder / "loss.png", lambda figure: draw_loss(figure, lines, moves))
-    return drawn | draw_experts(folder, expert_loads(lines), placement or {})
+def draw_losses(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+    """Draw the losses in the metrics; return the plot by name, none without losses."""
+    if not any(points_of(lines, f"{group}/loss") for group in CURVES):
+        return {}
+    return {"loss": save_figure(folder / "loss.png", lambda figure: draw_loss(figure, lines))}
 
 
-def expert_loads(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, Any]]]:
-    """Step and load of each logical expert on the lines of metrics, by layer."""
-    lines = list(lines)
-    layers = sorted({name for line in lines for name in line if name.startswith(LOAD_PREFIX)}, key=_natural)
-    return {layer.removeprefix(LOAD_PREFIX): points_of(lines, layer) for layer in layers}
+def by_layer(lines: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[tuple[int, Any]]]:
+    """Return the log steps and values of the metrics with `prefix`, by layer."""
+    names = sorted({name for line in lines for name in line if name.startswith(prefix)}, key=_natural)
+    return {name.removeprefix(prefix): points_of(lines, name) for name in names}
 
 
 def draw_experts(
-    folder: Path,
-    loads: Mapping[str, Sequence[tuple[int, list[float | None]]]],
-    placement: Mapping[str, Sequence[Sequence[int]]],
+    folder: Path, experts: Experts, lines: Sequence[Mapping[str, Any]], moved: str | None = None
 ) -> dict[str, Path]:
-    """Draw the load of experts and their placement, as far as there are any; return picture files by name."""
+    """Draw the load, placement and moves of experts and the load of ranks; return the plots that have content, by name.
+
+    `moved` describes the moves in words.
+    """
     drawings: dict[str, Callable[[Figure], None]] = {}
-    if loads:
-        drawings["expert_load"] = lambda figure: _draw_loads(figure, loads, placement)
-    if placement:
-        drawings["expert_placement"] = lambda figure: _draw_placement(figure, placement)
+    if any(len(shares) > 1 for points in experts.loads.values() for _, shares in points):
+        drawings["expert_load"] = partial(
+            _draw_loads, loads=experts.loads, placement=experts.placement, colours=experts.colours
+        )
+    if ranks := by_layer(lines, RANK_LOAD_PREFIX):
+        most = max(len(shares) for points in ranks.values() for _, shares in points)
+        drawings["rank_load"] = partial(_draw_loads, loads=ranks, placement={}, colours=palette(most), of="rank")
+    if any(len(rows) > 1 for rows in experts.placement.values()):
+        drawings["expert_placement"] = partial(_draw_placement, experts=experts)
+    if experts.before:
+        drawings["expert_moves"] = partial(_draw_moves, experts=experts, lines=lines, moved=moved)
     return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
 
 
-def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]], moved: str | None = None) -> None:
-    """Loss, and accuracy where there is one, over steps, with the lines before which a planner moved experts, and
-    `moved`, how, below."""
+def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the loss and, if there is one, the accuracy over steps, with the log steps before which experts moved."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    moves = [step for step, experts in points_of(lines, "moe/migrated_experts") if experts]
     names = ["loss"]
     if any(points_of(lines, f"{group}/accuracy") for group in CURVES):
         names.append("accuracy")
@@ -119,7 +156,8 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]], mo
             steps = [step for step, _ in points]
             values = [100 * v if percent else v for _, v in points]
             finite += values
-            style: dict[str, Any] = {"lw": 1.4} if group == "train" else {"lw": 1.8, "marker": "o", "ms": 4}
+            marker = "o" if group != "train" or len(points) == 1 else ""
+            style: dict[str, Any] = {"lw": 1.4 if group == "train" else 1.8, "marker": marker, "ms": 4}
             last = f"{values[-1]:.2f} %" if percent else f"{values[-1]:.4g}"
             axes.plot(steps, values, color=colour, label=f"{label} (last {last})", **style)
         if not percent and min(finite) > 0 and max(finite) > 10 * min(finite):
@@ -127,26 +165,34 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]], mo
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
-        for number, step in enumerate(moves):
-            once = "experts moved" if number == 0 else None
-            axes.axvline(step, color=GREY, lw=0.8, ls=(0, (1, 2)), zorder=0, label=once)
+        _mark_moves(axes, lines)
         axes.set_title("Accuracy, %" if percent else "Loss")
         axes.legend(loc="best")
         step_axis(axes)
-    if moved is not None:
-        figure.supxlabel(f"moved experts: {moved}", fontsize="small", color=INK)
+
+
+def _mark_moves(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a vertical line at each log step before which experts moved."""
+    moves = [step for step, experts in points_of(lines, "moe/migrated_experts") if experts]
+    for number, step in enumerate(moves):
+        once = "experts moved" if number == 0 else None
+        axes.axvline(step, color=GREY, lw=0.8, ls=(0, (1, 2)), zorder=0, label=once)
 
 
 def _draw_loads(
     figure: Figure,
-    loads: Mapping[str, Sequence[tuple[int, list[float | None]]]],
-    placement: Mapping[str, Sequence[Sequence[int]]],
+    *,
+    loads: Loads,
+    placement: Mapping[str, Placement],
+    colours: Sequence[Any],
+    of: str = "expert",
 ) -> None:
-    """Fraction of assignments per expert over time: lines for few experts, a heat map for many.
+    """Draw the load of each expert or rank over steps: lines for few, a heat map for many.
 
     Experts that are inactive at the end and had no load are left out. The fair share is 1 / active experts.
     """
     layers, names = spread(list(loads), MOST_LAYERS), short_names(list(loads))
+    unit = "% of assignments" if of == "expert" else "% of rows"
     columns = min(2, len(layers))
     rows = math.ceil(len(layers) / columns)
     figure.set_size_inches(10 if columns == 2 else 8, 3.6 * rows)
@@ -161,63 +207,132 @@ def _draw_loads(
         # A layer may have grown, and what is not a number is null in JSON.
         table = [[_percent(shares[e] if e < len(shares) else None) for e in ids] for _, shares in points]
         fair = 100 / len(active)
-        if experts <= 16:
-            for column, (expert, colour) in enumerate(zip(ids, palette(experts), strict=True)):
-                axes.plot(steps, [row[column] for row in table], color=colour, lw=1.4, label=str(expert))
+        if experts <= MOST_LINES:
+            marker = "o" if len(points) == 1 else ""
+            for column, expert in enumerate(ids):
+                values = [row[column] for row in table]
+                axes.plot(steps, values, color=colours[expert], lw=1.4, marker=marker, ms=4, label=str(expert))
             axes.axhline(fair, color=INK, lw=1.4, ls=(0, (4, 3)), label=f"fair: {fair:.3g} %")
             axes.set_ylim(bottom=0)
-            axes.set_ylabel("% of assignments")
+            axes.set_ylabel(unit)
             axes.legend(
-                title="expert", ncols=1 if experts <= 8 else 2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+                title=of, ncols=1 if experts <= 8 else 2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
             )
         else:
             grid = [list(column) for column in zip(*table, strict=True)]
             image = axes.pcolormesh(
                 _edges(steps), range(experts + 1), grid, cmap="RdBu_r", vmin=0, vmax=2 * fair, rasterized=True
             )
-            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, label="% of assignments")
+            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, label=unit)
             bar.ax.axhline(fair, color=INK, lw=1)
             bar.ax.annotate(
                 "fair", (0, fair), xytext=(-3, 0), textcoords="offset points", ha="right", va="center", fontsize=7
             )
-            axes.set_ylabel("expert")
-            rows_named = spread(range(experts), MOST_NAMED)
-            axes.set_yticks([row + 0.5 for row in rows_named], [str(ids[row]) for row in rows_named])
-        axes.set_title(f"Load per expert: {names[layer]}" if layer else "Load per expert")
+            axes.set_ylabel(of)
+            name_rows(axes, ids)
+        title = f"Load per {of}"
+        axes.set_title(f"{title}: {names[layer]}" if layer else title)
         step_axis(axes)
     for axes in panels:
         axes.set_visible(False)
+
+
+def name_rows(axes: Axes, ids: Sequence[int]) -> None:
+    """Label some rows of a heat map with their ids."""
+    named = spread(range(len(ids)), MOST_NAMED)
+    axes.set_yticks([row + 0.5 for row in named], [str(ids[row]) for row in named])
 
 
 def _percent(share: float | None) -> float:
     return math.nan if share is None else 100 * share
 
 
-def _draw_placement(figure: Figure, placement: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Returns which experts each rank holds: one row of boxes per rank, in one colour per expert."""
-    ranks = max(len(by_rank) for by_rank in placement.values())
-    widest = max((len(ids) for by_rank in placement.values() for ids in by_rank), default=1) or 1
-    experts = 1 + max((i for by_rank in placement.values() for ids in by_rank for i in ids), default=0)
-    colours = palette(experts)
-    width, names = max(widest, 6), short_names(list(placement))
-    figure.set_size_inches(min(14, 1.2 + 0.6 * width), (0.9 + 0.42 * ranks) * len(placement))
-    for axes, (layer, by_rank) in zip(
-        figure.subplots(len(placement), 1, squeeze=False).flat, placement.items(), strict=True
-    ):
-        for rank, ids in enumerate(by_rank):
-            for slot, expert in enumerate(ids):
-                colour = colours[expert]
-                axes.barh(rank, 0.92, left=slot, height=0.8, color=colour)
-                if widest <= MOST_IDS:
-                    ink = ink_on(colour)
-                    axes.text(slot + 0.46, rank, str(expert), ha="center", va="center", color=ink, fontsize=9)
-        axes.set_title(f"Experts per process: {names[layer]}" if layer else "Experts per process")
-        axes.set_yticks(range(len(by_rank)), [f"rank {rank}" for rank in range(len(by_rank))])
-        axes.set_xticks([])
-        axes.set_xlim(0, width)
-        axes.set_ylim(ranks - 0.4, -0.6)
-        axes.spines[["bottom", "left"]].set_visible(False)
-        axes.tick_params(length=0)
+def _draw_placement(figure: Figure, *, experts: Experts) -> None:
+    """Draw the experts on each rank as boxes, one colour per expert: before the first move and at the end."""
+    layers, names = spread(list(experts.placement), MOST_MAPS), short_names(list(experts.placement))
+    times = {"Before moves": experts.before, "After moves": experts.placement}
+    times = times if experts.before else {"Experts per rank": experts.placement}
+    shown = [placement[layer] for placement in times.values() for layer in layers if layer in placement]
+    ranks = max(map(len, shown))
+    widest = max((len(ids) for rows in shown for ids in rows), default=1) or 1
+    width, colours = max(widest, 4), experts.colours
+    figure.set_size_inches(min(14, (1.2 + 0.6 * width) * len(times)), (0.9 + 0.42 * ranks) * len(layers))
+    for layer, panels in zip(layers, figure.subplots(len(layers), len(times), squeeze=False), strict=True):
+        for axes, (time, placement) in zip(panels, times.items(), strict=True):
+            before = experts.before.get(layer) if placement is experts.placement else None
+            for rank, ids in enumerate(placement.get(layer, [])):
+                new = set(ids).difference(*before[rank : rank + 1]) if before else set()
+                for slot, expert in enumerate(ids):
+                    colour = colours[expert]
+                    edge: dict[str, Any] = {"edgecolor": INK, "lw": 2} if expert in new else {}
+                    axes.barh(rank, 0.88, left=slot + 0.02, height=0.8, color=colour, **edge)
+                    if widest <= MOST_IDS:
+                        ink = ink_on(colour)
+                        axes.text(slot + 0.46, rank, str(expert), ha="center", va="center", color=ink, fontsize=9)
+            named = layer and axes is panels[0]
+            axes.set_title(f"{time}: {names[layer]}" if named else time)
+            axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+            axes.set_xticks([])
+            axes.set_xlim(0, width)
+            axes.set_ylim(ranks - 0.4, -0.6)
+            axes.spines[["bottom", "left"]].set_visible(False)
+            axes.tick_params(length=0)
+    if experts.before:
+        figure.supxlabel("outlined: new on this rank", fontsize="small", color=INK)
+
+
+def _draw_moves(figure: Figure, *, experts: Experts, lines: Sequence[Mapping[str, Any]], moved: str | None) -> None:
+    """Draw the rank of each expert over steps, below the load of the busiest rank over the mean.
+
+    An expert with replicas has a stripe for each of their ranks.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    changes = {layer: [(0, rows), *experts.moves.get(layer, [])] for layer, rows in experts.before.items()}
+    changed = [layer for layer, points in changes.items() if any(rows != points[0][1] for _, rows in points)]
+    layers, names = spread(changed or list(changes), MOST_MAPS), short_names(list(changes))
+    ranks = max(len(rows) for points in changes.values() for _, rows in points)
+    colours = palette(ranks)
+    figure.set_size_inches(10, 2.2 + 2.6 * len(layers))
+    heights = [1.6, *[2.6] * len(layers)]
+    top, *maps = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for name, label, width in (("", "each forward pass", 1.4), ("_of_sum", "load since the last log step", 0.8)):
+        points = points_of(lines, f"moe/rank_imbalance{name}")
+        top.plot([step for step, _ in points], [value for _, value in points], color=TRAIN, lw=width, label=label)
+    _mark_moves(top, lines)
+    top.set_title("Busiest rank over the mean")
+    step_axis(top)
+    for axes, layer in zip(maps, layers, strict=True):
+        ids = sorted({expert for _, rows in changes[layer] for row in rows for expert in row})
+        on_ranks = [
+            [[rank for rank, row in enumerate(rows) if expert in row] or [math.nan] for expert in ids]
+            for _, rows in changes[layer]
+        ]
+        stripes = max(len(held) for column in on_ranks for held in column)
+        table = [[held[i * len(held) // stripes] for held in column for i in range(stripes)] for column in on_ranks]
+        axes.pcolormesh(
+            [*(step for step, _ in changes[layer]), lines[-1]["step"]],
+            [row / stripes for row in range(len(ids) * stripes + 1)],
+            list(zip(*table, strict=True)),
+            cmap=ListedColormap(colours),
+            vmin=-0.5,
+            vmax=ranks - 0.5,
+            rasterized=True,
+        )
+        axes.set_title(f"Rank of each expert: {names[layer]}" if layer else "Rank of each expert")
+        axes.set_ylabel("expert")
+        name_rows(axes, ids)
+        step_axis(axes)
+        axes.grid(visible=False)
+    for axes in (top, *maps):
+        axes.label_outer()
+    handles = [Patch(color=colours[rank], label=str(rank)) for rank in spread(range(ranks), MOST_LINES)]
+    beside: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": 8}
+    top.legend(**beside)
+    maps[0].legend(handles=handles, title="rank", **beside)
+    if moved is not None:
+        figure.supxlabel(f"moved experts: {moved}", fontsize="small", color=INK)
 
 
 def ink_on(colour: Mapping[int, float] | Sequence[float]) -> str:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class Replan(Callback):
     """Moves experts between ranks while training, as `options` say.
 
-    Records `moe/migrated_experts`, `moe/migration_bytes` and of these `moe/migration_optimizer_bytes`, and
-    `moe/plans_refused`, each since the last line; `moe/migration_bytes_per_step` over the whole run;
-    `moe/predicted_imbalance`, what the current plans predicted, mean over layers that have one, to compare with
-    `moe/rank_imbalance_of_sum`; and of this rank `perf/planner_ms` and `perf/migration_ms` since the last line. The
-    run's sums are in its results, with the steps after which experts moved first and last, and the busiest rank over
-    the mean in the window before the first move and over those after the last one. `moe/placement/<layer>`, the logical
-    experts on each rank, is on the first line and on each line after which it is another.
+    Records since the last log step `moe/migrated_experts`, `moe/migration_bytes`, `moe/migration_optimizer_bytes`
+    (included in the bytes), `moe/plans_refused` and, for this rank, `perf/planner_ms` and `perf/migration_ms`;
+    over the whole run `moe/migration_bytes_per_step`; and `moe/predicted_imbalance`, which the current plans predicted,
+    mean over layers that have a plan, to compare with `moe/rank_imbalance_of_sum`. `moe/placement/<layer>`, the logical
+    experts on each rank, is recorded at the first log step and at each log step after a change. The results have the
+    sums over the run, the steps of the first and the last move, the placement before the first move, and the load of
+    the busiest rank over the mean in the window before the first move and in the windows after the last move.
     """
 
     def __init__(self, model: nn.Module, options: ReplanOptions):
@@ -44,6 +44,8 @@ class Replan(Callback):
         """Of planning and of migrating up to the last line, in this process."""
 
     def on_step_end(self, trainer: Trainer) -> None:
+        due = trainer.state.step % self.replanner.options.every == 0
+        before = experts_on_ranks(self._model) if due and "first_move_step" not in trainer.results else {}
         moved = self.replanner.after_step(trainer.state.step, trainer.optimizer)
         self._refused += self.replanner.plans_refused - self._refused_before
         self._refused_before = self.replanner.plans_refused
@@ -51,8 +53,8 @@ class Replan(Callback):
         self._bytes += sum(migration.report.cost.bytes for migration in moved)
         self._optimizer_bytes += sum(migration.report.cost.optimizer_bytes for migration in moved)
         self._predicted |= {migration.layer: migration.predicted_imbalance for migration in moved}
-        if trainer.state.step % self.replanner.options.every == 0:
-            self._note_moves(trainer, moved=bool(moved))
+        if due:
+            self._note_moves(trainer, before, moved=bool(moved))
         if trainer.at_log_step:
             trainer.record("moe/migrated_experts", self._experts)
             trainer.record("moe/migration_bytes", self._bytes)
@@ -78,8 +80,9 @@ class Replan(Callback):
             trainer.record("moe/migration_bytes_per_step", amortised)
             self._experts = self._bytes = self._optimizer_bytes = self._refused = 0
 
-    def _note_moves(self, trainer: Trainer, *, moved: bool) -> None:
-        """Put into the results when experts moved, and how unevenly ranks were busy before and since."""
+    def _note_moves(self, trainer: Trainer, before: dict[str, list[list[int]]], *, moved: bool) -> None:
+        """Put into the results when experts moved, the placement `before` the first move, and the imbalance of ranks
+        before and after the moves."""
         results, window = trainer.results, self.replanner.window_imbalance
         if "last_move_step" in results:
             self._windows += 1
@@ -88,6 +91,7 @@ class Replan(Callback):
         if moved:
             if "first_move_step" not in results:
                 results |= {"first_move_step": trainer.state.step, "imbalance_before_moves": window}
+                results["placement_before_moves"] = before
             self._windows = 0
             results |= {"last_move_step": trainer.state.step, "imbalance_after_moves": fmean(self._predicted.values())}
 
