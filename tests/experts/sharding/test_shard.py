@@ -140,3 +140,13 @@ def join_with_weights_of(dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_join_serves_routing_weights_of_another_dtype(dtype: torch.dtype):
     assert [found["calls"] for found in run_distributed(join_with_weights_of, 2, dtype)] == [1, 3]
+
+
+def test_shard_experts_of_a_model_in_eval_mode_counts_forward_passes_with_gradients():
+    model = nn.ModuleList([Block(), experts.make_moe(DIM, 8, EXPERTS, 2)]).eval()
+    stacks = experts.shard_experts(model)
+    for block in model:
+        block(torch.randn(TOKENS, DIM))
+        with torch.no_grad():
+            block(torch.randn(TOKENS, DIM))
+    assert [int(stack.log.load_E.sum()) for stack in stacks.values()] == [2 * TOKENS, 2 * TOKENS]

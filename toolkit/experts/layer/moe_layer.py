@@ -127,7 +127,7 @@ class MoE(nn.Module):
             dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
             dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
         choices = Choices(routing.expert_ids_TK, None)
-        training = self.training and (torch.is_grad_enabled() or in_reentrant_forward())
+        training = torch.is_grad_enabled() or in_reentrant_forward()
         self.expert_stack.record(plan, choices, x_TD, routing.weights_TK, y_TD, training=training, dropped_E=dropped_E)
 
 

@@ -64,6 +64,8 @@ def fully_shard_dense(
         "reshard_after_forward": True,
     }
     for unit in [*_units(model, {parameter for parameter in before.values() if parameter.requires_grad}), model]:
+        if unit is model and autocast is not None:  # as Accelerate returns outputs
+            options["mp_policy"] = MixedPrecisionPolicy(output_dtype=torch.float32)
         fully_shard(unit, **options)
     after = dict(model.named_parameters())
     sharded = {parameter: after[name] for name, parameter in before.items()}

@@ -1,6 +1,6 @@
 """Adapters for experts of another layout: they get a forward of hidden (T, D), expert ids (T, K) and weights (T, K).
 
-A layer calls `stack_experts`, `sorted_experts` or `batched_experts` in its `__init__`: see `docs/experts/own_layer.md`.
+A layer calls `stack_experts`, `sorted_experts` or `batched_experts` in its `__init__`: see `docs/experts/moe.md`.
 `adapt_experts` finds two layouts of transformers by their parts: experts that take an equal batch each and are weighted
 at their input (Llama 4), and tables with the rows of all experts one after another (DBRX). Names in state dicts stay.
 """

@@ -82,7 +82,8 @@ def run_experts(
     y_ND = compute_rows(forward, rows_ND, dispatched.rows_per_slot, parameters)
     y_TD = stack.dispatcher.combine(y_ND, dispatched)
     if not recomputing():
-        training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
+        # Not `module.training`: a model that was read from a folder is in eval mode until somebody calls train().
+        training = torch.is_grad_enabled() or in_reentrant_forward()
         stack.record(dispatched.plan, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
     return y_TD
 

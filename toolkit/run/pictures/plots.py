@@ -264,7 +264,7 @@ def _draw_placement(figure: Figure, *, experts: Experts) -> None:
                 new = set(ids).difference(*before[rank : rank + 1]) if before else set()
                 for slot, expert in enumerate(ids):
                     colour = colours[expert]
-                    edge = {"edgecolor": INK, "lw": 2} if expert in new else {}
+                    edge: dict[str, Any] = {"edgecolor": INK, "lw": 2} if expert in new else {}
                     axes.barh(rank, 0.88, left=slot + 0.02, height=0.8, color=colour, **edge)
                     if widest <= MOST_IDS:
                         ink = ink_on(colour)
