@@ -149,7 +149,7 @@ def make_moe(
     expert_type: Callable[..., nn.Module] = GroupedExperts,
     seed: int = 0,
 ) -> MoE:
-    """Returns a layer whose tokens use `top_k` of `num_experts` experts each: it maps (..., `dim`) to (..., `dim`).
+    """Return a layer whose tokens use `top_k` of `num_experts` experts each: it maps (..., `dim`) to (..., `dim`).
 
     For experts that are split, merged and pruned while training: `toolkit.dynamic.dynamic_layer`.
 

@@ -97,12 +97,12 @@ class ExpertStack:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Returns them by name; dimension 0 counts this rank's slots."""
+        """Return them by name; dimension 0 counts this rank's slots."""
         return self._parameters
 
     @property
     def device(self) -> torch.device:
-        """Returns where the experts are computed, and their rows exchanged."""
+        """Return where the experts are computed, and their rows exchanged."""
         return next(iter(self.computed_on.values()), next(iter(self.parameters.values())).device)
 
     @property
@@ -110,7 +110,7 @@ class ExpertStack:
         return self.dispatcher.placement
 
     def in_files(self, name: str) -> RowsInFiles:
-        """Returns how files have the rows of the parameter `name`."""
+        """Return how files have the rows of the parameter `name`."""
         return self._in_files.get(name, "stacked")
 
     @property
@@ -270,7 +270,7 @@ def hook_state(module: nn.Module) -> None:
 
 
 def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001
-    """Raises UserError where the experts of this rank, in the order of its slots, would be taken for all of them.
+    """Raise UserError where the experts of this rank, in the order of its slots, would be taken for all of them.
 
     Whoever passes `keep_vars` asks for the parameters that are here, and gets them.
     """
@@ -283,7 +283,7 @@ def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) 
 
 
 def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes the rows of this rank's slots out of experts as files have them, all in order of ids."""
+    """Take the rows of this rank's slots out of experts as files have them, all in order of ids."""
     stack: ExpertStack = vars(module)["expert_stack"]
     stacked = {id(parameter) for name, parameter in stack.parameters.items() if stack.in_files(name) == "stacked"}
     for name, parameter in module.named_parameters():
@@ -307,13 +307,13 @@ def stacked(saved: Tensor, form: RowsInFiles, experts: int) -> Tensor:
 
 
 def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:
-    """Returns the rows of `experts`, zeros for an empty slot."""
+    """Return the rows of `experts`, zeros for an empty slot."""
     index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
     return clear_empty(stacked.index_select(0, index), experts)
 
 
 def clear_empty(rows: Tensor, experts: Sequence[int]) -> Tensor:
-    """Returns `rows`, whose empty slots are made zeros in place."""
+    """Return `rows`, whose empty slots are made zeros in place."""
     for slot, expert in enumerate(experts):
         if expert == EMPTY_ROW:
             rows[slot].zero_()
@@ -322,7 +322,7 @@ def clear_empty(rows: Tensor, experts: Sequence[int]) -> Tensor:
 
 @contextmanager
 def only_names_are_read(model: nn.Module) -> Iterator[None]:
-    """Lets state dicts of `model` be made, of which no more than names is read, as PEFT does to load adapters."""
+    """Let state dicts of `model` be made, of which no more than names is read, as PEFT does to load adapters."""
     stacks = list(expert_stacks(model).values())
     for stack in stacks:
         stack.only_names_are_read = True

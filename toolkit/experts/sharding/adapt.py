@@ -154,8 +154,15 @@ def adapt_experts(model: nn.Module) -> None:
     """Give the experts of `model` in known layouts a forward of (hidden, expert ids, weights), in place."""
     module: Any
     for module in list(model.modules()):
-        if _is_scaled_at_input(module):
-            batched_experts(module.experts)
+        experts = getattr(module, "experts", None)
+        if (
+            isinstance(experts, nn.Module)
+            and {name for name, _ in module.named_children()} == {"experts", "router", "shared_expert"}
+            and {"gate_up_proj", "down_proj"} == {name for name, _ in experts.named_parameters()}
+            and hasattr(module, "top_k")
+            and len(inspect.signature(experts.forward).parameters) == 1
+        ):
+            batched_experts(experts)
             module.forward = partial(_scale_inputs, module)
         elif has_fused_tables(module):
             (part,) = module.children()
@@ -163,17 +170,6 @@ def adapt_experts(model: nn.Module) -> None:
             _split_tables(part, list(part.parameters()))
             part.forward = partial(in_order_of_slots, _one_by_one, part)
             module.forward = partial(_call_part, module)
-
-
-def _is_scaled_at_input(block: Any) -> bool:
-    experts = getattr(block, "experts", None)
-    return (
-        isinstance(experts, nn.Module)
-        and {name for name, _ in block.named_children()} == {"experts", "router", "shared_expert"}
-        and {"gate_up_proj", "down_proj"} == {name for name, _ in experts.named_parameters()}
-        and hasattr(block, "top_k")
-        and len(inspect.signature(experts.forward).parameters) == 1
-    )
 
 
 def _scale_inputs(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
