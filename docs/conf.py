@@ -26,17 +26,15 @@ CONTENTS = {
         "docs/experts/transformers",
         "docs/experts/torch_alone",
         "docs/experts/moe",
-        "docs/experts/own_layer",
         "docs/experts/placement",
-        "docs/experts/lab",
         "docs/experts/large_models",
         "docs/experts/adapters",
         "docs/experts/router_replay",
         "docs/experts/lifecycle",
-        "docs/experts/knowledge_graph",
         "docs/train/recipes",
         "docs/train/own_data",
-        "docs/operate/checkpoints_and_tracking",
+        "docs/operate/checkpoints",
+        "docs/operate/tracking",
         "docs/operate/doctor",
         "docs/operate/sweeps",
         "docs/operate/launchers",
@@ -50,8 +48,7 @@ CONTENTS = {
         "docs/experts/transformers_families",
     ],
     "Recipes": ["recipes/README", *(f"docs/recipes/{name}" for name in ("language_model", "speech", "har", "vae"))],
-    "Project": [f"docs/project/{name}" for name in ("results", "related_work", "matrix", "stability")]
-    + ["docs/experts/scaling"],
+    "Project": [f"docs/project/{name}" for name in ("results", "related_work", "matrix", "stability")],
 }
 
 project = "toolkit"

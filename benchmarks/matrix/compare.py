@@ -42,7 +42,7 @@ REPORTS: dict[str, dict[str, int]] = {
     "torch, FSDP2": {"save": 4},
     "torch, DTensor plan": {"save": 4, "adapters": 5},
     "torch, DTensor plan, eager": {"loss": 6, "adapters": 5},
-    "transformers, the flag alone": dict.fromkeys(
+    "transformers, the flag only": dict.fromkeys(
         ("loss", "gradients", "norm", "weights", "save", "resume", "adapters"), 3
     ),
     "transformers, one batch": {"loss": 2},
@@ -223,7 +223,7 @@ def cell(name: str, column: str, value: Cell) -> str:
     report = f" ([{number}](upstream/README.md#{number}-{ANCHORS[number]}))" if number else ""
     if isinstance(value, str):  # the whole sentence is in the report
         value = value if len(value) < 80 else value[:77] + "..."
-        return f"refused: {value.replace('|', '/')}{report}"
+        return f"raises: {value.replace('|', '/')}{report}"
     return f"no: {value:.0e}{report}"
 
 
@@ -244,16 +244,16 @@ def page(rows: list[str], bullets: list[str]) -> str:
 
 Written by `make matrix` with {versions}. A
 Qwen3-MoE model of {EXPERTS} experts takes {STEPS} clipped AdamW steps on two gloo processes of a CPU, by each path,
-and on one process with the whole batch, in float64 if the path supports it.
+and on one process with the global batch, in float64 if the path supports it.
 
-- **loss**, **gradients** (whole, before clipping), **norm** (used for clipping), **weights** (after the steps): yes if
+- **loss**, **gradients** (full, before clipping), **norm** (used for clipping), **weights** (after the steps): yes if
   no tensor differs by more than 1e-8, in float32 1e-5, relative to its norm.
 - **save**: `save_pretrained` writes files that unmodified `from_pretrained` reads as the path's weights.
 - **load**: the path starts from the weights that it saved.
 - **resume**: saved before the last step with the optimizer, by the library's own functions, and loaded again, the run
   ends with the same weights.
 - **adapters**: PEFT's adapters of experts (`target_parameters`) get the gradients and take the steps of one process.
-- **no** gives the largest relative difference, **refused** the first line of the error. **-**: not tried after an
+- **no** gives the largest relative difference, **raises** the first line of the error. **-**: not tried after an
   error. Numbers link to [reports](upstream/README.md), each with a minimal script and, if small, a fix.
 
 | path | {" | ".join(COLUMNS)} |

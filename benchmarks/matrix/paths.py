@@ -351,7 +351,7 @@ class OfTransformers(OnSeveralMeshes):
 
 
 class TransformersFlag(OfTransformers):
-    name = "transformers, the flag alone"
+    name = "transformers, the flag only"
     note = "`DistributedConfig(enable_expert_parallel=True)` in a loop without DDP"
     shares_batch = False
     settings: ClassVar = {"enable_expert_parallel": True}

@@ -6,7 +6,7 @@
 Each run is a recipe with its published preset and global batch, one thread per process, without plots and tracking, for
 some dozens of steps; the first lines of its metrics are left out. Processes beyond the cores take turns on them: their
 rows show what waiting costs, and not what more cores would bring. Writes benchmarks/results/scaling.json,
-docs/images/scaling.png and the table of docs/experts/scaling.md.
+docs/images/scaling.png and the table of docs/project/results.md.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> int:
     save_figure(ROOT / "docs" / "images" / "scaling.png", partial(draw, rows=rows))
     table = markdown(rows)
     put_tables(
-        ROOT / "docs" / "experts" / "scaling.md",
+        ROOT / "docs" / "project" / "results.md",
         "speed/scaling.py",
         f"<!-- figures: scaling.json by recipe and processes -->\n{table}",
     )

@@ -109,6 +109,26 @@ def test_verify_of_unchanged_experts_names_them_without_fault(
     assert "never changed: expert(s) 5" in out
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("adapter_config.json", "[1"),
+        ("adapter_config.json", "[]"),
+        ("adapter_config.json", '{"peft_version": 3}'),
+        ("adapter_record.json", "[]"),
+        ("adapter_model.safetensors", "cut"),
+    ],
+)
+def test_verify_of_damaged_files_names_the_folder(
+    name: str, text: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = faulty(saved, tmp_path)
+    (folder / name).write_text(text)
+    code, _, err = verify(capsys, folder)
+    assert code == 2
+    assert err.splitlines()[-1].startswith(("error: ", "fault: "))
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_verify_of_faulty_weights_names_the_fault(
     name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

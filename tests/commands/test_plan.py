@@ -45,3 +45,14 @@ def test_plan_with_offload_counts_experts_in_main_memory(tmp_path: Path, capsys:
     for inside, outside, kept in zip(*tables, (1, 1, 0.28125, 0.28125), strict=True):
         assert float(outside["host"]) == pytest.approx(8 * layer * kept, abs=0.05)
         assert float(inside["weights"]) - float(outside["weights"]) == pytest.approx(6 * layer * kept, abs=0.1)
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "[]", '{"model_type": "mixtral", "hidden_size": "wide"}'])
+def test_plan_of_a_damaged_configuration_names_the_folder(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", str(tmp_path), "--gpus", "1", "--memory", "80"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}: cannot be read (")
+    assert said.count("\n") == 1

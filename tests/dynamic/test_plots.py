@@ -40,14 +40,15 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "save_figure", keep)
     write_lifecycle(tmp_path, ranks=2)
     (tmp_path / "summary.txt").write_text("")
-    draw_dynamic_run(tmp_path, {})
+    draw_dynamic_run(tmp_path, {"placement_before_moves": {"moe": [[0, 1], [2, 3]]}, "first_move_step": 400})
     (axes,) = figures["expert_load"].axes
     lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axes.get_lines()}
     steps = {label: points[np.isfinite(points[:, 1]), 0].tolist() for label, points in lines.items()}
     assert list(steps) == ["0", "1", "2", "3", "4", "5", "6", "fair: 20 %"]
     assert steps["3"] == list(range(20, 240, 20)), "which was merged away after step 230"
     assert steps["6"] == [400], "which got the logical id of 3 after step 390"
-    (axes,) = figures["expert_placement"].axes
+    before, axes = figures["expert_placement"].axes
+    assert [text.get_text() for text in before.texts] == ["0", "1", "2", "6"]
     assert [text.get_text() for text in axes.texts] == ["0", "1", "2", "6", "4"]
     colours = {line.get_label(): line.get_color() for line in figures["expert_load"].axes[0].get_lines()}
     assert [box.get_facecolor() for box in axes.patches] == [colours[text.get_text()] for text in axes.texts]

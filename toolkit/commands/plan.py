@@ -36,13 +36,12 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.data.hub import model_folder
     from toolkit.integrations.transformers.language_models import read_config
 
-    with reading(args.model, "Give a model folder or Hub name."):
-        config = read_config(model_folder(args.model, weights=False))
     trains_all = args.lora_rank == 0
     ways = layouts(
         args.gpus, sequences=args.sequences, context=args.context, trains_all=trains_all, offload=args.offload
     )
-    rows = plan(config, ways, args.lora_rank)
+    with reading(args.model, "Give a model folder or Hub name."):
+        rows = plan(read_config(model_folder(args.model, weights=False)), ways, args.lora_rank)
     for row in rows:
         row["fits"] = "yes" if float(row["GiB"]) <= args.memory else "no"
     sys.stdout.write(table(rows))

@@ -1,4 +1,4 @@
-"""Decoded columns on disk, built once and memory-mapped by every process of a machine."""
+"""On-disk cache of decoded columns, built once and memory-mapped by every rank of a node."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from torch import Tensor
 
 
 class OnMain(Protocol):
-    """`Run.on_main_and_share`: runs a function on the main process; its result, or UserError, reaches every rank."""
+    """`Run.on_main_and_share`: run a function on the main process and broadcast its result or its UserError."""
 
     def __call__(self, decide: Callable[[], Any], /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that was found and is not yet read."""
+    """A data set that is found but not yet read."""
 
     name: str
     key: str
-    """Changes when its content does."""
+    """Cache key, which changes with the content."""
     read: Callable[[], Mapping[str, np.ndarray]]
-    """Decodes it into columns."""
+    """Function that decodes the data set into columns."""
     notice: str | None = None
-    """A sentence for the user, when this is not the set that was asked for, or how it was split."""
+    """Message for the user if another data set was loaded, or if a split was drawn."""
 
 
 def shared_columns(find: Callable[[], Source], on_main: OnMain) -> tuple[str, str | None, dict[str, Tensor]]:
-    """Find a data set on the main process, decode it there, and map the columns on every process.
+    """Find and decode a data set on the main process, and memory-map its columns on every rank.
 
     Args:
-        find: Finds the set; where a process does not see the main one's cache it is called there, too.
+        find: Function that finds the data set. Ranks that cannot read the main process's cache call it too.
         on_main: `Run.on_main_and_share`.
 
     Returns:
-        The name of the set, its notice, and its columns.
+        Name, notice and columns of the data set.
 
     Raises:
-        UserError: On every rank, what `find` or the reading raises.
+        UserError: `find` or reading the data set raised; raised on every rank.
     """
     columns: dict[str, Tensor] = {}
 
@@ -65,17 +65,17 @@ def shared_columns(find: Callable[[], Source], on_main: OnMain) -> tuple[str, st
 
 
 def words_column(words: Sequence[str]) -> np.ndarray:
-    """Words without line breaks as a column of bytes, which `words_of` reads."""
+    """Encode words without line breaks as a column of bytes for `words_of`."""
     return np.frombuffer("\n".join(words).encode(), np.uint8).copy()
 
 
 def words_of(column: Tensor) -> tuple[str, ...]:
-    """The words of a column that `words_column` made."""
+    """Decode the words of a column from `words_column`."""
     return tuple(bytes(column.numpy()).decode().split("\n"))
 
 
 def cache_dir() -> Path:
-    """$TOOLKIT_CACHE_DIR, else ~/.cache/moe-toolkit."""
+    """Return $TOOLKIT_CACHE_DIR, else ~/.cache/moe-toolkit."""
     return Path(os.environ.get("TOOLKIT_CACHE_DIR") or Path.home() / ".cache" / "moe-toolkit")
 
 

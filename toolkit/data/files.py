@@ -1,4 +1,4 @@
-"""The files of a data set: where they lie, a key that changes with their content, and Parquet columns."""
+"""Files of a data set: their paths, a key that changes with their content, and Parquet columns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SPLITS = ("train", "test")
 
 
 class NotFoundHere(Exception):
-    """A place does not have the set; the message names the place and the reason, as part of a sentence."""
+    """A place does not hold the data set. The message is a clause that names the place and the reason."""
 
 
 def data_folder(data_dir: Path | None) -> Path:
-    """`data_dir`, else the folder that $TOOLKIT_DATA_DIR names. Raises NotFoundHere where there is neither."""
+    """Return `data_dir`, else $TOOLKIT_DATA_DIR. Raises NotFoundHere if neither is set."""
     folder = data_dir or os.environ.get("TOOLKIT_DATA_DIR")
     if not folder:
         raise NotFoundHere("there is no data_dir and no $TOOLKIT_DATA_DIR")
@@ -28,13 +28,13 @@ def data_folder(data_dir: Path | None) -> Path:
 
 
 def parquet_splits(folder: Path) -> dict[str, list[Path]] | None:
-    """The Parquet files of "train" and "test", named as on the Hub; None where `folder` lacks those of either."""
+    """Return the Parquet files of "train" and "test", named as on the Hub; None if either split has no file."""
     files = {split: all_parts(folder.glob(f"{split}-*.parquet")) for split in SPLITS}
     return files if all(files.values()) else None
 
 
 def all_parts(paths: Iterable[Path]) -> list[Path]:
-    """The sorted `paths`. Raises UserError where one is a part, such as -00001-of-00003, and another is missing."""
+    """Sort `paths`. Raises UserError if a shard, such as -00001-of-00003, is missing."""
     files = sorted(paths)
     for path in files:
         if part := re.fullmatch(r"(.*-)\d{5}(-of-(\d{5}).*)", path.name):
@@ -45,7 +45,7 @@ def all_parts(paths: Iterable[Path]) -> list[Path]:
 
 
 def content_key(paths: Iterable[Path]) -> str:
-    """Return 16 digits that change with the name, size or modification time of a file."""
+    """Return a key of 16 hex digits that changes with the path, size or modification time of a file."""
     stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
@@ -66,5 +66,5 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def damaged(path: Path, fault: str) -> UserError:
-    """The error for an invalid file."""
+    """Build the error for an invalid file."""
     return UserError(f"{path} {fault}: replace the file, or let data_dir name another one.")

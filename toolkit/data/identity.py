@@ -1,4 +1,4 @@
-"""What tells one data set from another, in a few numbers: a run is continued on the data that it began with."""
+"""Fingerprint of a data set, to check that a run resumes on the data it started with."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from toolkit.data.table import TensorTable
 
 ROWS_PER_READ = 256
 MOST_BYTES = 2**24
-"""Data up to this size are read whole; of larger ones so many bytes, of rows spread evenly over the table."""
+"""Maximum bytes to read. Of larger tables, evenly spaced rows are read."""
 TOLERANCE = 1e-3
 
 Identity = Mapping[str, Any]
-"""The result of `identity_of`, in JSON."""
+"""Result of `identity_of`, as JSON values."""
 
 
 def identity_of(table: TensorTable) -> dict[str, Any]:
-    """The number of `rows`, a `sha256`, by column `moments`, and of pictures a digest `pixels` beside their `decoder`.
+    """Compute the fingerprint of `table`.
 
-    The digest is of names, types, shapes and integers. Fractions, and pictures (integers of three or more dimensions),
-    depend in their last bits on what decoded them: of these mean, root mean square, and mean of the product with a
-    straight line from -1 for the first row to 1 for the last. Pixels are compared bit for bit where the decoder is the
-    same.
+    The last bits of floating-point columns and images (integer columns with three or more dimensions) depend on the
+    decoder, so these columns are compared by their moments. Pixels are compared bitwise only if the decoder is equal.
+
+    Args:
+        table: Data set.
+
+    Returns:
+        `rows`, the number of rows; `sha256`, a digest of column names, types, shapes and integers; `moments` per
+        column: mean, root mean square, and mean of the product with a line from -1 at the first row to 1 at the last;
+        `pixels`, a digest of the images; and `decoder`, the platform and Pillow version.
     """
     digest, pixels = hashlib.sha256(), hashlib.sha256()
     sums: dict[str, torch.Tensor] = {}
@@ -69,15 +75,15 @@ def _of_sums(mean: float, square: float, tilt: float) -> tuple[float, float, flo
 
 
 def identity_of_length(rows: int) -> dict[str, Any]:
-    """The identity of data that are not read for it."""
+    """Build the fingerprint of a data set whose rows are not read."""
     return {"rows": rows, "sha256": "", "moments": {}}
 
 
 def same_data(one: Identity, other: Identity) -> bool:
-    """Returns whether two data sets are the same, but for what processors round differently."""
+    """Return whether two data sets are equal, up to differences in rounding between processors."""
     if (one["rows"], one["sha256"]) != (other["rows"], other["sha256"]):
         return False
-    # Earlier versions did not note the pixels.
+    # Earlier versions did not save `pixels`.
     if one.get("decoder") == other.get("decoder") and one.get("pixels") != other.get("pixels"):
         return False
     for name, moments in one["moments"].items():
@@ -88,6 +94,6 @@ def same_data(one: Identity, other: Identity) -> bool:
 
 
 def describe(of: Identity) -> str:
-    """An identity in half a sentence."""
+    """Format a fingerprint for a message."""
     digest = hashlib.sha256((of["sha256"] + of.get("pixels", "")).encode()).hexdigest()
     return f"{of['rows']:,} rows" + (f" (digest {digest[:12]})" if of["sha256"] else "")

@@ -1,4 +1,4 @@
-"""Sets of images with labels, decoded once: MNIST, Fashion-MNIST, the digits inside scikit-learn, and your own."""
+"""Labelled image data sets, decoded once: MNIST, Fashion-MNIST, scikit-learn's digits, and your own files."""
 
 from __future__ import annotations
 
@@ -34,59 +34,64 @@ HUB_PATTERNS = ("*train-*.parquet", "*test-*.parquet")
 SIZE = 28
 NUM_CLASSES = 10
 CACHE_FORMAT = 2
-"""Goes up when what is cached for the same files changes."""
+"""Version of the cached columns. Increase it when the same files give other columns."""
 VALIDATION = ":validation"
-"""Behind the name of a set: its training split alone, of which a twelfth takes the place of the test set."""
+"""Suffix of a data set's name: evaluate on the held-out part of the training split instead of the test split."""
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Two tables with the columns "input" uint8 and "label" (N,) int64: grey images are (N, height, width), those with
-    colours (N, 3, height, width)."""
+    """Training and test tables with the columns "input" and "label".
+
+    "input" is uint8 in 0..255, of shape (N, height, width) for grayscale and (N, 3, height, width) for colour images;
+    "label" is int64 of shape (N,).
+    """
 
     name: str
-    """The name of the set: mnist, fashion_mnist, digits, or that of a folder, a file or a set of the Hub."""
+    """Name of the data set: mnist, fashion_mnist, digits, a folder or file name, or a Hub name."""
     train: TensorTable
     test: TensorTable
     mean: float
-    """The mean of the training pixels, on a scale from 0 to 1."""
+    """Mean of the training pixels, scaled to 0..1."""
     std: float
-    """Their standard deviation."""
+    """Standard deviation of the training pixels, scaled to 0..1."""
     notice: str | None = None
-    """A sentence for the user, when this is not the set that was asked for, or how it was split."""
+    """Message for the user if another data set was loaded, or if a split was drawn."""
     num_classes: int = NUM_CLASSES
     validation: TensorTable | None = None
-    """A part of the training split that is not trained on, for choices."""
+    """Held-out part of the training split, for model selection."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one image."""
+        """Shape of one image."""
         return tuple(self.train.columns["input"].shape[1:])
 
     @property
     def num_pixels(self) -> int:
-        """Numbers in one image, over all its channels."""
+        """Number of values in one image, all channels included."""
         return math.prod(self.shape)
 
 
 def load_images(dataset: str, data_dir: Path | None, *, validation: bool = False, on_main: OnMain) -> ImageData:
-    """Load a set of images. The main process chooses, checks and decodes the files, and the others map the result.
+    """Load an image data set.
+
+    The main process finds, checks and decodes the files. The other ranks memory-map the result.
 
     Args:
-        dataset: "mnist", "fashion_mnist", "digits", or "auto" for MNIST where it is available, else the digits; or a
-            set of your own: a folder with a folder of images for each class, Parquet files with a column of images and
-            one of labels, or "owner/name" of the Hub. `VALIDATION` behind it has the part that `validation` holds out
-            in place of the test set, which is not read.
-        data_dir: The folder of the set, or one that holds it; None looks in $TOOLKIT_DATA_DIR and on the Hub.
-        validation: Hold out a part of the training split: its split `validation`; else the last twelfth of a named set,
-            and of your own a seeded tenth of each class.
+        dataset: "mnist", "fashion_mnist", "digits", or "auto" (MNIST if available, else the digits), or your own
+            data set: a folder with one subfolder of images per class, Parquet files with an image and a label column,
+            or "owner/name" on the Hub. With the suffix `VALIDATION`, the part that `validation` holds out replaces the
+            test split.
+        data_dir: Folder of the data set, or its parent. Default: $TOOLKIT_DATA_DIR, then the Hub.
+        validation: Hold out a part of the training data: the split `validation` if there is one, else the last twelfth
+            of a named data set, or a seeded tenth of each class of your own.
         on_main: `Run.on_main_and_share`.
 
     Returns:
-        Its tables, and what a model has to know of them.
+        The tables, pixel statistics and number of classes.
 
     Raises:
-        UserError: On every rank, the set is not found, or a file is invalid.
+        UserError: The data set is not found or a file is invalid; raised on every rank.
     """
     if dataset.endswith(VALIDATION):
         held = load_images(dataset.removesuffix(VALIDATION), data_dir, validation=True, on_main=on_main)
@@ -115,16 +120,16 @@ def _table(columns: dict[str, Tensor], split: str) -> TensorTable:
 
 
 def held_out(data: ImageData) -> ImageData:
-    """The training set without its last twelfth (5,000 images of MNIST), which is in place of the test set.
+    """Hold out the last twelfth of the training split (5,000 images of MNIST) as the test split.
 
-    Mean and standard deviation stay those of the whole training set.
+    Mean and standard deviation are still computed over the whole training split.
     """
     last = len(data.train) // 12
     return _apart(data, torch.arange(len(data.train)) >= len(data.train) - last)
 
 
 def drawn(data: ImageData) -> ImageData:
-    """As `held_out`, but a seeded tenth of each class: the files of one's own set may lie class by class."""
+    """Hold out a seeded tenth of each class, because your own files may be sorted by class."""
     order = torch.randperm(len(data.train), generator=generator(0, "validation images"))
     by_class = order[data.train.columns["label"][order].argsort(stable=True)]
     held = torch.zeros(len(order), dtype=torch.bool)
@@ -166,17 +171,17 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
 
 
 def locate(name: str, data_dir: Path | None) -> Path:
-    """Find the folder of set `name` in the first place that has it.
+    """Find the folder of data set `name`: $TOOLKIT_DATA_DIR, then the Hub's cache, then the Hub.
 
     Args:
-        name: The set, one of `HUB_REPOS`.
-        data_dir: The only place where it is looked for; None means $TOOLKIT_DATA_DIR, the Hub's cache and the Hub.
+        name: Data set, one of `HUB_REPOS`.
+        data_dir: Search this folder only.
 
     Returns:
         The folder with the Parquet files of "train" and "test".
 
     Raises:
-        NotFoundHere: No place has it; every place that was searched is named, within seconds, downloads aside.
+        NotFoundHere: The data set is not found. The message names every place that was searched.
     """
     if data_dir is not None:
         return _in_folder(data_dir.expanduser(), name)
@@ -192,7 +197,7 @@ def locate(name: str, data_dir: Path | None) -> Path:
 
 
 def _in_folder(folder: Path, name: str) -> Path:
-    """Return `folder/name` or `folder`, unless `folder` has the name of another set."""
+    """Return `folder/name` or `folder`, unless `folder` is named after another data set."""
     own = [] if folder.name in HUB_REPOS and folder.name != name else [folder]
     for place in (folder / name, *own):
         if parquet_splits(place):
@@ -201,17 +206,17 @@ def _in_folder(folder: Path, name: str) -> Path:
 
 
 def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
-    """Decode images with 8 bits per channel, or with 16, of which the upper 8 are taken.
+    """Decode images with 8 or 16 bits per channel; 16-bit channels keep their upper 8 bits.
 
     Args:
         images: Structs with the encoded `bytes`, or the `path` of a file.
-        where: What they are from, for a message.
+        where: Source of the images, for error messages.
 
     Yields:
-        Arrays uint8 (height, width), or (3, height, width) of an image with colours.
+        uint8 arrays of shape (height, width) for grayscale and (3, height, width) for colour images.
 
     Raises:
-        UserError: One of them cannot be decoded.
+        UserError: An image cannot be decoded.
     """
     from PIL import Image
 
@@ -221,7 +226,7 @@ def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
             with Image.open(encoded["path"] if content is None else io.BytesIO(content)) as image:
                 if image.mode == "F":
                     raise ValueError("its pixels are fractions, whose scale nobody knows")
-                if image.mode.startswith("I"):  # Pillow would cut off all values above 255
+                if image.mode.startswith("I"):  # Pillow clips values above 255
                     yield (np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)
                 elif image.mode in ("L", "1", "LA"):
                     yield np.asarray(image.convert("L"))
@@ -237,7 +242,7 @@ def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
 
 
 def _find_own(dataset: str, labels: Sequence[Any] | None = None) -> Source:
-    """Find the splits of a folder, a file or a Hub name; its classes are `labels` if given, else found in its rows."""
+    """Find the splits of a folder, file or Hub name. Default of `labels`: the classes in its rows."""
     import datasets
 
     splits, key = load_splits(dataset)
@@ -249,7 +254,7 @@ def _find_own(dataset: str, labels: Sequence[Any] | None = None) -> Source:
         parts["validation"] = splits["validation"]
     name = Path(dataset).name if Path(dataset).exists() else dataset
     notice = said and f"{name}: {said}"
-    # The same files have other classes if they are read as a named set.
+    # The same files have other classes if they are read as a named data set.
     entry = f"images-{key}{'' if labels is None else f'-{len(labels)}'}-v{CACHE_FORMAT}"
     return Source(name, entry, partial(_read_own, dataset, parts, image, label, labels), notice)
 
@@ -290,7 +295,7 @@ def _read_own(
 
 
 def _with_facts(columns: dict[str, np.ndarray], classes: Iterable[str]) -> dict[str, np.ndarray]:
-    """`columns`, with mean and deviation of the training pixels, and the names of the classes."""
+    """Add mean and standard deviation of the training pixels, and the class names."""
     mean_std = _mean_std(columns["train_input"])
     if not mean_std[1]:
         raise UserError("all pixels of the training images have one value: there is nothing to learn from them.")
@@ -298,9 +303,9 @@ def _with_facts(columns: dict[str, np.ndarray], classes: Iterable[str]) -> dict[
 
 
 def read_digits() -> dict[str, np.ndarray]:
-    """scikit-learn's 1,797 handwritten digits (8x8, 17 grey levels), as columns.
+    """Read scikit-learn's 1,797 handwritten digits (8x8, 17 gray levels) as columns.
 
-    Every fifth image of each class is held out, in the order of the file, so that both splits have all writers.
+    Every fifth image of each class is held out, in file order, so that both splits contain all writers.
     """
     from sklearn.datasets import load_digits
 
@@ -321,7 +326,7 @@ def read_digits() -> dict[str, np.ndarray]:
 
 
 def _mean_std(images: np.ndarray) -> np.ndarray:
-    """Mean and standard deviation of the pixels, on a scale from 0 to 1: exact, from their histogram."""
+    """Compute mean and standard deviation of the pixels, scaled to 0..1, exactly from their histogram."""
     counts = sum(np.bincount(image.ravel(), minlength=256) for image in images)
     levels = np.arange(256) / 255
     mean = np.average(levels, weights=counts)

@@ -1,8 +1,8 @@
-"""Batches of a DataLoader of one's own: every rank reads the whole global batch and takes its part.
+"""Batches of a user's DataLoader: every rank reads the global batch and takes its part.
 
-So what one step learns from does not depend on the number of ranks, and all ranks have as many steps. A run resumes by
-reading again what it has seen of the epoch, without training on it; what the loader draws from torch's generator on the
-CPU, or from its own, is a function of the step.
+The samples of a step therefore do not depend on the world size, and all ranks run the same number of steps. To resume,
+the batches of the epoch before the step are read and skipped. Torch's CPU generator and the loader's own generator are
+seeded by step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from toolkit.experts.parallel.groups import extremes_over_ranks
 from toolkit.experts.parallel.seeding import derive_seed
 
 NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of", "seen"}
-"""What `TrainBatches` has beyond `LoaderBatches`: access to single rows."""
+"""Attributes of `TrainBatches` that need access to single rows, which a DataLoader does not give."""
 
 
 def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) -> DataLoader[Any]:
-    """`data` itself where it is a DataLoader, else one that reads the data set `data` in global batches.
+    """Return `data` if it is a DataLoader, else build one that reads the data set `data` in global batches.
 
-    Raises UserError for a DataLoader of another batch size, or with a `DistributedSampler`.
+    Raises:
+        UserError: The DataLoader has a different batch size or a `DistributedSampler`.
     """
     if not isinstance(data, DataLoader):
         iterable = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
@@ -50,7 +51,7 @@ def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) 
 
 
 def known_length(data: Any) -> int | None:
-    """The number of samples of a table or data set, or of batches of a DataLoader; None where nobody knows."""
+    """Return the number of samples of a table or data set, or of batches of a DataLoader; None if it has no length."""
     try:
         return len(data)
     except TypeError:  # of a data set without a length
@@ -58,7 +59,7 @@ def known_length(data: Any) -> int | None:
 
 
 class _Iterated(IterableDataset[Any]):
-    """An iterable that is no data set of torch's."""
+    """Wrap an iterable that is not a torch data set."""
 
     def __init__(self, samples: Iterable[Any]):
         self.samples = samples
@@ -70,8 +71,8 @@ class _Iterated(IterableDataset[Any]):
 class LoaderBatches:
     """This rank's micro-batches of each step, on its device, from a loader of global batches.
 
-    `steps_per_epoch`: batches after which the loader begins anew. With `endless` it begins anew where it ends, and
-    `steps_per_epoch` is only what counts as an epoch elsewhere.
+    The loader restarts after `steps_per_epoch` batches. With `endless` it restarts when it is exhausted, and
+    `steps_per_epoch` only defines the epochs reported elsewhere.
     """
 
     def __init__(
@@ -90,21 +91,22 @@ class LoaderBatches:
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.device = torch.device(device)
         self._size = 0
-        """Samples of the global batch that was read last."""
+        """Number of samples in the last global batch."""
 
     def samples_of(self, step: int) -> int:  # noqa: ARG002
-        """Samples of the global batch of `step`, the one that `steps` gave last."""
+        """Return the number of samples in the global batch of `step`, which is the last step that `steps` yielded."""
         return self._size
 
     def rows_of(self, step: int) -> list[int]:  # noqa: ARG002
-        """Empty: what a loader read has no numbers."""
+        """Return an empty list, because the samples of a DataLoader have no row numbers."""
         return []
 
     def steps(self, start_step: int) -> Iterator[list[Batch]]:
-        """Lists of this rank's micro-batches, from `start_step` on, without end.
+        """Yield lists of this rank's micro-batches from `start_step` on, without end.
 
-        Raises UserError where the loader ends before its epoch does, gives what can't be cut into ranks, or gives other
-        batches on another rank.
+        Raises:
+            UserError: The loader ends before its epoch does, its batches cannot be split over ranks, or they differ
+                between ranks.
         """
         epoch = 0 if self.endless else start_step // self.steps_per_epoch
         step = epoch * self.steps_per_epoch
@@ -131,11 +133,11 @@ class LoaderBatches:
             epoch += 1
 
     def identity(self) -> Identity | None:
-        """The number of samples, where it is known; the samples are not read."""
+        """Return the number of samples as a fingerprint, if it is known. Samples are not read."""
         return identity_of_loader(self.loader)
 
     def empty(self) -> Batch:
-        """A batch without samples."""
+        """Return a batch without samples."""
         return cut(next(read_once(self.loader, self.seed, 0, 0)), 0, 0, self.device)
 
     def _part(self, batch: Mapping[str, Any], micro: int) -> Batch:
@@ -149,7 +151,7 @@ class LoaderBatches:
 
 
 class LoaderEvalBatches:
-    """The global batches of a loader, cut into ranks, so that each sample is on exactly one."""
+    """Global batches of a loader, split over ranks so that each sample is on exactly one rank."""
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class LoaderEvalBatches:
         self.device = torch.device(device)
 
     def identity(self) -> Identity | None:
-        """The number of samples, where it is known; the samples are not read."""
+        """Return the number of samples as a fingerprint, if it is known. Samples are not read."""
         return identity_of_loader(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -182,12 +184,12 @@ def identity_of_loader(loader: DataLoader[Any]) -> Identity | None:
 
 
 def samplers_of(loader: DataLoader[Any]) -> tuple[Any, ...]:
-    """The samplers that may draw or be told the epoch: of batches, and the one of samples in it."""
+    """Return all samplers that can have a generator or a `set_epoch`."""
     return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
 
 
 def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -> Iterator[Mapping[str, Any]]:
-    """One pass over `loader`, whose batches are those of `first_step` and after; random draws are seeded by step."""
+    """Iterate once over `loader`, starting at `first_step`, with random draws seeded by step."""
     samplers = samplers_of(loader)
     for part in (*samplers, loader.dataset):
         if (set_epoch := getattr(part, "set_epoch", None)) is not None:
@@ -206,7 +208,7 @@ def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -
 
 
 def _named(batch: Any) -> Any:
-    """A pair, as of a `TensorDataset` or of torchvision, becomes the columns "input" and "label"."""
+    """Name the columns of a pair "input" and "label", as a `TensorDataset` and torchvision give them."""
     pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and all(map(_has_rows, batch))
     return {"input": batch[0], "label": batch[1]} if pair else batch
 
@@ -222,7 +224,7 @@ def _seeded(*address: int | str) -> Iterator[None]:
 
 
 def size_of(batch: Any) -> int:
-    """Samples in a batch. Raises UserError unless it is a mapping of values with one row per sample."""
+    """Return the number of samples in `batch`. Raises UserError unless all columns have one row per sample."""
     if not isinstance(batch, Mapping) or not batch:
         raise UserError(
             f"a batch is a {type(batch).__name__}: let samples be pairs (input, label) or dicts, such as "
@@ -246,18 +248,18 @@ def _has_rows(value: Any) -> bool:
 def part_of_rank(
     batch: Mapping[str, Any], begin: int, end: int, rank: int, world_size: int, device: torch.device
 ) -> Batch:
-    """The part of the samples `begin` to `end` that `rank` takes."""
+    """Return the part of the samples `begin` to `end` that belongs to `rank`."""
     first, last = bounds(end - begin, world_size, rank)
     return cut(batch, begin + first, begin + last, device)
 
 
 def cut(batch: Mapping[str, Any], begin: int, end: int, device: torch.device) -> Batch:
-    """The samples `begin` to `end`, on `device`."""
+    """Copy the samples `begin` to `end` to `device`."""
     return send_to_device({name: value[begin:end] for name, value in batch.items()}, device, non_blocking=True)
 
 
 def refuse_unequal(batch: Mapping[str, Any], device: torch.device) -> None:
-    """Raise UserError on every rank where ranks have other batches. A collective."""
+    """Raise UserError on every rank if batches differ between ranks. A collective."""
     tensors = [value.detach().cpu().contiguous() for value in batch.values() if isinstance(value, Tensor)]
     content = hashlib.sha256()
     for tensor in tensors:

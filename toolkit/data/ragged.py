@@ -1,4 +1,4 @@
-"""Tables whose examples have different lengths, and an order that batches examples of similar length."""
+"""Tables of variable-length samples, and an order that batches samples of similar length."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ BATCHES_PER_POOL = 20
 
 @dataclass(frozen=True)
 class RaggedColumn:
-    """Examples of different lengths, one after another in `values` (total, ...)."""
+    """Variable-length samples, concatenated in `values` of shape (total, ...)."""
 
     values: Tensor
     starts: Tensor
-    """(N,) int64: where each example begins."""
+    """Offset of each sample in `values`, int64 of shape (N,)."""
     lengths: Tensor
-    """(N,) int64."""
+    """Length of each sample, int64 of shape (N,)."""
 
     @classmethod
     def packed(cls, values: Tensor, lengths: Tensor) -> RaggedColumn:
-        """The column of examples that lie side by side in `values`."""
+        """Build a column from samples that are contiguous in `values`."""
         return cls(values, lengths.cumsum(0) - lengths, lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The examples at `rows`, padded with zeros to (B, longest, ...), and their lengths (B,)."""
+        """Return the samples at `rows`, zero-padded to shape (B, longest, ...), and their lengths of shape (B,)."""
         lengths = self.lengths[rows]
         longest = max(1, int(lengths.max())) if len(rows) else 1
         places = torch.arange(longest)
@@ -45,7 +45,7 @@ class RaggedColumn:
 
 
 class RaggedTable(TensorTable):
-    """Columns of which some are ragged: a batch has column `x` padded with zeros, and its lengths as `x_length`."""
+    """Table with ragged columns. A batch holds the zero-padded column `x` and its lengths as `x_length`."""
 
     def __init__(self, **columns: Tensor | RaggedColumn):
         self.ragged = {name: column for name, column in columns.items() if isinstance(column, RaggedColumn)}
@@ -60,13 +60,13 @@ class RaggedTable(TensorTable):
         return batch
 
     def select(self, rows: Tensor) -> RaggedTable:
-        """The table of the examples at `rows`; the values of ragged columns are shared, not copied."""
+        """Select the samples at `rows`. Values of ragged columns are shared, not copied."""
         dense = {name: column[rows] for name, column in self._dense().items()}
         ragged = {n: RaggedColumn(c.values, c.starts[rows], c.lengths[rows]) for n, c in self.ragged.items()}
         return RaggedTable(**dense, **ragged)
 
     def joined(self, other: RaggedTable) -> RaggedTable:
-        """The examples of both; ragged columns are copied."""
+        """Concatenate two tables. Ragged columns are copied."""
         ragged = {}
         for name, column in self.ragged.items():
             more = other.ragged[name]
@@ -84,18 +84,18 @@ class RaggedTable(TensorTable):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketedOrder(BatchOrder):
-    """Batches of examples of similar length, so that batches have little padding.
+    """Batches of samples of similar length, which reduces padding.
 
-    An epoch is a permutation, of which each stretch of `BATCHES_PER_POOL` batches is sorted by length; the
-    batches are then shuffled. The last batch of an epoch, which may be short, stays the last.
+    Each epoch is a permutation. Pools of `BATCHES_PER_POOL` batches are sorted by length, then the batches are
+    shuffled. The last batch of an epoch stays the last, because it can be smaller.
     """
 
     lengths: Tensor = field(repr=False)
-    """(num_samples,) int64."""
+    """Length of each sample, int64 of shape (num_samples,)."""
 
     @classmethod
     def of(cls, table: RaggedTable, column: str, *, batch_size: int, seed: int) -> BucketedOrder:
-        """The order that goes by the lengths of one ragged column of `table`."""
+        """Build the order from the lengths of a ragged column of `table`."""
         lengths = table.ragged[column].lengths
         return cls(num_samples=len(table), batch_size=batch_size, seed=seed, lengths=lengths)
 

@@ -1,4 +1,4 @@
-"""Rows of a data set of one's own: in a file, in a folder or on the Hub, as `datasets` reads them."""
+"""Rows of a user's data set in a file, a folder or on the Hub, read with `datasets`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from toolkit.data.hub import why_out_of_reach
 from toolkit.errors import UserError, one_line
 
 FORMATS = {".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Suffixes of the files that hold rows, and what `datasets` calls their format."""
+"""Suffixes of supported files, and the names of their formats in `datasets`."""
 HELD_OUT = 0.1
-"""The fraction of rows that is held out where a data set does not say which."""
+"""Fraction of rows to hold out of a data set without a test split."""
 
 
 def is_own(dataset: str) -> bool:
-    """Returns whether `dataset` is a file or folder, or "owner/name" of the Hub, and not the name of a known set."""
+    """Return whether `dataset` is a file, a folder or "owner/name" on the Hub, not the name of a built-in data set."""
     return "/" in dataset or Path(dataset).expanduser().exists()
 
 
@@ -30,14 +30,14 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
     """Load a data set.
 
     Args:
-        dataset: A file, a folder, or "owner/name" of the Hub.
-        config: The configuration of a data set of the Hub that has several.
+        dataset: A file, a folder, or "owner/name" on the Hub.
+        config: Configuration of a Hub data set that has several.
 
     Returns:
         A `datasets.DatasetDict`, and a key that changes with its content.
 
     Raises:
-        UserError: It is not there, not whole, or not what `datasets` reads.
+        UserError: The data set is missing, incomplete, or not readable by `datasets`.
     """
     import datasets
     from huggingface_hub import constants
@@ -50,7 +50,7 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
         )
     key = ""
     what: dict[str, Any] = {"path": dataset, "name": config}
-    if here.exists():  # `datasets` tells local files by path and time alone
+    if here.exists():  # `datasets` identifies local files by path and time only
         files = all_parts([here] if here.is_file() else (path for path in here.rglob("*") if path.is_file()))
         key = content_key(files)
         what |= {"path": str(here), "cache_dir": str(cache_dir() / "datasets" / key)}
@@ -61,7 +61,7 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
     with _quiet_datasets() as errors:
         try:
             splits = datasets.load_dataset(**what)
-        # It, the Hub's client and Apache Arrow raise their own kinds for what is not there, or is not right.
+        # `datasets`, the Hub's client and Apache Arrow raise their own types for missing or invalid files.
         except Exception as error:
             why = one_line(Exception(errors[-1]) if errors else error.__cause__ or error)
             remedy = "Check its name, its files and the network."
@@ -72,7 +72,7 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[list[str]]:
-    """Hide the progress bars and logged errors of `datasets`. Yields these errors: only they name a damaged file."""
+    """Hide progress bars and logged errors of `datasets`. Yield the errors, because only they name a damaged file."""
     import datasets
 
     errors: list[str] = []
@@ -96,9 +96,9 @@ def _quiet_datasets() -> Iterator[list[str]]:
 
 
 def train_and_test(splits: Any) -> tuple[Any, Any, str | None]:
-    """The training and test rows of a `datasets.DatasetDict`, and how they were split where it does not say.
+    """Return the training and test rows of a `datasets.DatasetDict`, and a message if a test split was drawn.
 
-    Held out is its split `test`, else `validation`, else a seeded tenth, of each class alike where there are classes.
+    The test rows are the split `test`, else `validation`, else a seeded tenth, stratified if there are classes.
     """
     import datasets
 
@@ -116,9 +116,10 @@ def train_and_test(splits: Any) -> tuple[Any, Any, str | None]:
 
 
 def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], kinds: tuple[type, ...] = ()) -> str:
-    """The column of `rows` that has one of `names`, else the only one whose type is one of `kinds`.
+    """Find the column of `rows` with one of `names`, else the only column whose type is in `kinds`.
 
-    Raises UserError, which says what the column is for (`argument`), where there is none or there are several.
+    Raises:
+        UserError: No column matches, or several do. The message names the use of the column, `argument`.
     """
     for name in names:
         if name in rows.column_names:

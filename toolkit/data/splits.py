@@ -1,4 +1,4 @@
-"""The data of a run: what is trained on, and what is evaluated."""
+"""Training and evaluation data of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from toolkit.data.table import TensorTable
 
 Samples = TensorTable | Dataset[Any] | Iterable[Any]
-"""A table; or a data set or DataLoader of samples: dicts of tensors, or pairs, which become the columns `input` and
+"""A table, data set or DataLoader. Its samples are dicts of tensors, or pairs, which become the columns `input` and
 `label`."""
 
 
@@ -29,7 +29,7 @@ class HasSplits(Protocol):
 
 
 class Splits(NamedTuple):
-    """Tables, data sets or DataLoaders of your own."""
+    """Your own tables, data sets or DataLoaders."""
 
     train: Samples
     test: Samples

@@ -1,4 +1,4 @@
-"""A data set in memory (or mapped from disk): named tensors with one row per example."""
+"""A data set in memory, or memory-mapped: named tensors with one row per sample."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from torch import Tensor
 from toolkit.errors import UserError
 
 Batch = dict[str, Tensor]
-"""The columns of some samples by name: the samples are the first axis of every tensor."""
+"""Columns by name. The first dimension of every tensor is the batch."""
 
 
 class TensorTable:
-    """Columns of equal length, fetched by whole batches: one gather per column, never a loop over examples.
+    """Named columns of equal length, read in batches with one gather per column.
 
-    Raises UserError for a column that is no tensor, and ValueError for columns of unequal length.
+    Args:
+        columns: Tensors with one row per sample.
+
+    Raises:
+        UserError: A column is not a tensor.
+        ValueError: The columns have different lengths.
     """
 
     def __init__(self, **columns: Tensor):
@@ -33,5 +38,5 @@ class TensorTable:
         return self._length
 
     def __getitem__(self, rows: Tensor) -> Batch:
-        """The examples at `rows` (a 1-d int64 tensor), as a new batch."""
+        """Gather the samples at `rows`, int64 of shape (B,), into a new batch."""
         return {name: column.index_select(0, rows) for name, column in self.columns.items()}

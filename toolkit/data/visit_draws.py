@@ -1,4 +1,4 @@
-"""What is drawn for a sample at each visit, one sample in one epoch, whichever process sees it; dropout of pixels."""
+"""Random draws per sample access (epoch, index), independent of the rank that reads the sample; pixel dropout."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from toolkit.data.table import Batch
 from toolkit.experts.parallel.seeding import generator
 
 BANK_SIZE = 4093
-"""Rows of a bank where each row is long: a prime, so that visits cycle through all of them."""
+"""Number of rows in a bank of long rows. It is prime, so that sample accesses cycle through all rows."""
 
 
 class VisitDraws:
-    """Random rows that are a function of the visit, and so do not depend on the number of processes.
+    """Random rows as a function of the sample access, independent of the world size.
 
-    `bank` (rows, ...) is drawn once, and its rows are looked up. Take a prime number of them, so that visits run
-    through all of them.
+    Args:
+        bank: Rows drawn in advance, shape (rows, ...). Use a prime number of rows, so that sample accesses cycle
+            through all of them.
     """
 
     def __init__(self, bank: Tensor):
         self.bank = bank
 
     def __call__(self, visits: Tensor) -> Tensor:
-        """A row for each of `visits` (int64): epoch * samples + row of each sample of the batch."""
+        """Look up a row for each of `visits`, int64 of epoch * samples + row for each sample of the batch."""
         # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): neighbours get rows far apart.
         return self.bank.index_select(0, (visits * 2654435769 >> 7) % len(self.bank))
 
 
 class BlankPixels:
-    """Sets a random `fraction` of each uint8 image in `batch["input"]` to `grey`, others at each visit.
+    """Set a random `fraction` of the pixels of each uint8 image in `batch["input"]` to `grey`.
 
-    Which pixels is a function of (seed, visit), where a visit is one sample in one epoch. So a run's loss curve does
-    not depend on the number of processes. With dropout in the model it would, because each rank draws its own masks.
+    The mask is a function of (seed, epoch, row), so the loss curve does not depend on the world size. With dropout in
+    the model it would, because each rank draws its own masks.
     """
 
     def __init__(self, fraction: float, *, shape: Sequence[int], grey: int, seed: int):
@@ -42,5 +43,5 @@ class BlankPixels:
         self.masks = VisitDraws(torch.rand(BANK_SIZE, *shape, generator=generator(seed, "blank pixels")) < fraction)
 
     def __call__(self, batch: Batch, visits: Tensor) -> Batch:
-        """`visits` (int64): epoch * samples + row of each sample of the batch."""
+        """Blank pixels of `batch`. `visits` is int64 of epoch * samples + row for each sample of the batch."""
         return {**batch, "input": batch["input"].masked_fill(self.masks(visits), self.grey)}

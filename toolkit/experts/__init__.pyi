@@ -2,6 +2,8 @@
 
 from .layer.losses import RouterPenalty as RouterPenalty
 from .layer.moe_layer import make_moe as make_moe
+from .moving.copies import ema_update as ema_update
+from .moving.copies import full_copy as full_copy
 from .moving.migrate import place_experts as place_experts
 from .moving.replan import Replanner as Replanner
 from .moving.replan_options import ReplanOptions as ReplanOptions

@@ -155,7 +155,7 @@ def _moved_by(
 
 
 def without_values() -> AbstractContextManager[Any]:
-    """Returns a context in which operations make tensors of shapes, types and lifetimes, and no values."""
+    """Return a context in which operations make tensors of shapes, types and lifetimes, and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -176,7 +176,7 @@ class Operations(TorchDispatchMode):
         return result
 
     def run(self, operation: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the operation's result."""
+        """Return the operation's result."""
         return operation(*args, **kwargs)
 
     def note(self, result: Tensor) -> None:

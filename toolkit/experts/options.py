@@ -47,7 +47,7 @@ class Options(BaseModel):
         return self
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a copy with `changes`, which is checked as a new one is."""
+        """Return a copy with `changes`, which is checked as a new one is."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
 
 

@@ -195,6 +195,7 @@ def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[s
 
     def timed(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:
         began = time.process_time()
+        assert planner is not None
         plan = planner(load_E, current)
         seconds.append(time.process_time() - began)
         return plan

@@ -172,3 +172,26 @@ def tiny_capacity_on_one_rank() -> dict[str, float]:
     assert x_TD.grad is not None
     sent = int((layer.load_E - layer.expert_stack.log.dropped_E).sum())
     return {"sent": sent, "y": float(y_TD.abs().sum()), "grad": float(x_TD.grad.abs().sum())}
+
+
+def top_1(without_tokens: int) -> list[Tensor]:
+    """Output and gradients of a rank's part; rank `without_tokens` has no tokens."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(1)
+    layer = make_moe(DIM, 12, EXPERTS, 1, groups=make_expert_groups(world), capacity_factor=0.75).double()
+    x_TD = batch().double()
+    if world > 1 and dist.get_rank() == without_tokens:
+        x_TD = x_TD[:0]
+    x_TD.requires_grad_()
+    y_TD = layer(x_TD)
+    y_TD.square().sum().backward()
+    return [y_TD.detach(), x_TD.grad, layer.router.weight.grad, world * layer.experts.up.grad]
+
+
+@pytest.mark.parametrize("without_tokens", [0, 1])
+def test_top_1_with_a_capacity_and_a_rank_without_tokens_equals_one_process(without_tokens: int) -> None:
+    expected = top_1(without_tokens)
+    ranks = run_distributed(top_1, 2, without_tokens)
+    for number, of_ranks in enumerate(zip(*ranks, strict=True)):
+        found = of_ranks[0] + of_ranks[1] if number == 2 else torch.cat(of_ranks)
+        torch.testing.assert_close(found, expected[number], rtol=1e-10, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.moving.migrate import migrate
+from toolkit.experts.parallel import collectives
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.placement.placement import ExpertPlacement
 
 COUNTS = {"ragged": [3, 0, 5, 1], "one expert takes all": [0, 9, 0, 0], "no rows": [0, 0, 0, 0]}
 both_paths = pytest.mark.parametrize("stepwise", [False, True], ids=["as called", "step by step"])
@@ -164,3 +168,35 @@ def test_make_moe_with_default_device_draws_weights_on_the_cpu() -> None:
     with GeneratorsStayOnTheirDevice(), torch.device("meta"):
         layer = make_moe(8, 4, 4, 2)
     assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
+
+
+class Scaling(nn.Module):
+    """One number per expert and unit."""
+
+    def __init__(self, dim: int, hidden_dim: int, *, expert_ids: Sequence[int], **_: Any) -> None:  # noqa: ARG002
+        super().__init__()
+        ids = torch.tensor(expert_ids, dtype=torch.get_default_dtype())
+        self.scale_SD = nn.Parameter((1 + ids)[:, None].repeat(1, dim))
+
+    def forward(self, x_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+        return x_ND * self.scale_SD.repeat_interleave(rows_per_slot, dim=0)
+
+
+def step_of_own_experts() -> tuple[Tensor, Tensor, list[int]]:
+    world, rank = collectives.world_size(), collectives.rank()
+    torch.manual_seed(0)
+    layer = make_moe(4, 8, 4, 2, groups=make_expert_groups(world), expert_type=Scaling).double()
+    x_TD = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).double().chunk(world)[rank]
+    y_TD = layer(x_TD)
+    y_TD.square().sum().backward()
+    migrate(layer.expert_stack, ExpertPlacement(layer.placement.slots[::-1]), None)
+    torch.testing.assert_close(layer(x_TD), y_TD)
+    return y_TD.detach(), world * layer.experts.scale_SD.detach(), layer.placement.experts_on(rank)
+
+
+def test_make_moe_with_own_experts_shards_and_moves_them():
+    ((expected, _, _),) = run_distributed(step_of_own_experts, 1)
+    ranks = run_distributed(step_of_own_experts, 2)
+    torch.testing.assert_close(torch.cat([rank[0] for rank in ranks]), expected)
+    for _, scale_SD, held in ranks:
+        assert scale_SD[:, 0].tolist() == [2 * (1 + expert) for expert in held]

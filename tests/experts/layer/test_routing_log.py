@@ -58,8 +58,7 @@ def test_only_training_forwards_are_counted_and_each_once() -> None:
     checkpoint(layer, x_TD).square().sum().backward()
     with torch.no_grad():
         layer(tokens(5))
-    layer.eval()
-    layer(tokens(3))
+        layer(tokens(3))
     assert int(sums.new_load_E().sum()) == 7 * TOP_K
     (forward,) = forwards.take()
     assert torch.equal(forward.load_E, sums.new_load_E())

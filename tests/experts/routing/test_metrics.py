@@ -29,6 +29,7 @@ from toolkit.experts.placement.loads import rank_imbalance
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.traffic import migration_cost
+from toolkit.experts.routing.forwards import ModelForwards
 from toolkit.experts.routing.metrics import (
     Window,
     balance_metrics,
@@ -325,3 +326,13 @@ def test_a_token_that_visits_a_node_twice_crosses_once(nodes):
     crossed_M = crossings(visits_TP, torch.tensor(nodes), here)
     assert crossed_M.tolist() == [sum(node in row for row in visited) for node in range(4)]
     assert crossed_M.any() or len(set(nodes)) == 1
+
+
+def test_forwards_count_dropped_pairs_apart() -> None:
+    layer = make_moe(4, 8, 3, 2, capacity_factor=0.5)
+    forwards = ModelForwards(layer)
+    layer(torch.randn(10, 4))
+    (found,) = forwards.take()
+    assert found.dropped_FLE.sum() > 0
+    assert (found.sent_FLE + found.dropped_FLE)[0, 0].tolist() == layer.load_E.tolist()
+    assert found.dropped_FLE[0, 0].tolist() == layer.expert_stack.log.dropped_E.tolist()

@@ -16,8 +16,11 @@ from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
+from toolkit.experts.parallel import collectives
+from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.sharding.adapt import batched_experts, sorted_experts, stack_experts
+from toolkit.experts.sharding.adapt import batched_experts, sorted_experts, stack_experts, unstack_experts
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
@@ -213,9 +216,9 @@ def learn_all(spread: bool) -> list[tuple[list[float], dict[str, Tensor]]]:
             layer.rewritten = True
             accelerator = Accelerator(cpu=True)
             world, rank = accelerator.num_processes, accelerator.process_index
-            experts = ExpertParallel(accelerator, placement=placed)
+            parallel = ExpertParallel(accelerator, placement=placed)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            wrapped, optimizer = experts.prepare(model, optimizer)
+            wrapped, optimizer = parallel.prepare(model, optimizer)
             losses = learn(wrapped, optimizer, accelerator.backward, slice(rank, None, world))
             found.append((losses, whole_state_dict(model)))
     return found
@@ -256,9 +259,69 @@ def test_stack_experts_loads_the_state_of_the_list():
     assert copy.deepcopy(other)(torch.ones(3, DIM)).equal(other(torch.ones(3, DIM)))
 
 
+def test_unstack_experts_writes_what_the_list_reads():
+    written, other = build(InAList), build(InAList)
+    other[1].rewrite()
+    other[1].rewritten = True
+    for parameter in other.parameters():
+        parameter.data = torch.randn_like(parameter)
+    written.load_state_dict(unstack_experts(other, other.state_dict()))
+    torch.testing.assert_close(written(torch.ones(3, DIM)), other(torch.ones(3, DIM)))
+
+
+class Normalizing(nn.Module):
+    """Divides rows by their norm, before and after a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x / x.norm(dim=-1, keepdim=True) @ self.weight
+        return hidden / hidden.norm(dim=-1, keepdim=True)
+
+
+class NormalizingList(InAList):
+    def make(self) -> nn.Module:
+        return nn.ModuleList([Normalizing() for _ in range(EXPERTS)])
+
+
+def gradients_of_normalizing(sharded: bool, tokens: int) -> list[Tensor]:
+    """Gradients of the input, the router and the experts (E, D, D), of the first `tokens` tokens."""
+    with in_float64():
+        torch.manual_seed(0)
+        layer: Any = NormalizingList()
+        x = batches(0)
+        if sharded:
+            rank, world = collectives.rank(), collectives.world_size()
+            layer.rewrite()
+            layer.rewritten = True
+            groups = make_expert_groups(world)
+            stacks = shard_experts(nn.ModuleDict({"layer": layer}), groups, spare_slots=1)
+            x = x[:tokens] if rank == 0 else x[tokens:]
+        x.requires_grad_()
+        layer(x).square().sum().backward()
+        if not sharded:
+            return [x.grad, layer.router.weight.grad, torch.stack([expert.weight.grad for expert in layer.experts])]
+        (stack,) = stacks.values()
+        held = [slot for slot, expert in enumerate(stack.placement.slots[rank]) if expert >= 0]
+        assert layer.experts.weight.grad.isfinite().all()
+        return [x.grad, layer.router.weight.grad, world * layer.experts.weight.grad[held]]
+
+
+@pytest.mark.parametrize(("world", "tokens"), [(1, 8), (2, 5), (2, 8)])
+def test_stacked_experts_that_normalize_rows_have_the_gradients_of_the_list(world: int, tokens: int):
+    """Slots are filled up, some get no row, some hold no expert, and a rank may have no tokens."""
+    expected = gradients_of_normalizing(False, 8)
+    ranks = run_distributed(gradients_of_normalizing, world, True, tokens)
+    torch.testing.assert_close(torch.cat([rank[0] for rank in ranks]), expected[0])
+    torch.testing.assert_close(sum(rank[1] for rank in ranks), expected[1])
+    torch.testing.assert_close(torch.cat([rank[2] for rank in ranks]), expected[2])
+
+
 def test_stack_experts_of_unequal_modules_raises():
     one = nn.Linear(3, 3)
     different = [nn.Sequential(nn.Linear(3, 3), act) for act in (nn.ReLU(), nn.GELU())]
-    for experts in (different, [nn.BatchNorm1d(3), nn.BatchNorm1d(3)], [one, one]):
+    for unequal in (different, [nn.BatchNorm1d(3), nn.BatchNorm1d(3)], [one, one]):
         with pytest.raises(UserError, match="Use modules of one kind without buffers"):
-            stack_experts(experts)
+            stack_experts(unequal)

@@ -109,13 +109,20 @@ def test_training_with_differently_seeded_ranks_equals_rank_0_alone(
         torch.testing.assert_close(weights[name], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_parameter_shared_by_router_and_experts_raises_before_anything_is_changed():
-    model = Block()
-    model.gate.table = model.experts.up
-    before = dict(vars(model.experts))
-    with pytest.raises(UserError, match=r"share a parameter with 'gate.table'"):
+@pytest.mark.parametrize("place", ["router", "moe", "view"])
+def test_table_shared_with_the_router_of_any_layer_raises(place: str):
+    if place == "moe":
+        layer = experts.make_moe(DIM, 8, EXPERTS, 2)
+        model: Any = nn.Sequential(layer)
+        layer.router.table = layer.experts.up
+    else:
+        model = Block()
+        table = model.experts.up
+        model.gate.table = nn.Parameter(table.data) if place == "view" else table
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(UserError, match=r"share a parameter with '.*(gate|router)\.table'"):
         experts.shard_experts(model, experts.make_expert_groups(1))
-    assert dict(vars(model.experts)) == before
+    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 def join_with_weights_of(dtype: torch.dtype) -> dict[str, Any]:
@@ -133,3 +140,13 @@ def join_with_weights_of(dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_join_serves_routing_weights_of_another_dtype(dtype: torch.dtype):
     assert [found["calls"] for found in run_distributed(join_with_weights_of, 2, dtype)] == [1, 3]
+
+
+def test_shard_experts_of_a_model_in_eval_mode_counts_forward_passes_with_gradients():
+    model = nn.ModuleList([Block(), experts.make_moe(DIM, 8, EXPERTS, 2)]).eval()
+    stacks = experts.shard_experts(model)
+    for block in model:
+        block(torch.randn(TOKENS, DIM))
+        with torch.no_grad():
+            block(torch.randn(TOKENS, DIM))
+    assert [int(stack.log.load_E.sum()) for stack in stacks.values()] == [2 * TOKENS, 2 * TOKENS]

@@ -7,12 +7,14 @@ from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.integrations.accelerate.test_expert_parallel import Model, place
 from tests.support.helpers import run_distributed
+from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
@@ -77,3 +79,21 @@ def test_layer_is_gathered_whole_and_its_part_raises(world: int, stride: int) ->
     assert torch.equal(part["experts.up"], expected["experts.up"][[0, 2]])
     assert all(nothing == {} for nothing, _, _ in others)
     assert said.startswith("model.state_dict() would have the experts of this rank")
+
+
+def save_after_unequal_steps(folder: Path) -> None:
+    layer = make_moe(8, 16, 4, 2, groups=make_expert_groups(2))
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.randn(6, 8)).sum().backward()
+    optimizer.step()
+    for parameter in layer.experts.parameters():
+        optimizer.state[parameter]["step"] += 2 * (1 - dist.get_rank())
+    experts.save(folder, nn.ModuleDict({"moe": layer}), optimizer)
+
+
+def test_load_of_rows_with_unequal_steps_takes_the_largest(tmp_path: Path) -> None:
+    run_distributed(save_after_unequal_steps, 2, tmp_path / "saved")
+    layer = make_moe(8, 16, 4, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    experts.load(tmp_path / "saved", nn.ModuleDict({"moe": layer}), optimizer)
+    assert [float(optimizer.state[parameter]["step"]) for parameter in layer.experts.parameters()] == [3, 3]

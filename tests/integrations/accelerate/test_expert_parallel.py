@@ -287,6 +287,22 @@ def metrics_beside_the_callback() -> tuple[Any, ...]:
     return before, lines, experts.metrics()
 
 
+def output_dtypes() -> dict[str, torch.dtype]:
+    found = {}
+    for dense in ("ddp", "fsdp2"):
+        AcceleratorState._reset_state()
+        experts = ExpertParallel(Accelerator(cpu=True, mixed_precision="bf16"), dense=dense)  # type: ignore[arg-type]
+        model = Model()
+        prepared, _ = experts.prepare(model, torch.optim.SGD(model.parameters()))
+        found[dense] = prepared(torch.randn(4, 5)).dtype
+    return found
+
+
+def test_outputs_under_mixed_precision_are_float32_with_ddp_and_fsdp2() -> None:
+    for found in run_distributed(output_dtypes, 2):
+        assert found == {"ddp": torch.float32, "fsdp2": torch.float32}
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_metrics_equal_what_the_callback_records(world: int) -> None:
     ranks = run_distributed(metrics_beside_the_callback, world)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -180,3 +181,27 @@ def said_of_batch_norm() -> list[bool]:
 @pytest.mark.parametrize(("world", "expected"), [(1, [[False, False]]), (2, [[True, False], [False, False]])])
 def test_prepare_says_that_processes_have_their_own_batch_norm(world: int, expected: list[list[bool]]):
     assert run_distributed(said_of_batch_norm, world) == expected
+
+
+class OnHub(Model, PyTorchModelHubMixin):
+    """A model that another library than transformers saves."""
+
+
+def saved_by_the_hub(folder: Path) -> tuple[Tensor, Tensor]:
+    """Return outputs of a trained model, and of the model that was saved and loaded."""
+    model, accelerator = OnHub(), Accelerator(cpu=True)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    with ExpertParallel(accelerator, placement=place("shuffled")) as experts:
+        prepared, optimizer = experts.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(prepared(x).square().sum())
+        optimizer.step()
+        model.save_pretrained(folder)
+        accelerator.wait_for_everyone()
+        with torch.no_grad():
+            return prepared(x), OnHub.from_pretrained(folder)(x)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_save_pretrained_of_a_hub_mixin_has_the_experts_of_all_ranks(world: int, tmp_path: Path):
+    for output, again in run_distributed(saved_by_the_hub, world, tmp_path / "model"):
+        torch.testing.assert_close(again, output)

@@ -221,7 +221,7 @@ def judge(family: str, folder: Path) -> dict[str, Any]:
         refusal, found = attempt(family, folder, find_unused=True)
     if refusal:
         assert "no experts that can be sharded" in refusal, refusal
-        return {"family": family, "note": "refused"}
+        return {"family": family, "note": "not supported"}
     if not router_is_watched(family):
         notes.append("no `RouterPenalty`")
     refusal, adapters = attempt_adapters(family, folder)
@@ -230,7 +230,7 @@ def judge(family: str, folder: Path) -> dict[str, Any]:
         assert "no experts that can be sharded" in refusal or "are not supported" in refusal, refusal
         notes.append("no adapters")
     elif "export" not in adapters:
-        notes.append("stock PEFT does not read the adapters that it saved itself")
+        notes.append("unmodified PEFT cannot read its own adapters")
     return {"family": family, "note": ", ".join(notes), **found}
 
 
@@ -303,25 +303,25 @@ def _cell(step: str, difference: float | None) -> str:
 
 def page(found: list[dict[str, Any]]) -> str:
     rows, refused = "\n".join(lines(found)), sum("train" not in each for each in found)
-    return f"""# Find your model among the mixtures of transformers
+    return f"""# MoE families of transformers
 
-Written by `make families` with transformers {transformers.__version__}, and compared with what the installed release
-does by `tests/integrations/transformers/test_mixtures.py`. Each family that has a configuration with a number of
-experts and a vocabulary is built small, with random weights: {len(found)} are, of which {len(found) - refused} train
-under `ExpertParallel` and {refused} are refused in one line.
+`make families` wrote this table with transformers {transformers.__version__}, and
+`tests/integrations/transformers/test_mixtures.py` compares it with the installed release. Of {len(found)} families
+with a number of experts and a vocabulary, {len(found) - refused} train under `ExpertParallel`. Models are small and
+have random weights.
 
-- **train**: with experts spread over two processes, gradients and weights after a step are those of one process.
-- **move**: so they are after experts have moved to other ranks and slots, with the optimizer's rows.
-- **save**: `save_pretrained` of `toolkit.integrations.transformers` writes the files that one process writes.
-- **load**: with `experts_in_files()` each rank reads the rows of its experts alone, the same as of a whole model.
-- **adapt**: PEFT's adapters of all stacked matrices of experts learn in a step what stock PEFT has them learn.
-- **export**: stock PEFT loads the adapters that `save_pretrained` writes, without a difference.
-- `find_unused_parameters=True`: some parameters have no gradient. Make the accelerator with
+- **train**: gradients and weights after a step on two processes equal one process.
+- **move**: they are equal after experts and optimizer rows migrated.
+- **save**: `save_pretrained` of `toolkit.integrations.transformers` writes equal files.
+- **load**: with `experts_in_files()` each rank reads only its own experts, bitwise identical to a full load.
+- **adapt**: PEFT's adapters of experts train as in unmodified PEFT.
+- **export**: unmodified PEFT loads the saved adapters bitwise identically.
+- `find_unused_parameters=True`: some parameters have no gradient. Use
   `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`.
-- no `RouterPenalty`: the router does not return (logits, weights, ids), or is not beside the experts. Use the model's
-  own balance loss.
-- no adapters: of experts; `prepare` refuses them in one line. Adapters of attention are PEFT's as always.
-- refused: call `accelerator.prepare` instead, which trains the family under DDP or FSDP without expert parallelism.
+- no `RouterPenalty`: the router does not return (logits, weights, ids) next to the experts. Use the model's auxiliary
+  loss.
+- no adapters: adapters of experts raise an error; adapters of attention work.
+- not supported: `ExpertParallel` raises an error. Use `accelerator.prepare`.
 
 | family | train | move | save | load | adapt | export | note |
 |---|---|---|---|---|---|---|---|

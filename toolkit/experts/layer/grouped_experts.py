@@ -71,7 +71,7 @@ class GroupedExperts(nn.Module):
                 weight.data[slot].copy_(row.normal_(std=std, generator=draws))
 
     def weights(self) -> Weights:
-        """Returns weights for `forward` whose gradients are computed late: autograd runs the backward of everything
+        """Return weights for `forward` whose gradients are computed late: autograd runs the backward of everything
         that was computed between this call and `forward` first, because no other gradient depends on them."""
         later = LaterGradients()
         up, down = TakeLater.apply(self.up, self.down, later)

@@ -55,7 +55,7 @@ def grouped_product(left: Tensor, right: Tensor, ends_S: Int[Tensor, " S"]) -> T
         return left.new_zeros(_shape_of_product(left, right, ends_S))
     product = _product(left, right, ends_S)
     if right.ndim == 2 and leaves_empty_slots_unset(left.device):
-        product.masked_fill_(_is_empty(ends_S), 0)
+        product.masked_fill_(_is_empty(ends_S, 3), 0)
     return product
 
 
@@ -66,9 +66,9 @@ def leaves_empty_slots_unset(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
-def _is_empty(ends_S: Int[Tensor, " S"]) -> Tensor:
-    """(S, 1, 1) bool: slots without rows."""
-    return (ends_S.diff(prepend=ends_S.new_zeros(1)) == 0).view(-1, 1, 1)
+def _is_empty(ends_S: Int[Tensor, " S"], dimensions: int) -> Tensor:
+    """Return whether a slot has no rows, shape (S, 1, ...) of so many dimensions."""
+    return (ends_S.diff(prepend=ends_S.new_zeros(1)) == 0).view(-1, *[1] * (dimensions - 1))
 
 
 class ZeroEmptySlots(torch.autograd.Function):
@@ -82,7 +82,7 @@ class ZeroEmptySlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (ends_S,) = ctx.saved_tensors
-        return grads[0].masked_fill(_is_empty(ends_S), 0), None
+        return grads[0].masked_fill(_is_empty(ends_S, grads[0].ndim), 0), None
 
 
 def _product(left: Tensor, right: Tensor, ends_S: Int[Tensor, " S"]) -> Tensor:
@@ -171,7 +171,8 @@ def in_equal_batches(
     """Return what `compute` makes of an equal batch for each slot. A host sync: batches are as long as the longest.
 
     Args:
-        compute: Is called with the rows of each slot, filled up with zeros, whose outputs are dropped.
+        compute: Is called with the rows of each slot, filled up with copies of a row, whose outputs are dropped:
+            experts that normalize rows would make NaN of zeros.
         rows_ND: Rows in slot order, shape (N, D).
         rows_per_slot: Rows of each slot, int64, shape (S,).
     """
@@ -180,6 +181,7 @@ def in_equal_batches(
     first_S = rows_per_slot.cumsum(0) - rows_per_slot
     slot_N = torch.arange(slots, device=here).repeat_interleave(rows_per_slot, output_size=len(rows_ND))
     place_N = slot_N * longest + torch.arange(len(rows_ND), device=here) - first_S[slot_N]
-    filled = rows_ND.new_zeros(slots * longest, rows_ND.shape[1]).index_copy(0, place_N, rows_ND)
+    row_of_place = first_S.clamp(max=len(rows_ND) - 1).repeat_interleave(longest)
+    filled = rows_ND.detach().index_select(0, row_of_place).index_copy(0, place_N, rows_ND)
     outputs = compute(filled.view(slots, longest, rows_ND.shape[1]))
     return outputs.reshape(-1, outputs.shape[-1]).index_select(0, place_N)

@@ -32,7 +32,7 @@ class RoutingReport(Protocol):
 
     @property
     def routing(self) -> Routing | None:
-        """Returns None before the first forward."""
+        """Return None before the first forward."""
         ...
 
     @property

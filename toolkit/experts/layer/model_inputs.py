@@ -25,7 +25,7 @@ class _Call(NamedTuple):
     attention_mask_BL: Tensor | None
     """0 for padding; None where there is none, or where it does not say so (a mask of pairs of tokens)."""
     has_cache: bool
-    """Says whether the mask begins with tokens of earlier forwards."""
+    """Whether the mask begins with tokens of earlier forwards."""
     adds_balance_loss: bool
 
 
@@ -34,7 +34,7 @@ _calls: list[_Call] = []
 
 
 def watch_inputs(model: nn.Module) -> None:
-    """Notes what each forward of `model` is called with. A second call does nothing; copies are watched as well."""
+    """Note what each forward of `model` is called with. A second call does nothing; copies are watched as well."""
     if "inputs_are_watched" not in vars(model):
         model.inputs_are_watched = True  # type: ignore[assignment]
         model.register_forward_pre_hook(_begin, with_kwargs=True)
@@ -65,7 +65,7 @@ def _end(*_: Any) -> None:
 
 
 def counted_tokens(tokens: int) -> Bool[Tensor, " T"] | None:
-    """Returns bool (T), False for the padding among the `tokens` of a layer; None where no mask of so many tokens was
+    """Return bool (T), False for the padding among the `tokens` of a layer; None where no mask of so many tokens was
     given.
 
     They are those that `attention_mask` (B, L) of the forward under way marks with 0. No host sync.
@@ -79,12 +79,12 @@ def counted_tokens(tokens: int) -> Bool[Tensor, " T"] | None:
 
 
 def model_adds_balance_loss() -> bool:
-    """Returns whether the forward under way returns a loss that has a balance loss of the model's own."""
+    """Return whether the forward under way returns a loss that has a balance loss of the model's own."""
     return bool(_calls) and _calls[-1].adds_balance_loss
 
 
 def own_balance_loss(model: nn.Module) -> str | None:
-    """Returns the settings by which `model` adds a balance loss of its own to its loss; None where it does not."""
+    """Return the settings by which `model` adds a balance loss of its own to its loss; None where it does not."""
     config = getattr(model, "config", None)
     name, value = _coefficient(model)
     if not getattr(config, "output_router_logits", False) or value == 0:

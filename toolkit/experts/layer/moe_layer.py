@@ -36,10 +36,13 @@ class MoE(nn.Module):
     layer saves no activations and runs again in the backward pass, with the routing of the forward pass.
     """
 
+    experts: Any
+    """`GroupedExperts`, or a module of the `expert_type` of `make_moe`."""
+
     def __init__(
         self,
         router: TopKRouter,
-        experts: GroupedExperts,
+        experts: nn.Module,
         expert_stack: ExpertStack,
         shared_expert: nn.Module | None = None,
         *,
@@ -127,7 +130,7 @@ class MoE(nn.Module):
             dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
             dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
         choices = Choices(routing.expert_ids_TK, None)
-        training = self.training and (torch.is_grad_enabled() or in_reentrant_forward())
+        training = torch.is_grad_enabled() or in_reentrant_forward()
         self.expert_stack.record(plan, choices, x_TD, routing.weights_TK, y_TD, training=training, dropped_E=dropped_E)
 
 
@@ -146,9 +149,10 @@ def make_moe(
     recompute: Recompute = "none",
     router: RouterOptions | None = None,
     router_type: Callable[..., TopKRouter] = TopKRouter,
+    expert_type: Callable[..., nn.Module] = GroupedExperts,
     seed: int = 0,
 ) -> MoE:
-    """Returns a layer whose tokens use `top_k` of `num_experts` experts each: it maps (..., `dim`) to (..., `dim`).
+    """Return a layer whose tokens use `top_k` of `num_experts` experts each: it maps (..., `dim`) to (..., `dim`).
 
     For experts that are split, merged and pruned while training: `toolkit.dynamic.dynamic_layer`.
 
@@ -167,6 +171,8 @@ def make_moe(
             layer (full).
         router: How experts are chosen and balanced; None: a softmax and a balance loss.
         router_type: A class in place of `TopKRouter`.
+        expert_type: A class in place of `GroupedExperts`, with the arguments of its `__init__`. Its own parameters have
+            one row per slot. It is called with rows (N, D) in slot order and the rows of each slot, int64 (S,).
         seed: Of the initial weights, which depend on an expert's id and not on its rank.
 
     Raises:
@@ -190,7 +196,7 @@ def make_moe(
         placement = initial_placement(num_experts, groups.ep_size, placement, spare_slots=spare_slots)
     if placement.num_experts != num_experts:
         raise ValueError(f"a placement of {placement.num_experts} experts for a layer of {num_experts}")
-    experts = GroupedExperts(
+    experts = expert_type(
         dim,
         hidden_dim,
         expert_ids=placement.experts_on(groups.ep_rank),
@@ -198,7 +204,7 @@ def make_moe(
         recompute=recompute == "selective",
         seed=seed,
     )
-    stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
+    stack = ExpertStack(dict(experts.named_parameters(recurse=False)), placement, groups)
     return MoE(
         router_type(dim, num_experts, top_k, router),
         experts,

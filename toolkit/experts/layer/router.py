@@ -45,7 +45,7 @@ class ChoiceHook(Protocol):
     def choose(
         self, own: Callable[[], Int[Tensor, "T K"]], *, tokens: int, top_k: int, choices: int, device: torch.device
     ) -> Int[Tensor, "T K"]:
-        """Returns the experts of each token, for a router that would itself choose `own()` out of `choices`."""
+        """Return the experts of each token, for a router that would itself choose `own()` out of `choices`."""
         ...
 
 

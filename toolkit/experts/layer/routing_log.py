@@ -58,13 +58,13 @@ class Choices(NamedTuple):
     """bool: False for padding; None without padding."""
 
     def kept(self) -> Bool[Tensor, "T K"]:
-        """Returns `kept_TK`, True everywhere where it is None."""
+        """Return `kept_TK`, True everywhere where it is None."""
         if self.kept_TK is None:
             return torch.ones_like(self.expert_ids_TK, dtype=torch.bool)
         return self.kept_TK
 
     def load(self, num_experts: int) -> Int[Tensor, " E"]:
-        """Returns int64 (E), how many of the kept choices are each expert's."""
+        """Return int64 (E), how many of the kept choices are each expert's."""
         ids_N = self.expert_ids_TK.flatten()
         return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, self.kept().flatten().long())
 
@@ -109,11 +109,11 @@ class RoutingLog:
         return RoutingLog, (self.num_experts, self.groups)
 
     def cursor(self) -> Cursor:
-        """Returns a reader of sums, from now on."""
+        """Return a reader of sums, from now on."""
         return Cursor(self)
 
     def follow(self, *, choices: bool = False) -> ForwardCursor:
-        """Returns a reader of single forwards, from now on; with `choices` also of each token's experts.
+        """Return a reader of single forwards, from now on; with `choices` also of each token's experts.
 
         What it has not taken is kept for it, so it should read after each step, or every few. Entries are no longer
         kept once the cursor is garbage collected.
@@ -124,7 +124,7 @@ class RoutingLog:
         return cursor
 
     def add(self, forward: RoutedForward) -> None:
-        """Counts one training forward."""
+        """Count one training forward."""
         self.load_E = self.load_E.to(forward.load_E.device) + forward.load_E
         self.last = forward
         if forward.dropped_E is not None:
@@ -147,11 +147,11 @@ class Cursor:
         self.advance()
 
     def advance(self) -> None:
-        """Marks everything as read."""
+        """Mark everything as read."""
         self._read_E = self.log.load_E
 
     def new_load_E(self) -> Int[Tensor, " E"]:
-        """Returns int64 (E), this rank's new assignments per expert."""
+        """Return int64 (E), this rank's new assignments per expert."""
         return self.log.load_E - self._read_E.to(self.log.load_E.device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Cursor:
         return {"load": sum_over_ranks(load_PE).tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Marks as unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
+        """Mark as unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
         self.advance()
         groups = self.log.groups
         load_RE = torch.tensor(state["load"], device=self._read_E.device)
@@ -184,17 +184,17 @@ class ForwardCursor:
         return len(self._waiting)
 
     def take(self) -> list[RoutedForward]:
-        """Returns the forwards since the last time, in order."""
+        """Return the forwards since the last time, in order."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
     def deliver(self, forward: RoutedForward) -> None:
-        """Takes in a forward; the log calls it."""
+        """Take in a forward; the log calls it."""
         self._waiting.append(forward if self.choices else forward._replace(choices=None))
 
 
 def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E E"]:
-    """Returns int64 (E, E), how many tokens chose both experts; the diagonal holds the tokens that chose the expert at
+    """Return int64 (E, E), how many tokens chose both experts; the diagonal holds the tokens that chose the expert at
     all."""
     ids_TK = torch.cat([part.expert_ids_TK for part in choices])
     kept_TK = torch.cat([part.kept() for part in choices]).long()
@@ -214,7 +214,7 @@ class Sample(NamedTuple):
 
 
 def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | None]:
-    """Returns for each layer up to `tokens` tokens of each rank; None where no rank had a forward. A collective."""
+    """Return for each layer up to `tokens` tokens of each rank; None where no rank had a forward. A collective."""
     mine: list[tuple[NDArray[np.int32], int] | None] = []
     for log in logs:
         if log.last is None or log.last.choices is None:
@@ -240,7 +240,7 @@ def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | No
 
 
 def take_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
-    """Returns int64 (E) of each layer, new assignments per expert over all ranks, in one reduction, and marks them as
+    """Return int64 (E) of each layer, new assignments per expert over all ranks, in one reduction, and marks them as
     read. A collective."""
     if not cursors:
         return []

@@ -250,7 +250,7 @@ class _Flight:
         self._result: Tensor | None = None
 
     def begin(self, rows: Tensor, sizes: Sizes) -> Tensor:
-        """Returns the tensor that has the rows of the peers after `end`."""
+        """Return the tensor that has the rows of the peers after `end`."""
         self._result = rows.new_empty(sum(sizes.received), rows.shape[1])
         self._work = dist.all_to_all_single(
             self._result, rows, sizes.received, sizes.sent, group=sizes.group, async_op=True

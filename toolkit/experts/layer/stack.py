@@ -6,6 +6,7 @@ A module with such a stack gives no part of its state dict for the whole, and ta
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,12 +97,12 @@ class ExpertStack:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Returns them by name; dimension 0 counts this rank's slots."""
+        """Return them by name; dimension 0 counts this rank's slots."""
         return self._parameters
 
     @property
     def device(self) -> torch.device:
-        """Returns where the experts are computed, and their rows exchanged."""
+        """Return where the experts are computed, and their rows exchanged."""
         return next(iter(self.computed_on.values()), next(iter(self.parameters.values())).device)
 
     @property
@@ -109,7 +110,7 @@ class ExpertStack:
         return self.dispatcher.placement
 
     def in_files(self, name: str) -> RowsInFiles:
-        """Returns how files have the rows of the parameter `name`."""
+        """Return how files have the rows of the parameter `name`."""
         return self._in_files.get(name, "stacked")
 
     @property
@@ -132,6 +133,16 @@ class ExpertStack:
         `toolkit.experts.moving.migrate`."""
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
+        unknown = [each for each in self.copies if not each.is_known_to_stay]
+        if unknown and new != self.placement:
+            for each in unknown:
+                each.is_known_to_stay = True
+            warnings.warn(
+                "the experts of a copy of this model (an EMA, a reference model) stay in their slots while experts "
+                "move. Average weights by toolkit.experts.ema_update(copy, model), or call place_experts(copy, "
+                "placements, None) first.",
+                stacklevel=3,
+            )
         self.dispatcher.place(new)
         self.mark()
 
@@ -259,7 +270,7 @@ def hook_state(module: nn.Module) -> None:
 
 
 def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001
-    """Raises UserError where the experts of this rank, in the order of its slots, would be taken for all of them.
+    """Raise UserError where the experts of this rank, in the order of its slots, would be taken for all of them.
 
     Whoever passes `keep_vars` asks for the parameters that are here, and gets them.
     """
@@ -272,7 +283,7 @@ def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) 
 
 
 def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes the rows of this rank's slots out of experts as files have them, all in order of ids."""
+    """Take the rows of this rank's slots out of experts as files have them, all in order of ids."""
     stack: ExpertStack = vars(module)["expert_stack"]
     stacked = {id(parameter) for name, parameter in stack.parameters.items() if stack.in_files(name) == "stacked"}
     for name, parameter in module.named_parameters():
@@ -296,13 +307,13 @@ def stacked(saved: Tensor, form: RowsInFiles, experts: int) -> Tensor:
 
 
 def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:
-    """Returns the rows of `experts`, zeros for an empty slot."""
+    """Return the rows of `experts`, zeros for an empty slot."""
     index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
     return clear_empty(stacked.index_select(0, index), experts)
 
 
 def clear_empty(rows: Tensor, experts: Sequence[int]) -> Tensor:
-    """Returns `rows`, whose empty slots are made zeros in place."""
+    """Return `rows`, whose empty slots are made zeros in place."""
     for slot, expert in enumerate(experts):
         if expert == EMPTY_ROW:
             rows[slot].zero_()
@@ -311,7 +322,7 @@ def clear_empty(rows: Tensor, experts: Sequence[int]) -> Tensor:
 
 @contextmanager
 def only_names_are_read(model: nn.Module) -> Iterator[None]:
-    """Lets state dicts of `model` be made, of which no more than names is read, as PEFT does to load adapters."""
+    """Let state dicts of `model` be made, of which no more than names is read, as PEFT does to load adapters."""
     stacks = list(expert_stacks(model).values())
     for stack in stacks:
         stack.only_names_are_read = True

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -73,7 +72,6 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
             f"placement: {new.num_experts} experts in {new.slots_per_rank} slots, the layer has {old.num_experts} in "
             f"{old.slots_per_rank}. Move experts between the slots there are."
         )
-    _warn_of_copies(stack, new)
     groups = stack.groups
     weights = rows_of_weights(stack)
     states = rows_of_states(stack, optimizer)
@@ -139,19 +137,6 @@ def place_experts(
     for name in wanted:
         _require_prepared(optimizer, stacks[name])
     return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
-
-
-def _warn_of_copies(stack: ExpertStack, new: ExpertPlacement) -> None:
-    unknown = [each for each in stack.copies if not each.is_known_to_stay]
-    if unknown and stack.placement != new:
-        for each in unknown:
-            each.is_known_to_stay = True
-        warnings.warn(
-            "the experts of a copy of this model (an EMA, a reference model) stay in their slots while experts move. "
-            "Before weights of the two are averaged or exchanged, call "
-            "toolkit.experts.moving.migrate.place_experts(copy, placements, None).",
-            stacklevel=3,
-        )
 
 
 def _require_prepared(optimizer: Optimizer | None, stack: ExpertStack) -> None:

@@ -18,7 +18,7 @@ _KINDS: tuple[type[Exception], ...] = (RuntimeError, UserError, OSError)
 
 
 def rank() -> int:
-    """Returns that of this process; 0 where it is alone."""
+    """Return that of this process; 0 where it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -16,7 +16,7 @@ from toolkit.experts.parallel.ownership import is_owned
 
 
 def leave_out_of_ddp(model: nn.Module, equal: Sequence[str] = ()) -> None:
-    """Puts owned parameters, and what is equal on all ranks for ever, on the list of what DDP leaves alone.
+    """Put owned parameters, and what is equal on all ranks for ever, on the list of what DDP leaves alone.
 
     DDP then neither overwrites them with the first rank's nor averages their gradients. Without DDP it changes nothing.
 

@@ -34,7 +34,7 @@ def fully_shard_dense(
     is_synchronising: Callable[[], bool] = lambda: True,
     autocast: torch.dtype | None = None,
 ) -> None:
-    """Shards all parameters of `model` but `ignored` over the ranks, in place; all go to the device. A collective.
+    """Shard all parameters of `model` but `ignored` over the ranks, in place; all go to the device. A collective.
 
     Modules that repeat in a list are gathered one at a time, and so are those whose parameters have another type than
     most, such as a router in float32; the rest together.
@@ -64,6 +64,8 @@ def fully_shard_dense(
         "reshard_after_forward": True,
     }
     for unit in [*_units(model, {parameter for parameter in before.values() if parameter.requires_grad}), model]:
+        if unit is model and autocast is not None:  # as Accelerate returns outputs
+            options["mp_policy"] = MixedPrecisionPolicy(output_dtype=torch.float32)
         fully_shard(unit, **options)
     after = dict(model.named_parameters())
     sharded = {parameter: after[name] for name, parameter in before.items()}
@@ -95,7 +97,7 @@ def _refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], replaced: Mapping
 
 
 def _make_mesh(device_type: str, fsdp_size: int | None) -> DeviceMesh:
-    """Makes a mesh of one dimension, or for several sets of shards of two: ranks with the same shard, and ranks of the
+    """Make a mesh of one dimension, or for several sets of shards of two: ranks with the same shard, and ranks of the
     same set."""
     world = world_size()
     if fsdp_size in (None, world):
@@ -126,7 +128,7 @@ def _replicate(
 
     @torch.compiler.disable
     def sum_within_sets(module: nn.Module, _: Any) -> None:
-        """Leaves sums within the sets until the last micro-batch of a step."""
+        """Leave sums within the sets until the last micro-batch of a step."""
         assert isinstance(module, FSDPModule)
         module.set_requires_all_reduce(is_synchronising())
 
@@ -134,7 +136,7 @@ def _replicate(
     units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
     def refuse_partial_sums(*_: Any) -> None:
-        """Refuses partial sums of a block whose last micro-batch had no backward, which would have summed them over the
+        """Raise UserError for partial sums of a block whose last micro-batch had no backward pass to sum them over the
         sets."""
         for name, module in units:
             if awaits_all_reduce(module):

@@ -160,7 +160,7 @@ SetData = Callable[[Tensor, Tensor], None]
 
 
 def _set_data(parameter: Tensor, data: Tensor) -> None:
-    """Keeps the node that accumulates the parameter's gradients: DDP has its hooks there."""
+    """Keep the node that accumulates the parameter's gradients: DDP has its hooks there."""
     parameter.data = data
 
 

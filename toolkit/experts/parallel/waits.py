@@ -56,7 +56,7 @@ class Waits:
     def timed(
         self, kind: str, device: torch.device, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Returns what `collective` returns."""
+        """Return what `collective` returns."""
         if torch.compiler.is_compiling() or not self.on:
             return collective(*args, **kwargs)
         begin = mark(device)

@@ -82,19 +82,19 @@ class ExpertPlacement:
         return tuple(tuple(places) for places in replicas)
 
     def replicas(self, expert: int) -> tuple[Place, ...]:
-        """Returns the places of `expert`, by rank."""
+        """Return the places of `expert`, by rank."""
         return self._replicas[expert]
 
     def owner(self, expert: int) -> Place:
-        """Returns the replica that the optimizer updates: that of the lowest rank."""
+        """Return the replica that the optimizer updates: that of the lowest rank."""
         return self._replicas[expert][0]
 
     def replica_on(self, expert: int, rank: int) -> Place | None:
-        """Returns the place of `expert` on `rank`, or None."""
+        """Return the place of `expert` on `rank`, or None."""
         return next((place for place in self._replicas[expert] if place.rank == rank), None)
 
     def experts_on(self, rank: int) -> list[int]:
-        """Returns the expert id of each slot of `rank`, `EMPTY_ROW` where it is empty."""
+        """Return the expert id of each slot of `rank`, `EMPTY_ROW` where it is empty."""
         return list(self.slots[rank])
 
     @property
@@ -107,34 +107,34 @@ class ExpertPlacement:
         return tuple(rank * self.stride + slot for (rank, slot), *_ in self._replicas)
 
     def slots_of_experts(self) -> Tensor:
-        """Returns int64 (E, most replicas), the global slots of each expert's replicas by rank, then `EMPTY_ROW`."""
+        """Return int64 (E, most replicas), the global slots of each expert's replicas by rank, then `EMPTY_ROW`."""
         width = max(len(places) for places in self._replicas)
         rows = [[rank * self.stride + slot for rank, slot in places] for places in self._replicas]
         return torch.tensor([row + [EMPTY_ROW] * (width - len(row)) for row in rows])
 
     def num_replicas(self) -> Tensor:
-        """Returns int64 (E), the number of replicas of each expert."""
+        """Return int64 (E), the number of replicas of each expert."""
         return torch.tensor([len(places) for places in self._replicas])
 
     def expert_of_slot(self) -> Tensor:
-        """Returns int64 (ranks, stride), the expert in each slot; `EMPTY_ROW` where it is empty or the rank has fewer
+        """Return int64 (ranks, stride), the expert in each slot; `EMPTY_ROW` where it is empty or the rank has fewer
         slots."""
         return torch.tensor([[*row, *[EMPTY_ROW] * (self.stride - len(row))] for row in self.slots])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold."""
+        """Return what JSON can hold."""
         return {"num_experts": self.num_experts, "slots": [list(row) for row in self.slots]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ExpertPlacement:
-        """Returns the placement that `to_dict` wrote; raises ValueError where the numbers contradict each other."""
+        """Return the placement that `to_dict` wrote; raises ValueError where the numbers contradict each other."""
         placement = cls(tuple(tuple(int(e) for e in row) for row in data["slots"]))
         if placement.num_experts != data["num_experts"]:
             raise ValueError(f"slots hold {placement.num_experts} experts, not {data['num_experts']}")
         return placement
 
     def __str__(self) -> str:
-        """Returns a line per rank, `.` for an empty slot, `'` behind a replica whose owner is elsewhere.
+        """Return a line per rank, `.` for an empty slot, `'` behind a replica whose owner is elsewhere.
 
         rank 0 | 0  3  .
         rank 1 | 1  2  3'
@@ -196,7 +196,7 @@ def _filled(rows: Sequence[Sequence[int]], slots: int) -> ExpertPlacement:
 
 
 def with_spare_slots(placement: ExpertPlacement, per_rank: int) -> ExpertPlacement:
-    """Returns the same experts in the same slots, and `per_rank` empty slots more on each rank."""
+    """Return the same experts in the same slots, and `per_rank` empty slots more on each rank."""
     return ExpertPlacement(tuple((*row, *[EMPTY_ROW] * per_rank) for row in placement.slots))
 
 
@@ -212,12 +212,12 @@ class Move:
 
     @property
     def travels(self) -> bool:
-        """Says whether it leaves its rank."""
+        """Whether it leaves its rank."""
         return self.source_rank != self.rank
 
 
 def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """Returns the rows to copy to get from `old` to `new`, by destination; none for replicas that stay in their slot.
+    """Return the rows to copy to get from `old` to `new`, by destination; none for replicas that stay in their slot.
 
     A rank that has a replica copies from itself, any other from the owner. Experts that are not in `old` have nothing
     to copy.
@@ -233,7 +233,7 @@ def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
 
 
 def owner_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """Returns the moves of what only owners have, such as optimizer rows: from owner to owner.
+    """Return the moves of what only owners have, such as optimizer rows: from owner to owner.
 
     Not a subset of `moves`: a rank whose weights stay in their slot can become the owner.
     """

@@ -19,9 +19,9 @@ class Transfer:
 
     move: Move
     from_buffer: bool
-    """Says whether its rows were put into the buffer of their rank in an earlier round."""
+    """Whether its rows were put into the buffer of their rank in an earlier round."""
     into_buffer: bool
-    """Says whether its slot is itself sent in this round, so that the rows are written when the round ends."""
+    """Whether its slot is itself sent in this round, so that the rows are written when the round ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Round:
 
 
 def schedule(moves: Sequence[Move]) -> list[Round]:
-    """Returns rounds that make every move once, such that no row is overwritten before all its receivers have it; a
+    """Return rounds that make every move once, such that no row is overwritten before all its receivers have it; a
     buffer of one row per rank.
 
     A slot takes its new rows when no slot waits for those it has, or when all that wait receive them in the same round
@@ -74,7 +74,7 @@ class _Draft:
         """Ranks whose buffer is in use."""
 
     def take_chains(self, free: list[Place]) -> None:
-        """Fills the `free` slots, then those that this sends, as far as buffers are free."""
+        """Fill the `free` slots, then those that this sends, as far as buffers are free."""
         self.taken |= dict.fromkeys(free, False)
         while free:
             place = _source(self.pending[free.pop()])
@@ -88,7 +88,7 @@ class _Draft:
         self.busy.add(place.rank)
 
     def cycles(self) -> list[list[Place]]:
-        """Returns the cycles among what is not taken, for whose slots only the next slot of the cycle waits."""
+        """Return the cycles among what is not taken, for whose slots only the next slot of the cycle waits."""
         found = []
         seen = set(self.taken)
         for start in self.pending:
@@ -118,7 +118,7 @@ class _Draft:
             self.take_chains([opening])
 
     def finish(self) -> Round:
-        """Returns the round; its moves are no longer pending."""
+        """Return the round; its moves are no longer pending."""
         transfers = []
         for place, into_buffer in sorted(self.taken.items()):
             move = self.pending.pop(place)

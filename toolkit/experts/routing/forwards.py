@@ -48,14 +48,14 @@ class ModelForwards:
         self._layers: list[Any] = [model.get_submodule(name) for name in named]
         self._cursors = [stack.log.follow() for stack in self.stacks]
         self.may_drop = any(getattr(layer, "capacity_factor", None) is not None for layer in self._layers)
-        """Says whether any layer has a capacity."""
+        """Whether any layer has a capacity."""
 
     def __len__(self) -> int:
         """Forwards that wait to be taken."""
         return max(map(len, self._cursors), default=0)
 
     def active(self) -> NDArray[np.bool_]:
-        """Returns (L, E), which logical experts of each layer are active: all but in layers of dynamic experts. A host
+        """Return (L, E), which logical experts of each layer are active: all but in layers of dynamic experts. A host
         sync."""
         active_LE = np.zeros((len(self.stacks), self.num_experts), dtype=bool)
         for index, (layer, stack) in enumerate(zip(self._layers, self.stacks, strict=True)):
@@ -69,7 +69,7 @@ class ModelForwards:
         return max((stack.num_experts for stack in self.stacks), default=0)
 
     def take(self, *, fill: bool = False) -> list[Forwards]:
-        """Returns the forwards since the last call, in order.
+        """Return the forwards since the last call, in order.
 
         Args:
             fill: Whether layers that were called less often than others get calls without tokens at the end.

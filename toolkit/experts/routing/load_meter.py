@@ -59,11 +59,11 @@ class LoadMeter:
         """The step at which `window` began."""
 
     def fold_when_many(self) -> Window | None:
-        """Calls `fold` if many forwards wait. A collective then, so call it on all ranks after the same steps."""
+        """Call `fold` if many forwards wait. A collective then, so call it on all ranks after the same steps."""
         return self.fold() if len(self.forwards) >= MOST_WAITING else None
 
     def fold(self) -> Window | None:
-        """Adds all ranks' new forwards to the window and returns them. A collective, one reduction."""
+        """Add all ranks' new forwards to the window and returns them. A collective, one reduction."""
         counts: DispatchCounts | None = None
         for placements, sent_FLE, dropped_FLE, visits_FLR, crossings_FLR in self.forwards.take(fill=True):
             here = count(
@@ -123,13 +123,13 @@ class LoadMeter:
         return shares, metrics
 
     def begin(self, step: int) -> None:
-        """Begins a new window at `step`, without what was counted before."""
+        """Begin a new window at `step`, without what was counted before."""
         self.forwards.take(fill=True)
         self.window = self.empty()
         self.began = step
 
     def empty(self) -> Window:
-        """Returns a window of no forwards."""
+        """Return a window of no forwards."""
         group = self.stacks[0].groups.ep_size if self.stacks else 1
         layers = len(self.stacks)
         none_LE = np.zeros((layers, self.forwards.num_experts), dtype=np.int64)

@@ -56,11 +56,11 @@ class DispatchCounts(_Sums):
     many as ranks; over all forwards; 0 if they were not counted."""
 
     def flat(self) -> Ints:
-        """Returns all numbers in one array, for one reduction over ranks."""
+        """Return all numbers in one array, for one reduction over ranks."""
         return np.concatenate([part.ravel() for part in vars(self).values()])
 
     def unflat(self, numbers: Ints) -> DispatchCounts:
-        """Returns the inverse of `flat`, for counts of the same shapes."""
+        """Return the inverse of `flat`, for counts of the same shapes."""
         ends = np.cumsum([part.size for part in vars(self).values()])[:-1]
         pieces = zip(np.split(numbers, ends), vars(self).values(), strict=True)
         return DispatchCounts(*[piece.reshape(part.shape) for piece, part in pieces])
@@ -76,7 +76,7 @@ def count(
     visits_LSR: NDArray[Any] | None = None,
     crossings_LSR: NDArray[Any] | None = None,
 ) -> DispatchCounts:
-    """Counts what some ranks sent in forwards under one placement per layer.
+    """Count what some ranks sent in forwards under one placement per layer.
 
     Args:
         sent_FLSE: Rows from each source rank to each expert.
@@ -125,18 +125,18 @@ class Window(_Sums):
 
     @classmethod
     def of(cls, counts: DispatchCounts) -> Window:
-        """Returns the window of `counts` that are summed over all ranks."""
+        """Return the window of `counts` that are summed over all ranks."""
         imbalance_FL = max_over_mean(counts.received_FLW) * counts.received_FLW.any(-1)
         traffic = counts.sent_LWR, counts.visits_LWR, counts.crossings_LWR
         return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, *traffic)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the sums as JSON values."""
+        """Return the sums as JSON values."""
         return {name: part.tolist() for name, part in vars(self).items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], like: Window) -> Window:
-        """Returns the inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
+        """Return the inverse of `to_dict`. Traffic between another number of ranks than in `like` is left out."""
         parts = {name: np.array(data.get(name, part), dtype=part.dtype) for name, part in vars(like).items()}
         parts["imbalance_FL"] = parts["imbalance_FL"].reshape(-1, like.imbalance_FL.shape[1])
         if parts["sent_LWR"].shape != like.sent_LWR.shape:
@@ -145,7 +145,7 @@ class Window(_Sums):
 
 
 def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """Returns the balance over experts, whatever their placement, given each layer's load (E) of its active experts,
+    """Return the balance over experts, whatever their placement, given each layer's load (E) of its active experts,
     not all 0."""
     over_mean = [load_E / load_E.mean() for load_E in loads]
     each = [expert_imbalance(load_E) for load_E in loads]
@@ -160,7 +160,7 @@ def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
 
 
 def usage_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """Returns the balance over experts in five numbers, whatever the number of layers and experts, given each layer's
+    """Return the balance over experts in five numbers, whatever the number of layers and experts, given each layer's
     load (E); empty without loads. Layers that were not called are left out.
 
     The names are those of huggingface/trl#6514, so that a curve in TRL's logs and one in ours mean the same: entropies
@@ -212,7 +212,7 @@ def traffic_metrics(
     node_of_rank: Sequence[int],
     hierarchical: bool = False,
 ) -> dict[str, float]:
-    """Returns the bytes that dispatch and combine sent, forward and backward, without what recomputation sends again.
+    """Return the bytes that dispatch and combine sent, forward and backward, without what recomputation sends again.
 
     Args:
         window: The sums over all ranks, with visits; with crossings where the exchange is `hierarchical`.
@@ -252,14 +252,14 @@ def traffic_metrics(
 
 
 def deduplicated_metrics(window: Window) -> dict[str, float]:
-    """Returns `moe/cross_node_fraction` as it would be if a token were sent to each node once, however many of its
+    """Return `moe/cross_node_fraction` as it would be if a token were sent to each node once, however many of its
     experts are there. Live only: traces do not have crossings."""
     rows = int(window.sent_LWR.sum())
     return {"moe/cross_node_fraction_deduplicated": int(window.crossings_LWR.sum()) / rows if rows else 0.0}
 
 
 def replica_metrics(placements: Sequence[ExpertPlacement], weight_bytes: Sequence[int]) -> dict[str, float]:
-    """Returns the cost of replicas beyond the first in one EP group, given bytes of one expert per layer: memory of
+    """Return the cost of replicas beyond the first in one EP group, given bytes of one expert per layer: memory of
     weights and gradients; and traffic of a step, gradients to the owner and weights back."""
     extra = [sum(len(place.replicas(e)) - 1 for e in range(place.num_experts)) for place in placements]
     total = sum(replicas * size for replicas, size in zip(extra, weight_bytes, strict=True))

@@ -38,11 +38,11 @@ class Routes:
     weights; -1 in all K places of a token without a route. A call on sequences (B, S) has T = B * S tokens."""
 
     def __len__(self) -> int:
-        """Returns the calls of the model."""
+        """Return the calls of the model."""
         return max(map(len, self.layers), default=0)
 
     def __getitem__(self, call: int) -> Routes:
-        """Returns the routes of one call, for micro-batches that are replayed in another order."""
+        """Return the routes of one call, for micro-batches that are replayed in another order."""
         return Routes([[calls[call]] for calls in self.layers])
 
     def __add__(self, later: Routes) -> Routes:
@@ -51,7 +51,7 @@ class Routes:
 
     @classmethod
     def from_rollout(cls, routed_experts: Sequence[ArrayLike], attention_mask: ArrayLike) -> Routes:
-        """Returns the routes of one call on B sequences, from what vLLM and SGLang return with each.
+        """Return the routes of one call on B sequences, from what vLLM and SGLang return with each.
 
         An array has a row for each token, or one less, because a server does not feed the last token to the model. That
         token, padding, and rows of -1 (in unsigned arrays the largest value) have no route.
@@ -80,7 +80,7 @@ class Routes:
         return cls([[layer_TK] for layer_TK in ids_BSLK.flatten(0, 1).unbind(1)])
 
     def to_rollout(self, attention_mask: ArrayLike) -> list[NDArray[np.int32]]:
-        """Returns for each sequence an array (length, layers, K), as `from_rollout` reads it.
+        """Return for each sequence an array (length, layers, K), as `from_rollout` reads it.
 
         Tokens of several calls on the same B sequences, as in generation, are joined; the last one, which was not fed,
         may be missing.
@@ -97,7 +97,7 @@ class Routes:
         return [ids_SLK[mask_S[: len(ids_SLK)]].numpy() for ids_SLK, mask_S in zip(ids_BSLK, mask_BS, strict=True)]
 
     def flipped(self, other: Routes) -> float:
-        """Returns the fraction of assignments whose expert is none of the token's experts in `other`; 0 where all
+        """Return the fraction of assignments whose expert is none of the token's experts in `other`; 0 where all
         agree.
 
         Tokens without a route are left out.
@@ -128,17 +128,17 @@ class Given(NamedTuple):
     """int64; -1 for tokens whose router chooses."""
     largest: int
     complete: bool
-    """Says whether no token is left to its router: known on the host, so that a forward need not wait for the
+    """Whether no token is left to its router: known on the host, so that a forward need not wait for the
     device."""
 
     def fill(self, choose: Callable[[], Int[Tensor, "T K"]], device: torch.device) -> Int[Tensor, "T K"]:
-        """Returns int64 (T, K), the given experts, and where there are none those of `choose`."""
+        """Return int64 (T, K), the given experts, and where there are none those of `choose`."""
         ids_TK = self.ids_TK.to(device)
         return ids_TK if self.complete else torch.where(ids_TK == NO_ROUTE, choose(), ids_TK)
 
 
 def given(layer: str, ids_TK: Tensor) -> Given:
-    """Returns `ids_TK` of the layer so named, checked. Raises UserError for tokens with a part of a route, or with an
+    """Return `ids_TK` of the layer so named, checked. Raises UserError for tokens with a part of a route, or with an
     expert twice."""
     ids_TK = ids_TK.detach().to(torch.int64)
     missing_TK = ids_TK < 0
@@ -179,33 +179,33 @@ class RouteHook:
         self._repeated = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for copies of the model, which record and replay nothing."""
+        """Return the state for copies of the model, which record and replay nothing."""
         return type(self)(self.layer).__dict__
 
     @property
     def is_active(self) -> bool:
-        """Says whether calls are recorded or replayed."""
+        """Whether calls are recorded or replayed."""
         return bool(self.records) or self._replayed is not None
 
     def repeats(self) -> bool:
-        """Returns whether this is the recomputation of a call that was recorded or replayed."""
+        """Return whether this is the recomputation of a call that was recorded or replayed."""
         return any(call is not None for call in self._recent) and recomputing()
 
     def replay(self, calls: list[Given] | None) -> None:
-        """Gives the next forwards these routes, one each; None ends that."""
+        """Give the next forwards these routes, one each; None ends that."""
         if calls is not None and self._replayed is not None:
             raise UserError("replay_routes is already replaying routes on this model: end it before the next.")
         self._replayed, self._next = calls, 0
 
     @property
     def not_replayed(self) -> int:
-        """Calls whose routes were not used."""
+        """Call whose routes were not used."""
         return len(self._replayed or []) - self._next
 
     def choose(
         self, own: Callable[[], Int[Tensor, "T K"]], *, tokens: int, top_k: int, choices: int, device: torch.device
     ) -> Int[Tensor, "T K"]:
-        """Makes a whole call of a router that would choose as `own`."""
+        """Make a whole call of a router that would choose as `own`."""
         if not tokens:
             return own()
         fixed = self.begin(tokens)
@@ -216,7 +216,7 @@ class RouteHook:
         return ids_TK
 
     def begin(self, tokens: int) -> Given | None:
-        """Returns what is given to this call, or None. Raises UserError where there is nothing left, or for other
+        """Return what is given to this call, or None. Raises UserError where there is nothing left, or for other
         tokens."""
         if recomputing():
             return None if replaying() else self._of_first_run()
@@ -241,7 +241,7 @@ class RouteHook:
             )
 
     def end(self, ids_TK: Int[Tensor, "T K"]) -> None:
-        """Records what this call used."""
+        """Record what this call used."""
         if recomputing():
             return
         for record in self.records:

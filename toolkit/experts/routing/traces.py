@@ -54,7 +54,7 @@ class Trace:
         return hashlib.sha256(shape + np.ascontiguousarray(self.load_FLSE, dtype="<i4").tobytes()).hexdigest()
 
     def load_TLSE(self) -> NDArray[np.int64]:
-        """Returns the loads per optimizer step."""
+        """Return the loads per optimizer step."""
         steps = np.unique(self.step_F, return_inverse=True)[1]
         load = np.zeros((int(steps.max()) + 1, *self.load_FLSE.shape[1:]), dtype=np.int64)
         np.add.at(load, steps, self.load_FLSE)
@@ -74,7 +74,7 @@ class TraceFile:
         self._placements: list[dict[str, Any]] = []
 
     def add(self, load_FLSE: NDArray[Any], step_F: Sequence[int], placements: Sequence[ExpertPlacement]) -> None:
-        """Appends forwards under the same placements, one per layer."""
+        """Append forwards under the same placements, one per layer."""
         now = [placement.to_dict() for placement in placements]
         if not self._placements or self._placements[-1]["layers"] != now:
             self._placements.append({"forward": self._forwards, "layers": now})
@@ -83,7 +83,7 @@ class TraceFile:
         self._chunks, self._forwards = self._chunks + 1, self._forwards + len(step_F)
 
     def close(self, metadata: dict[str, Any]) -> None:
-        """Writes the metadata and renames the file to its final name."""
+        """Write the metadata and renames the file to its final name."""
         facts = {"format": FORMAT, **metadata, "placements": self._placements}
         self._write("metadata", np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8))
         self._zip.close()

@@ -1,6 +1,6 @@
 """Adapters for experts of another layout: they get a forward of hidden (T, D), expert ids (T, K) and weights (T, K).
 
-A layer calls `stack_experts`, `sorted_experts` or `batched_experts` in its `__init__`: see `docs/experts/own_layer.md`.
+A layer calls `stack_experts`, `sorted_experts` or `batched_experts` in its `__init__`: see `docs/experts/moe.md`.
 `adapt_experts` finds two layouts of transformers by their parts: experts that take an equal batch each and are weighted
 at their input (Llama 4), and tables with the rows of all experts one after another (DBRX). Names in state dicts stay.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.grouped_mm import in_equal_batches
+from toolkit.experts.layer.grouped_mm import ZeroEmptySlots, in_equal_batches
 from toolkit.experts.sharding.call import in_order_of_slots
 
 if TYPE_CHECKING:
@@ -37,6 +37,27 @@ def stack_experts(experts: Iterable[nn.Module]) -> StackedExperts:
         UserError: The modules differ in more than the values of their parameters, share some, or have buffers.
     """
     return StackedExperts(list(experts))
+
+
+def unstack_experts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give the experts in a state dict the names and shapes that they have in a `ModuleList`.
+
+    Args:
+        model: The model of the state dict, with the result of `stack_experts` in place of each list.
+        state: A state dict with all experts, such as `whole_state_dict(model)` on rank 0.
+
+    Returns:
+        A state dict for the model with lists.
+    """
+    unstacked = dict(state)
+    for prefix, module in model.named_modules():
+        if isinstance(module, StackedExperts):
+            for stacked, name in module.names.items():
+                rows = unstacked.pop(f"{prefix}.{stacked}" if prefix else stacked)
+                unstacked |= {
+                    f"{prefix}.{expert}.{name}".removeprefix("."): row for expert, row in enumerate(rows.unbind())
+                }
+    return unstacked
 
 
 def sorted_experts(module: Any) -> Any:
@@ -61,7 +82,7 @@ def batched_experts(module: Any) -> Any:
 
     Args:
         module: Has `num_experts` and parameters with a row per expert, such as operands of `einsum` or `bmm`. Batches
-            are filled up with zeros, whose outputs are dropped.
+            are filled up with copies of rows, whose outputs are dropped.
 
     Returns:
         `module`.
@@ -91,8 +112,8 @@ class StackedExperts(nn.Module):
                 "Use modules of one kind without buffers, each with its own parameters."
             )
         self.num_experts = len(experts)
-        self._names = {name.replace(".", "_"): name for name, _ in first.named_parameters()}
-        for stacked, name in self._names.items():
+        self.names = {name.replace(".", "_"): name for name, _ in first.named_parameters()}
+        for stacked, name in self.names.items():
             rows = [expert.get_parameter(name) for expert in experts]
             self.register_parameter(
                 stacked, nn.Parameter(torch.stack([row.detach() for row in rows]), requires_grad=rows[0].requires_grad)
@@ -104,18 +125,20 @@ class StackedExperts(nn.Module):
         self, hidden: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T K"], weights: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
         """Return the weighted sum of each token's expert outputs, shape (T, D)."""
-        return in_order_of_slots(StackedExperts.compute, self, hidden, expert_ids, weights)
+        return in_order_of_slots(StackedExperts.compute, self, hidden, expert_ids, weights)  # type: ignore[arg-type]
 
     def compute(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
         """Return the outputs (N, D) of the experts for rows in order of slots."""
         one = self._one[0].train(self.training)
-        parameters = {name: getattr(self, stacked) for stacked, name in self._names.items()}
+        ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
+        # A slot without rows computes copies of others' rows, and an empty one with weights of zero: NaN, perhaps.
+        parameters = {name: ZeroEmptySlots.apply(getattr(self, key), ends_S) for key, name in self.names.items()}
         call = torch.func.vmap(partial(torch.func.functional_call, one), randomness="different")
         return in_equal_batches(partial(call, parameters), rows_ND, rows_per_slot)
 
 
 def _stack_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    names: dict[str, str] = module._names  # type: ignore[assignment]
+    names: dict[str, str] = module.names  # type: ignore[assignment]
     for stacked, name in names.items():
         rows: list[Tensor] = []
         while (row := state.pop(f"{prefix}{len(rows)}.{name}", None)) is not None:
@@ -131,8 +154,15 @@ def adapt_experts(model: nn.Module) -> None:
     """Give the experts of `model` in known layouts a forward of (hidden, expert ids, weights), in place."""
     module: Any
     for module in list(model.modules()):
-        if _is_scaled_at_input(module):
-            batched_experts(module.experts)
+        experts = getattr(module, "experts", None)
+        if (
+            isinstance(experts, nn.Module)
+            and {name for name, _ in module.named_children()} == {"experts", "router", "shared_expert"}
+            and {"gate_up_proj", "down_proj"} == {name for name, _ in experts.named_parameters()}
+            and hasattr(module, "top_k")
+            and len(inspect.signature(experts.forward).parameters) == 1
+        ):
+            batched_experts(experts)
             module.forward = partial(_scale_inputs, module)
         elif has_fused_tables(module):
             (part,) = module.children()
@@ -140,17 +170,6 @@ def adapt_experts(model: nn.Module) -> None:
             _split_tables(part, list(part.parameters()))
             part.forward = partial(in_order_of_slots, _one_by_one, part)
             module.forward = partial(_call_part, module)
-
-
-def _is_scaled_at_input(block: Any) -> bool:
-    experts = getattr(block, "experts", None)
-    return (
-        isinstance(experts, nn.Module)
-        and {name for name, _ in block.named_children()} == {"experts", "router", "shared_expert"}
-        and {"gate_up_proj", "down_proj"} == {name for name, _ in experts.named_parameters()}
-        and hasattr(block, "top_k")
-        and len(inspect.signature(experts.forward).parameters) == 1
-    )
 
 
 def _scale_inputs(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,20 +78,31 @@ def run_experts(
                 "For a token without an expert, give any expert's id and the weight 0."
             )
     rows_ND, dispatched = stack.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    y_TD = stack.dispatcher.combine(compute_rows(forward, rows_ND, dispatched.rows_per_slot), dispatched)
+    parameters = {*stack.parameters.values(), *module.parameters()}
+    y_ND = compute_rows(forward, rows_ND, dispatched.rows_per_slot, parameters)
+    y_TD = stack.dispatcher.combine(y_ND, dispatched)
     if not recomputing():
-        training = module.training and (torch.is_grad_enabled() or in_reentrant_forward())
+        # Not `module.training`: a model that was read from a folder is in eval mode until somebody calls train().
+        training = torch.is_grad_enabled() or in_reentrant_forward()
         stack.record(dispatched.plan, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
     return y_TD
 
 
 def compute_rows(
-    forward: Forward, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]
+    forward: Forward,
+    rows_ND: Float[Tensor, "N D"],
+    rows_per_slot: Int[Tensor, " S"],
+    parameters: Iterable[Tensor] = (),
 ) -> Float[Tensor, "N D"]:
-    """Return the outputs of an experts module's `forward` for rows in order of slots, each of one expert, weight 1."""
+    """Return the outputs of an experts module's `forward` for rows in order of slots, each of one expert, weight 1.
+
+    Without rows the `parameters` get gradients of zero.
+    """
     if len(rows_ND):
         slot_N1 = slots_of_rows(rows_per_slot, len(rows_ND))
         return forward(rows_ND, slot_N1, rows_ND.new_ones(len(rows_ND), 1))
-    # A row that nobody reads keeps parameters and all-to-all in the graph: their backward pass is a collective, too.
-    row, slot = rows_ND.sum(0, keepdim=True), rows_per_slot.new_zeros(1, 1)
-    return forward(row, slot, rows_ND.new_ones(1, 1))[:0]
+    with torch.no_grad():  # for the type of the outputs; a gradient through a row of zeros may be NaN
+        outputs = forward(rows_ND.new_zeros(1, rows_ND.shape[1]), rows_per_slot.new_zeros(1, 1), rows_ND.new_ones(1, 1))
+    # Parameters and all-to-all stay in the graph: their backward pass is a collective, too.
+    nothing = [p.flatten()[:0].sum() for p in parameters if p.requires_grad]
+    return rows_ND.to(outputs.dtype) + sum(nothing)

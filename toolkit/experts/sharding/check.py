@@ -49,11 +49,12 @@ def _faults(
     model: nn.Module, layers: Mapping[str, nn.Module], placements: Mapping[str, ExpertPlacement]
 ) -> Iterator[str]:
     """Yield a message for experts that are sharded already, share a parameter, or have a placement of others."""
+    inside = [f"{name}.experts" if isinstance(m, MoE) else outside_wrappers(name) for name, m in layers.items()]
+    prefixes = tuple(f"{name}.".lstrip(".") for name in inside)
     holder_of: dict[int, str] = {}
-    own = tuple(f"{outside_wrappers(name)}." if name else "" for name in layers)
     for name, module in model.named_modules():
-        if not f"{name}.".startswith(own):
-            holder_of |= {id(p): f"{name}.{key}" for key, p in module.named_parameters(recurse=False)}
+        if not f"{name}.".startswith(prefixes):
+            holder_of |= {_memory(p): f"{name}.{key}" for key, p in module.named_parameters(recurse=False)}
     for name, module in layers.items():
         stack: Any = vars(module).get("expert_stack")
         parameters = stacked_parameters(module)[0].values()
@@ -61,13 +62,18 @@ def _faults(
         if (stack is not None and not is_ours_and_whole) or any(isinstance(p, DTensor) for p in parameters):
             yield f"model: the experts at {name!r} are sharded already. Give a model that is not."
         for parameter in parameters:
-            if (first := holder_of.setdefault(id(parameter), name)) != name:
+            if (first := holder_of.setdefault(_memory(parameter), name)) != name:
                 yield (
                     f"model: the experts at {name!r} share a parameter with {first!r}, and each rank would keep a part "
                     "of it. Use one module in both places, or parameters for each."
                 )
         if (placed := placements[name].num_experts) != num_experts(module):
             yield f"placement: {placed} experts for {name!r}, which has {num_experts(module)}. Place each once."
+
+
+def _memory(parameter: Tensor) -> int:
+    """Return a number that parameters have in common if they are one table."""
+    return (parameter.data_ptr() if type(parameter.data) is Tensor else 0) or id(parameter)
 
 
 @torch.no_grad()

@@ -26,7 +26,13 @@ def require_experts(model: nn.Module) -> dict[str, nn.Module]:
         UserError: There are none.
     """
     adapt_experts(model)
-    layers = {name: module for name, module in _layers_with_experts(model).items() if _takes_three(module)}
+    layers = {}
+    for name, module in _layers_with_experts(model).items():
+        taken = inspect.signature(module.forward).parameters.values()
+        required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
+        takes_three = len(required) <= 3 <= len(taken)
+        if isinstance(module, MoE) or "expert_stack" in vars(module) or takes_three:
+            layers[name] = module
     if not layers:
         named = [
             n for n, m in model.named_modules() if "experts" in f"{n.rpartition('.')[2]} {type(m).__name__}".lower()
@@ -34,7 +40,7 @@ def require_experts(model: nn.Module) -> dict[str, nn.Module]:
         raise UserError(
             f"model: {type(model).__name__} has no experts that can be sharded{f', not {named[-1]!r}' if named else ''}"
             ". Give the module that holds them num_experts, parameters with one row per expert, and a forward of "
-            "(hidden, expert ids, weights), as docs/experts/own_layer.md shows, or train with accelerator.prepare."
+            "(hidden, expert ids, weights), as docs/experts/moe.md shows, or train with accelerator.prepare."
         )
     return layers
 
@@ -100,24 +106,11 @@ def _layers_with_experts(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     ours: tuple[str, ...] = ()
     for name, module in model.named_modules():
+        experts, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+        is_stacked = isinstance(experts, int) and all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
         if isinstance(module, MoE):
             ours += (f"{name}." if name else "",)
             found[name] = module
-        elif not name.startswith(ours) and ("expert_stack" in vars(module) or _is_stacked(module)):
+        elif not name.startswith(ours) and ("expert_stack" in vars(module) or (parameters and is_stacked)):
             found[name] = module
     return found
-
-
-def _is_stacked(module: nn.Module) -> bool:
-    """Whether each of the module's own parameters has one row per expert."""
-    experts, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
-    is_stacked = all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
-    return isinstance(experts, int) and bool(parameters) and is_stacked
-
-
-def _takes_three(layer: nn.Module) -> bool:
-    if isinstance(layer, MoE) or "expert_stack" in vars(layer):
-        return True
-    taken = inspect.signature(layer.forward).parameters.values()
-    required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
-    return len(required) <= 3 <= len(taken)

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from toolkit.experts.compat import exclude_from_ddp
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state, rows_of
+from toolkit.experts.layer.stack import ExpertStack, hook_state, rows_of
 from toolkit.experts.parallel.collectives import broadcast_from_main, world_size
-from toolkit.experts.parallel.dense import leave_out_of_ddp
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
 from toolkit.experts.placement.placement_options import InitialPlacement
@@ -61,7 +61,13 @@ def shard_experts(
     """
     layers = require_experts(model)
     groups = groups or make_expert_groups(math.gcd(world_size(), *map(num_experts, layers.values())))
-    placements = {name: _placed(name, module, groups, placement, spare_slots) for name, module in layers.items()}
+    placements = {}
+    for name, module in layers.items():
+        placements[name] = _placed(name, num_experts(module), groups.ep_size, placement, spare_slots)
+        if not isinstance(module, MoE):
+            # A rank without a slot could not call the module, and would lack the backward pass of the all-to-all.
+            slots = placements[name].slots
+            placements[name] = ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in slots))
     for name, forward in check_experts(model, layers, placements).items():
         layers[name].forward = forward
     for library in libraries():
@@ -71,22 +77,16 @@ def shard_experts(
         read_by_all += [f"{name}.{key}" for key in _keep_rows(module, placements[name], groups)]
     for library in libraries():
         library.after_sharding(layers.values())
-    leave_out_of_ddp(model, read_by_all)
-    return expert_stacks(model)
+    exclude_from_ddp(model, read_by_all)
+    return {name: module.expert_stack for name, module in layers.items()}  # type: ignore[misc]
 
 
 def _placed(
-    name: str, module: nn.Module, groups: ExpertGroups, placement: InitialPlacement | PlacementOf, spare_slots: int
+    name: str, experts: int, ranks: int, placement: InitialPlacement | PlacementOf, spare_slots: int
 ) -> ExpertPlacement:
-    experts = num_experts(module)
     if isinstance(placement, str):
-        place = initial_placement(experts, groups.ep_size, placement, spare_slots=spare_slots)
-    else:
-        place = with_spare_slots(placement(name, experts, groups.ep_size), spare_slots)
-    if isinstance(module, MoE):
-        return place
-    # A rank without a slot could not call the module, and would be missing in the backward pass of the all-to-all.
-    return ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in place.slots))
+        return initial_placement(experts, ranks, placement, spare_slots=spare_slots)
+    return with_spare_slots(placement(name, experts, ranks), spare_slots)
 
 
 def _keep_rows(module: nn.Module, place: ExpertPlacement, groups: ExpertGroups) -> list[str]:

@@ -258,7 +258,7 @@ def read(path: Path) -> Saved:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Returns the content of state.json in the checkpoint at `path`."""
+    """Return the content of state.json in the checkpoint at `path`."""
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     return state
 
@@ -314,7 +314,7 @@ def load_tensors(saved: Saved, model: nn.Module, optimizer: Optimizers, found: S
 
 
 def _listed(model: nn.Module, optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """Returns them as a list. Raises UserError for an optimizer with a parameter outside the model."""
+    """Return them as a list. Raises UserError for an optimizer with a parameter outside the model."""
     found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     for each in found:
         refuse_strangers(model, each)
@@ -368,7 +368,7 @@ def _names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 
 
 def _scaler(optimizers: Sequence[torch.optim.Optimizer]) -> torch.amp.GradScaler | None:
-    """Returns the loss scaling of fp16, which Accelerate keeps with each optimizer."""
+    """Return the loss scaling of fp16, which Accelerate keeps with each optimizer."""
     return next((scaler for each in optimizers if (scaler := getattr(each, "scaler", None)) is not None), None)
 
 

@@ -66,7 +66,7 @@ def publish(writing: Path, final: Path, manifest: dict[str, Any], names: Collect
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of `folder`. Raises ValueError or OSError if it is missing or damaged, or names a file of
+    """Return the manifest of `folder`. Raises ValueError or OSError if it is missing or damaged, or names a file of
     another folder."""
     if (size := _size(folder / NAME)) > LARGEST_MANIFEST:
         raise ValueError(f"it has {size:,} bytes")
@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
-    """Returns what is wrong with `folder`, as "<file> <what>", or None if every byte is as it was written.
+    """Return what is wrong with `folder`, as "<file> <what>", or None if every byte is as it was written.
 
     Only regular files are opened, and only if their size is right. `names` restricts the check to these files.
     """

@@ -45,7 +45,7 @@ ToCPU = Callable[[str, Tensor], Tensor]
 
 
 def on_cpu(key: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
-    """Returns `tensor` in CPU memory, itself if it is there."""
+    """Return `tensor` in CPU memory, itself if it is there."""
     return tensor.cpu().contiguous()
 
 
@@ -55,7 +55,7 @@ def on_cpu(key: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
 def tensors_to_write(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], to_cpu: ToCPU = on_cpu
 ) -> FileContents:
-    """Returns what this rank writes. A collective, because sharded tensors are gathered."""
+    """Return what this rank writes. A collective, because sharded tensors are gathered."""
     rows_file = ROWS.format(rank=rank())
     files: FileContents = {MODEL: dict(_buffers(model)) if is_main() else {}, OPTIMIZER: {}, rows_file: {}}
     states = {parameter: state for each in optimizers for parameter, state in unwrapped(each).state.items()}
@@ -298,7 +298,7 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
 
 
 def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Returns `value` with the sharding or memory format of `parameter`. A fused optimizer pairs both as they lie in
+    """Return `value` with the sharding or memory format of `parameter`. A fused optimizer pairs both as they lie in
     memory: for a channels_last convolution it would pair weights with the moments of other weights."""
     if isinstance(parameter, DTensor):
         return spread_like(parameter, value)

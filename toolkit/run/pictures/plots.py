@@ -264,7 +264,7 @@ def _draw_placement(figure: Figure, *, experts: Experts) -> None:
                 new = set(ids).difference(*before[rank : rank + 1]) if before else set()
                 for slot, expert in enumerate(ids):
                     colour = colours[expert]
-                    edge = {"edgecolor": INK, "lw": 2} if expert in new else {}
+                    edge: dict[str, Any] = {"edgecolor": INK, "lw": 2} if expert in new else {}
                     axes.barh(rank, 0.88, left=slot + 0.02, height=0.8, color=colour, **edge)
                     if widest <= MOST_IDS:
                         ink = ink_on(colour)
@@ -306,7 +306,7 @@ def _draw_moves(figure: Figure, *, experts: Experts, lines: Sequence[Mapping[str
     for axes, layer in zip(maps, layers, strict=True):
         ids = sorted({expert for _, rows in changes[layer] for row in rows for expert in row})
         on_ranks = [
-            [[rank for rank, row in enumerate(rows) if expert in row] or [math.nan] for expert in ids]
+            [[float(rank) for rank, row in enumerate(rows) if expert in row] or [math.nan] for expert in ids]
             for _, rows in changes[layer]
         ]
         stripes = max(len(held) for column in on_ranks for held in column)

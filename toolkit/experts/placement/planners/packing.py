@@ -107,7 +107,7 @@ class PackingState:
 
 
 def even_counts(items: int, room: Sequence[int]) -> list[int]:
-    """Divides `items` so that counts differ only where there is no more room; the first get one more.
+    """Divide `items` so that counts differ only where there is no more room; the first get one more.
 
     Raises ValueError where there is too little room.
     """
@@ -125,7 +125,7 @@ def even_counts(items: int, room: Sequence[int]) -> list[int]:
 
 
 def pack(weights: Sequence[float], room: Sequence[int], replicas: Sequence[int] | None = None) -> list[list[int]]:
-    """Returns the items of each bin: heaviest first, each to the bin with the least weight that still has room (longest
+    """Return the items of each bin: heaviest first, each to the bin with the least weight that still has room (longest
     processing time first, with a limit of items per bin).
 
     An item with `replicas` goes to as many bins, each with its part of the weight. Where too few bins have room, it
@@ -146,7 +146,7 @@ def pack(weights: Sequence[float], room: Sequence[int], replicas: Sequence[int] 
 
 
 def settle(experts_P: Sequence[Sequence[int]], current: ExpertPlacement) -> ExpertPlacement:
-    """Gives the experts of each rank slots: those that were there keep theirs, others take free ones by id."""
+    """Give the experts of each rank slots: those that were there keep theirs, others take free ones by id."""
     rows = []
     for experts, before in zip(experts_P, current.slots, strict=True):
         if not experts:
@@ -159,5 +159,5 @@ def settle(experts_P: Sequence[Sequence[int]], current: ExpertPlacement) -> Expe
 
 
 def as_even(current: ExpertPlacement, plan: PackingState, load_E: Floats) -> bool:
-    """Returns whether `plan` is no more even than `current`, so that nothing needs to move."""
+    """Return whether `plan` is no more even than `current`, so that nothing needs to move."""
     return PackingState(current, load_E).imbalance <= plan.imbalance * (1 + NO_GAIN)

@@ -32,7 +32,8 @@ def find_planner(name: str) -> Planner:
         return PLANNERS[name]
     try:
         if ":" in name:
-            return resolve_name(name)
+            planner: Planner = resolve_name(name)
+            return planner
     except (ImportError, AttributeError) as error:
         raise UserError(f"planner={name!r}: cannot be imported ({error}). Give module:function.") from error
     raise UserError(f"planner={name!r}: unknown. Take one of {', '.join(sorted(PLANNERS))}, or module:function.")
