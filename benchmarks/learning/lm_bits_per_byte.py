@@ -28,7 +28,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ def with_muon(config: Config, lr: float) -> Config:
     return config.replace(optimizer=config.optimizer.replace(kind="muon"), lr=lr)
 
 
-MUON = {
+RATE_OF_MUON = {"mixture, AdamW": 2e-2, "mixture, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 8e-2}
+MUON: dict[str, Callable[[], Config]] = {
     "mixture, AdamW": lambda: full().replace(lr=RATE_OF_MUON["mixture, AdamW"]),
     "mixture, AdamW, for as long": lambda: MUON["mixture, AdamW"]().replace(max_steps=round(LONGER_MUON * 490)),
     "mixture, Muon": lambda: with_muon(full(), RATE_OF_MUON["mixture, Muon"]),
@@ -82,7 +83,6 @@ MUON = {
     "dense, AdamW, for as long": lambda: MUON["dense, AdamW"]().replace(max_steps=round(LONGER_MUON * 490)),
     "dense, Muon": lambda: with_muon(dense(), RATE_OF_MUON["dense, Muon"]),
 }
-RATE_OF_MUON = {"mixture, AdamW": 2e-2, "mixture, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 8e-2}
 RATES = {
     "muon": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1),
     "per_byte": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),

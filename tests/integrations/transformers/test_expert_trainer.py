@@ -530,6 +530,27 @@ LAUNCHES: dict[int, list[Callable[[Path], Any]]] = {
 Runs = dict[tuple[int, Callable[[Path], Any]], list[Any]]
 
 
+def test_compute_loss_with_keyword_only_arguments_trains(tmp_path: Path):
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    from toolkit.integrations.transformers.expert_trainer import expert_trainer
+
+    class KeywordLoss(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, *, return_outputs: bool = False, num_items_in_batch: Any = None
+        ):
+            assert num_items_in_batch is not None
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    data = Dataset.from_list([{"input_ids": row, "labels": row} for row in tokens(0, 8).tolist()])
+    trainer = expert_trainer(KeywordLoss)(model=base(FAMILY), args=args, train_dataset=data)
+    assert trainer.train().training_loss > 0
+
+
 def run_all(folder: Path, number: int) -> list[Any]:
     return [function(folder / function.__name__) for function in LAUNCHES[number]]
 

@@ -80,8 +80,8 @@ def _layer(index: int, run: RunRecord, name: str, points: Sequence[tuple[int, li
     placements = placements_of(run, name) or [(0, [range(experts)])]
     ranks_EP = np.full((experts, len(placements)), np.nan, dtype=np.float32)
     for column, (_, ranks) in enumerate(placements):
-        for rank, row in reversed(list(enumerate(ranks))):
-            ranks_EP[list(row), column] = rank
+        for rank, held in reversed(list(enumerate(ranks))):
+            ranks_EP[list(held), column] = rank
     placement_steps = [0, *(step for step, _ in placements[1:]), max(last_step, placements[-1][0])]
     load_steps = [0, *(points[part[-1]][0] for part in parts)]
     return Layer(index, name or "moe", load_steps, shares_ET, placement_steps, ranks_EP)

@@ -36,6 +36,9 @@ class MoE(nn.Module):
     layer saves no activations and runs again in the backward pass, with the routing of the forward pass.
     """
 
+    experts: Any
+    """`GroupedExperts`, or a module of the `expert_type` of `make_moe`."""
+
     def __init__(
         self,
         router: TopKRouter,

@@ -125,7 +125,7 @@ class StackedExperts(nn.Module):
         self, hidden: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T K"], weights: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
         """Return the weighted sum of each token's expert outputs, shape (T, D)."""
-        return in_order_of_slots(StackedExperts.compute, self, hidden, expert_ids, weights)
+        return in_order_of_slots(StackedExperts.compute, self, hidden, expert_ids, weights)  # type: ignore[arg-type]
 
     def compute(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
         """Return the outputs (N, D) of the experts for rows in order of slots."""

@@ -152,7 +152,9 @@ def expert_trainer(
             return_outputs: bool = False,
             num_items_in_batch: Any = None,
         ) -> Any:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
             if self.penalty is None or not model.training:
                 return loss
             penalty = self._scaled(self.penalty(), num_items_in_batch)

@@ -95,7 +95,7 @@ def save_whole_model(model: nn.Module, replace: Callable[[Any, str, Any], Any]) 
     """
     from transformers import PreTrainedModel
 
-    of_transformers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    of_transformers: list[nn.Module] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if hasattr(model, "peft_config"):
         of_transformers = [model]
     for module in of_transformers:

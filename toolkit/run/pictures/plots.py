@@ -306,7 +306,7 @@ def _draw_moves(figure: Figure, *, experts: Experts, lines: Sequence[Mapping[str
     for axes, layer in zip(maps, layers, strict=True):
         ids = sorted({expert for _, rows in changes[layer] for row in rows for expert in row})
         on_ranks = [
-            [[rank for rank, row in enumerate(rows) if expert in row] or [math.nan] for expert in ids]
+            [[float(rank) for rank, row in enumerate(rows) if expert in row] or [math.nan] for expert in ids]
             for _, rows in changes[layer]
         ]
         stripes = max(len(held) for column in on_ranks for held in column)

@@ -66,13 +66,13 @@ class Replan(Callback):
                     self._placements[layer] = experts
             if self._predicted:
                 trainer.record("moe/predicted_imbalance", fmean(self._predicted.values()))
-            before = self._seconds
+            seconds = self._seconds
             self._seconds = (
                 self.replanner.planner_seconds,
                 sum(migration.report.seconds for migration in self.replanner.migrations),
             )
-            trainer.record("perf/planner_ms", 1e3 * (self._seconds[0] - before[0]))
-            trainer.record("perf/migration_ms", 1e3 * (self._seconds[1] - before[1]))
+            trainer.record("perf/planner_ms", 1e3 * (self._seconds[0] - seconds[0]))
+            trainer.record("perf/migration_ms", 1e3 * (self._seconds[1] - seconds[1]))
             sums = {"migrated_experts": self._experts, "migration_bytes": self._bytes, "plans_refused": self._refused}
             for name, value in sums.items():
                 trainer.results[name] = trainer.results.get(name, 0) + value
