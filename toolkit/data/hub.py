@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: whether it can be asked, and folders of data sets, models and tokenizers from it."""
+"""Hugging Face Hub: reachability check, and downloads of data sets, models and tokenizers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from toolkit.errors import UserError
 T = TypeVar("T")
 
 ANSWER_S = 2.0
-"""How long the Hub may take to connect, and then to answer, in seconds."""
+"""Timeout for connecting to the Hub, and for its response, in seconds."""
 PROBE_S = 3.0
-"""How long both, and looking up its name, may take together, in seconds."""
+"""Timeout for name lookup, connection and response together, in seconds."""
 
 
 def why_out_of_reach() -> str | None:
-    """Why the Hub can't be asked, as part of a sentence; None where it answers.
+    """Return the reason why the Hub is unreachable, as a clause; None if it responds.
 
-    One question, because the Hub's client would repeat each of its own for minutes.
+    Sends a single request, because the Hub's client retries its own for minutes.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -37,7 +37,7 @@ def why_out_of_reach() -> str | None:
         except Exception:  # its client changed its HTTP library twice, and each raises its own kinds
             answers.append(0)
 
-    # In a thread, because looking up a name has no time limit of its own.
+    # In a thread, because name lookup has no timeout.
     probe = threading.Thread(target=ask, daemon=True)
     probe.start()
     probe.join(PROBE_S)
@@ -48,8 +48,10 @@ def why_out_of_reach() -> str | None:
 
 
 def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *, ask: bool) -> T:
-    """Returns what `find` makes of the folder with the files of data set `repo` that match `patterns`: as the Hub's
-    cache has them, or, with `ask`, as the Hub has them now. Raises NotFoundHere, within seconds, downloads aside.
+    """Call `find` on the folder of the files of data set `repo` that match `patterns`, and return its result.
+
+    The files come from the Hub's cache, or with `ask` from the Hub. Raises NotFoundHere within seconds, not counting
+    downloads.
     """
     import huggingface_hub
     from huggingface_hub import constants
