@@ -125,6 +125,18 @@ BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_trai
 	$(addprefix learning/,quality.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py) \
 	$(addprefix placement/,record_traces.py placement_lab.py))
 
+.PHONY: test-browser
+test-browser: $(VENV)/.installed-dev ## the page of `toolkit report`, and the site's search, in headless Chromium
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	    apt-get install -y --no-install-recommends chromium || \
+	    { echo "error: Chromium is missing and could not be installed: apt-get install chromium, as root." >&2; exit 2; }
+	$(PY) -m pytest -m browser tests/commands/report tests/docs/test_site.py
+
+# In need of a folder or a GPU, or hours long.
+BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py) \
+	$(addprefix learning/,quality.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py) \
+	$(addprefix placement/,record_traces.py placement_lab.py))
+
 .PHONY: bench
 bench: $(VENV)/.installed-dev ## the measurements behind the figures of docs/project/results.md
 	@missed=0; for benchmark in $(filter-out $(BENCH_OTHERS) %/__init__.py,$(wildcard benchmarks/speed/*.py benchmarks/learning/*.py benchmarks/placement/*.py)); do \

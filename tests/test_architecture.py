@@ -56,6 +56,7 @@ FENCES = {
     "peft": ("toolkit.integrations.peft",),
     "matplotlib": ("toolkit.run.pictures", "toolkit.dynamic"),
     "bokeh": ("toolkit.commands.report",),
+    "wandb_workspaces": ("toolkit.commands.report",),
     "fsspec": ("toolkit.run",),
     "datasets": ("toolkit.data",),
     "pickle": (),
@@ -66,7 +67,7 @@ FENCES = {
     "joblib": (),
 }
 """A library -> where in `toolkit/` it may be imported."""
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "datasets", "transformers"}
+ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers"}
 OF_THE_EXPERTS = {
     "torch",
     "numpy",

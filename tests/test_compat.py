@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -388,6 +389,14 @@ def test_a_dataset_has_a_fingerprint_of_its_content():
         assert other_compat.fingerprint(same) != other_compat.fingerprint(other)
         mapped = same.map(lambda row: {"text": row["text"] + "!"})
         assert other_compat.fingerprint(mapped) != other_compat.fingerprint(same)
+
+
+def test_wandb_workspaces_sends_what_we_print():
+    ws = pytest.importorskip("wandb_workspaces.workspaces")
+    with relying_on("wandb_workspaces", "Workspace._to_model"):
+        workspace = ws.Workspace(entity="me", project="digits", sections=[ws.Section(name="Training")])
+        sent = json.loads(other_compat.workspace_as_json(workspace))
+        assert sent["section"]["panelBankConfig"]["sections"][0]["name"] == "Training"
 
 
 def test_wandbs_service_is_still_called_so():

@@ -16,3 +16,8 @@ def fingerprint(dataset: Any) -> str:
 def is_wandb_service(process_name: str) -> bool:
     """Whether a child process of this name is wandb's service."""
     return process_name.startswith("wandb-core")
+
+
+def workspace_as_json(workspace: Any) -> str:
+    """Return what a workspace of wandb_workspaces sends to W&B when it is saved."""
+    return workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.report.chromium import chromium
 from tests.support.helpers import ROOT
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
@@ -105,3 +106,19 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path):
     for file in built:
         loaded = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:https?:)?//[^>]*>", file.read_text())
         assert loaded == [], file
+
+
+@pytest.mark.browser
+def test_a_search_from_a_disk_shows_excerpts(site: Path, tmp_path: Path):
+    with chromium(tmp_path / "profile") as tab:
+        tab.open(site / "search.html")
+        tab.run("location.search = '?q=interruption'")
+        while not tab.run("location.search && document.readyState === 'complete'"):
+            pass
+        excerpt = tab.run(
+            "new Promise(done => { const wait = () => { const found = "
+            "document.querySelector('#search-results .context'); "
+            "found ? done(found.textContent) : setTimeout(wait, 20); }; wait(); })"
+        )
+    assert "the same command again after an interruption" in excerpt
+    assert tab.console == []

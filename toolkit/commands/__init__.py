@@ -35,6 +35,9 @@ COMMANDS = {
         "toolkit.commands.report.compare", "print runs side by side: settings that differ, final numbers"
     ),
     "report": Command("toolkit.commands.report.page", "write a page with curves, experts and settings of several runs"),
+    "dashboard": Command(
+        "toolkit.commands.report.dashboard", "make a workspace of W&B with the curves of a project's runs"
+    ),
     "env": Command("toolkit.commands.env", "print versions and machine, for a bug report"),
     "doctor": Command("toolkit.doctor.command", "compare training in one process with training in several"),
 }

@@ -7,4 +7,5 @@ processes.py    the same training in one process and in several
 page.py         `toolkit report`, in Bokeh's layout
 curves.py       metrics as curves of a bounded number of points
 experts.py      load, placement and events of experts over steps
+dashboard.py    `toolkit dashboard`: the same curves as a workspace of W&B
 """

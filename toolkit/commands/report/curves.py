@@ -23,6 +23,8 @@ GROUPS = {
     "perf": "Performance",
 }
 """The first part of a metric's name -> the heading that it stands under, in this order; others follow."""
+OPEN_AT_FIRST = ("Training", "Evaluation", "Experts")
+"""Headings."""
 FIRST = ("loss", "accuracy", "bits_per_byte")
 """Metrics that come first under their heading."""
 
