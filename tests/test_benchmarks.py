@@ -46,7 +46,8 @@ def test_benchmark_arguments_are_parsed(script: Path):
 @pytest.mark.parametrize("name", SMALLEST)
 def test_benchmark_smallest_case_runs(name: str, tmp_path: Path):
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")  # a record is written next to the scripts
-    (tmp_path / "toolkit").symlink_to(ROOT / "toolkit")
+    for package in ("toolkit", "recipes"):
+        (tmp_path / package).symlink_to(ROOT / package)
     done = run_script(tmp_path / "benchmarks" / name, *SMALLEST[name].split())
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1), done.stderr  # 1: a target is missed

@@ -148,7 +148,8 @@ def write_bytes(path: Path, content: bytes, *, partial: str | None = None, durab
                 file.flush()
                 os.fsync(file.fileno())
     except OSError as error:  # of a full disk, which does not say which file
-        error.filename = error.filename or str(path)
+        if error.strerror and error.filename is None:
+            error.filename = str(path)
         raise
     unfinished.replace(path)
 
