@@ -51,7 +51,11 @@ Keys are those of metrics.jsonl and results.json; what is nested in them has its
 CORRECTED: dict[str, str] = {r"moe/rank_imbalance_bound": "went with the bounds of planners"}
 """Regular expressions that match whole keys whose older values were wrong, and what they are now: not compared."""
 
-ADDED: dict[str, str] = {r"hardware": "the machine of the run, which code.txt had"}
+ADDED: dict[str, str] = {
+    r"hardware": "the machine of the run, which code.txt had",
+    r"moe/rank_load/.*": "rows per rank",
+    r"placement_before_moves.*": "the placement before the first move",
+}
 """Regular expressions that match whole keys that only this tree has, and what they are: not compared."""
 
 SHOWN = 12
