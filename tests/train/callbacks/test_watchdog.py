@@ -57,7 +57,7 @@ def main(config):
     stop = Stop(7, "SIGSTOP", rank=1) if first and os.environ.get("WITH") == "SIGSTOP" else None
     more = {"sleep": [Sleeps()]}.get(os.environ["WITH"], [Hangs()]) if first else []
     watchdog = Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout)
-    with small_trainer(config, stop, ep_size=config.num_processes, callbacks=[watchdog, *more]) as trainer:
+    with small_trainer(config, stop, ep_size=config.num_processes, callbacks=[*more, watchdog]) as trainer:
         results = trainer.fit()
         if os.environ["WITH"] == "draw":
             trainer.save()
