@@ -20,7 +20,7 @@ from toolkit.experts.placement.placement import contiguous
 from toolkit.integrations.peft.adapters import AdapterOptions
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
-from toolkit.train.start import print_warnings
+from toolkit.train.start import warnings_of
 
 
 def trained_kinds(folder: Path, groups: bool, settings: dict[str, Any]) -> list[type] | str:
@@ -63,17 +63,15 @@ def test_a_model_that_was_built_otherwise_is_refused(
 
 def said_of_seven_experts(folder: Path) -> list[str]:
     config = tk.MoERunConfig(run_dir=folder, tracker="none", cpu=True, experts=7, batch_size=8)
-    said: list[str] = []
     with tk.start_run("mine", config) as run:
-        run.print = said.append
-        print_warnings(run, tk.experts.make_moe(8, 16, 7, 2, groups=run.expert_groups), 0, max_steps=5)
-    return said
+        moe = tk.experts.make_moe(8, 16, 7, 2, groups=run.expert_groups)
+        return warnings_of(run, moe, tk.Splits([], []), 10, max_steps=5)
 
 
-def test_print_warnings_of_experts_that_ranks_cannot_share(tmp_path: Path):
+def test_warnings_of_experts_that_ranks_cannot_share(tmp_path: Path):
     for said in run_distributed(said_of_seven_experts, 2, tmp_path):
         (note,) = said
-        assert note.startswith("--ep-size 1: every process has all experts, because 7 experts and 2 processes")
+        assert note.startswith("ep_size=1: every process has all experts, because 7 experts and 2 processes")
 
 
 class AdapterConfig(tk.ExpertRunConfig, AdapterOptions):

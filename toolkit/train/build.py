@@ -17,7 +17,6 @@ from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty, penalties_of
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.run.run import Run
 from toolkit.train.batch_size import SmallerMicroBatches
@@ -146,11 +145,10 @@ def standard_trainer(
     evaluations = [evaluate(data.test, at_start=eval_at_start)]
     if validation is not None:
         evaluations.append(evaluate(validation, name="validation"))
-    elif config.validates:
-        run.print("no validation data: what is chosen, such as the end of training, is chosen by the test data.")
     run.draw_at_finish(draw_run)
     announce(run, model, data, batches, max_steps, penalty)
-    model = with_batch_norm(run, model)
+    if config.sync_bn and run.world_size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.compile:
         model.compile()
     return Trainer(
@@ -204,17 +202,6 @@ def _train_batches(
     if steps is None:
         raise UserError(field="max_steps", remedy="the training data have no length, give the steps of the run")
     return LoaderBatches(loader, steps_per_epoch=steps, endless=known is None, **cut)
-
-
-def with_batch_norm(run: Run, model: nn.Module) -> nn.Module:
-    """Return `model` with the batch norm that the config asks for; on several processes, say where it differs from
-    that of one."""
-    if run.world_size == 1 or not has_batch_norm(model):
-        return model
-    if run.config.sync_bn:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    run.note(f"{OF_EACH_PROCESS}sync_bn=True has it over all")
-    return model
 
 
 def _expert_callbacks(run: Run, model: nn.Module, penalty: RouterPenalty | None) -> list[Callback]:
