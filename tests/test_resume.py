@@ -95,7 +95,7 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
         assert trainer.run.finish(trainer.fit()).items() >= uninterrupted.results.items()
     with pytest.raises(tk.UserError, match="extend=True: the run has 20 steps already"):
         train(small_config(folder, max_steps=20, extend=True))
-    assert "extended to step 20: the schedule is that of a run of this length; the learning rate goes from" in (
+    assert "extended to step 20: the schedule now has this length; the learning rate goes from" in (
         capsys.readouterr().out
     )
     with pytest.raises(tk.UserError, match="batch_size=5"):

@@ -257,7 +257,7 @@ def _read_table(path: Path, columns: int) -> np.ndarray:
     if not table.size:
         raise tk.data.damaged(path, "has no rows")
     if table.shape[1] != columns:
-        raise tk.data.damaged(path, f"has {table.shape[1]} numbers in a row where {columns} are needed")
+        raise tk.data.damaged(path, f"has {table.shape[1]} numbers in a row instead of {columns} are needed")
     for row in np.flatnonzero(~np.isfinite(table).all(1)):
         raise tk.data.damaged(path, f"has a number that is not finite in row {row}")
     return table
@@ -279,9 +279,7 @@ def read_hmp(paths: Iterable[Path]) -> list[Trial]:
                 raise tk.data.damaged(path, f"has axes of {sorted(lengths)} readings in row {row}")
             codes = np.array(axes, dtype=np.float64)  # in which a null is not a number
             if not np.isin(codes, range(HMP_CODES + 1)).all():
-                raise tk.data.damaged(
-                    path, f"has a reading that is not a whole number from 0 to {HMP_CODES} in row {row}"
-                )
+                raise tk.data.damaged(path, f"has a reading that is not an integer from 0 to {HMP_CODES} in row {row}")
             signal = (codes * (2 * HMP_RANGE_G / HMP_CODES) - HMP_RANGE_G).astype(np.float32)
             trials.append(Trial(signal, str(activity), str(volunteer)))
     return trials

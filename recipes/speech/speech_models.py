@@ -176,7 +176,7 @@ class SpeechRecogniser(nn.Module):
     ) -> tuple[Float[Tensor, "B steps num_outputs"], States]:
         """The same for the next frames of a stream; see `MemoryEncoder.advance`. Raises TypeError with attention."""
         if not isinstance(self.encoder, MemoryEncoder):
-            raise TypeError("attention looks at the whole utterance, which a stream has not")
+            raise TypeError("attention needs the complete utterance, which a stream does not have")
         hidden, states = self.encoder.advance(self.standardise(features), states)
         return self.head(hidden).float().log_softmax(-1), states
 

@@ -361,7 +361,7 @@ def on_hub(name: str, subset: str | None) -> Source:
         except Exception as error:
             raise tk.UserError(
                 f"dataset={name!r}: the Hub does not give {HUB[name]} ({error}): give data_dir with "
-                "the publisher's folder, or log in with `hf auth login` where the set asks for it."
+                "the publisher's folder, or log in with `hf auth login` if the dataset requires it."
             ) from None
 
     return Source(f"{name}-{config}", f"hub-{config}", read)

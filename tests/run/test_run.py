@@ -265,7 +265,7 @@ def test_a_damaged_config_is_written_anew_and_said(damaged, tmp_path, capsys):
         assert run.continues
         assert (tmp_path / "config.json").read_text() == damaged
         run.begin()
-    assert f"warning: {tmp_path / 'config.json'} is damaged and is written anew" in capsys.readouterr().out
+    assert f"warning: {tmp_path / 'config.json'} is damaged and is written again" in capsys.readouterr().out
     assert json.loads((tmp_path / "config.json").read_text())["recipe"] == "toy"
 
 
@@ -413,7 +413,7 @@ def test_a_reader_that_has_enough_of_the_console_log_does_not_end_the_run(monkey
         patch.setattr("sys.stdout", pipe)
         run.print("a line")
         run.print("another")
-    assert capsys.readouterr().err.count("nobody reads the output any more: the run goes on") == 1
+    assert capsys.readouterr().err.count("the reader of the output is gone: the run goes on") == 1
 
 
 def test_two_runs_of_one_process_may_differ_in_precision():

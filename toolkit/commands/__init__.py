@@ -29,7 +29,7 @@ COMMANDS = {
     "lab": Command("toolkit.lab.command", "replay recorded routing traces against every planner"),
     "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify or export a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
-    "plan": Command("toolkit.commands.plan", "say what fine-tuning a mixture takes in the memory of each GPU"),
+    "plan": Command("toolkit.commands.plan", "estimate the memory of each GPU for fine-tuning an MoE model"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
     "compare": Command(
         "toolkit.commands.report.compare", "print runs side by side: settings that differ, final numbers"

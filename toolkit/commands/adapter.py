@@ -16,7 +16,9 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("verify", help="load it with stock PEFT, and look at each expert's rows: exit 0 or 2")
     command.add_argument("folder", type=Path, help="with adapter_config.json and adapter_model.safetensors")
-    command.add_argument("--base", help="folder or Hub name of the base model; that of adapter_config.json without it")
+    command.add_argument(
+        "--base", help="folder or Hub name of the base model (default: base_model_name_or_path of adapter_config.json)"
+    )
     command.add_argument(
         "--merged", type=Path, help="a folder that is said to hold the base with these adapters merged"
     )

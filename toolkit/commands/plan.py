@@ -24,7 +24,7 @@ OF_A_DEVICE = 1.5
 def main(argv: Sequence[str]) -> int:
     """0, also where nothing fits; 2 for bad input."""
     parser = Parser("toolkit plan", __doc__)
-    parser.add_argument("model", help="folder or Hub name of a mixture; its config.json alone is read")
+    parser.add_argument("model", help="folder or Hub name of an MoE model; only its config.json is read")
     parser.add_argument("--gpus", type=count, required=True, metavar="N", help="GPUs, each with a process")
     parser.add_argument("--memory", type=positive, required=True, metavar="GIB", help="of a GPU, such as 80")
     parser.add_argument("--context", type=count, default=1024, metavar="T", help="tokens of a sequence (1024)")

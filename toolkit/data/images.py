@@ -162,7 +162,7 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
     except NotFoundHere as reason:
         if data_dir is not None:
             raise UserError(
-                f"data_dir={str(data_dir)!r}: {reason}; name the folder of the set, or the one that holds {name}/."
+                f"data_dir={str(data_dir)!r}: {reason}; name the folder of the dataset, or its parent."
             ) from None
         if dataset != "auto":
             raise UserError(f"{TITLES[name]} was not found: {reason}; give data_dir with its Parquet files.") from None
@@ -225,7 +225,7 @@ def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
             content = encoded["bytes"]
             with Image.open(encoded["path"] if content is None else io.BytesIO(content)) as image:
                 if image.mode == "F":
-                    raise ValueError("its pixels are fractions, whose scale nobody knows")
+                    raise ValueError("its pixels are fractions of unknown scale")
                 if image.mode.startswith("I"):  # Pillow clips values above 255
                     yield (np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)
                 elif image.mode in ("L", "1", "LA"):
@@ -280,7 +280,7 @@ def _read_own(
         for row, pixels in enumerate(images):
             if pixels.shape != wanted:
                 raise UserError(
-                    f"{where} has an image of shape {pixels.shape} in row {row} where others are {wanted}: "
+                    f"{where} has an image of shape {pixels.shape} in row {row} but others are {wanted}: "
                     "scale all images to one size, and give all of them colours or none."
                 )
         targets = rows[label]

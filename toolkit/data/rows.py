@@ -45,7 +45,7 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
     here = Path(dataset).expanduser()
     if not (here.exists() or constants.HF_HUB_OFFLINE) and (unreachable := why_out_of_reach()):
         raise UserError(
-            f"dataset={dataset!r}: {unreachable}; HF_HUB_OFFLINE=1 takes what was downloaded before, "
+            f"dataset={dataset!r}: {unreachable}; HF_HUB_OFFLINE=1 uses the local cache, "
             "and dataset='stdlib' needs no network."
         )
     key = ""

@@ -190,8 +190,8 @@ def load_text(
         blocks = (len(columns["train"]) - 1) // block_size
         if blocks < batch_size or len(columns["test"]) < 2 or (validation and len(columns["validation"]) < 2):
             raise UserError(
-                f"dataset={dataset!r}: {corpus.name} has {max(blocks, 0)} training blocks of {block_size} tokens where "
-                f"a batch takes {batch_size}: use more text, shorter blocks, or a smaller batch_size."
+                f"dataset={dataset!r}: {corpus.name} has {max(blocks, 0)} training blocks of {block_size} tokens, but "
+                f"a batch has {batch_size}: use more text, shorter blocks, or a smaller batch_size."
             )
         return corpus
 

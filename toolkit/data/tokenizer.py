@@ -87,7 +87,7 @@ def write_conversation(
         raise
     except Exception as error:  # of the template's language, or raised by the template
         raise UserError(
-            f"{what}: the tokenizer's chat template refuses a row of {MESSAGES} ({one_line(error)})."
+            f"{what}: the tokenizer's chat template does not accept a row of {MESSAGES} ({one_line(error)})."
         ) from error
 
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=positive, default=600, metavar="SECONDS", help="for each run (600)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON, too")
     parser.add_argument("script", type=regular_file, help="a recipe, or a script that trains with Accelerate")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     args = parser.parse_args(argv)
 
     from toolkit.doctor.examine import examine

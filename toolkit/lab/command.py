@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--planner", nargs="+", default=USUAL, help="names of planners, or module:function")
     parser.add_argument("--every", type=count, default=20, help="optimizer steps between plans. Default: 20")
-    parser.add_argument("--ranks", type=count, help="ranks of the EP group. Default: those of the run, 8 for W0 to W7")
+    parser.add_argument("--ranks", type=count, help="ranks of the EP group (default: as in the run, 8 for W0 to W7)")
     parser.add_argument("--spare-slots", type=int, default=0, help="empty slots per rank. Default: 0, 1 for replicate")
     parser.add_argument(
         "--initial-placement",

@@ -82,7 +82,7 @@ def open_folder(
             _fetch(folder, config, storage)
         for appended in folder.glob("*.jsonl"):
             if appended.is_symlink():
-                raise UserError(f"{appended}: is a link, and the run would write to where it leads: remove it.")
+                raise UserError(f"{appended}: is a link, and the run would write to its target: remove it.")
         return folder, lock, _run_to_continue(folder, name, config, say)
     except BaseException:
         lock.release()
@@ -117,7 +117,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}): {remedy}.") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds {type(values).__name__} in place of an object: {remedy}.")
+        raise UserError(f"{path} holds {type(values).__name__} instead of an object: {remedy}.")
     return values
 
 
@@ -193,8 +193,8 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
         before = None
     if not isinstance(before, dict):
         say(
-            f"warning: {path} is damaged and is written anew with the settings of this command; "
-            "those in a checkpoint still have to be the same."
+            f"warning: {path} is damaged and is written again with the settings of this command; "
+            "settings in a checkpoint still have to be equal."
         )
         return {}
     now = recorded_config(name, config)

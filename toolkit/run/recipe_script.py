@@ -46,7 +46,7 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     presets = getattr(module, "PRESETS", None)
     if not isinstance(presets, dict):
         remedy = "name them there, as in PRESETS = {'full': full}, and give PRESETS to run_recipe"
-        raise UserError(f"{script}: has no PRESETS, where what starts several runs looks for its presets: {remedy}.")
+        raise UserError(f"{script}: has no PRESETS, from which sweeps read presets: {remedy}.")
     recipe = Recipe(script, tuple(arguments), presets, getattr(module, "main", None))
     recipe.config(())
     return recipe

@@ -204,7 +204,7 @@ class Run:
         except BrokenPipeError:
             print_nowhere()
             with suppress(OSError):  # stderr may be the same pipe
-                sys.stderr.write("notice: nobody reads the output any more: the run goes on.\n")
+                sys.stderr.write("notice: the reader of the output is gone: the run goes on.\n")
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise

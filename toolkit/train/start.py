@@ -84,7 +84,7 @@ def warnings_of(run: Run, model: nn.Module, data: HasSplits, steps_per_epoch: in
     if run.world_size > 1 and not config.sync_bn and has_batch_norm(model):
         warnings.append(f"{OF_EACH_PROCESS}sync_bn=True has it over all")
     if config.validates and getattr(data, "validation", None) is None:
-        warnings.append("no validation data: the test data choose what is chosen, such as the end of training.")
+        warnings.append("no validation data: early stopping and the best checkpoint go by test data.")
     return warnings
 
 

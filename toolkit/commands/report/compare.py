@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     differ = [name for name in differing(runs) if is_compared(name)]
     sys.stdout.write(markdown_table(summary_rows(runs, differ), aligned=True))
     if any(run.finished for run in runs):
-        sys.stdout.write("\nFinished runs, those that differ in their seed alone in one row:\n\n")
+        sys.stdout.write("\nFinished runs, one row for runs that differ only in the seed:\n\n")
         sys.stdout.write(markdown_table(final_rows(runs), aligned=True))
     for rows in process_tables(runs):
         sys.stdout.write("\nThe same training on several numbers of processes:\n\n")

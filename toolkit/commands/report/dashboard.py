@@ -67,12 +67,12 @@ USUAL = Metrics(
 def main(argv: Sequence[str]) -> int:
     """Return 0 if the workspace is saved or printed, 2 for bad input or if W&B does not answer."""
     parser = Parser("toolkit dashboard", __doc__)
-    parser.add_argument("service", choices=["wandb"], help="where the dashboard is")
+    parser.add_argument("service", choices=["wandb"], help="URL of the W&B server")
     parser.add_argument(
         "what", metavar="RUN|[ENTITY/]PROJECT", help="a run's folder, for its project and metrics, or a W&B project"
     )
     parser.add_argument("--entity", help="the user or team that has the project ($WANDB_ENTITY)")
-    parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON, ask nobody")
+    parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON, without network access")
     args = parser.parse_args(argv)
 
     from toolkit.run.tracking.trackers import why_offline  # with W&B and Accelerate

@@ -79,9 +79,7 @@ def process_notices(runs: Sequence[RunRecord]) -> list[str]:
     finished = [run for run in runs if run.finished]
     if not notices and not process_rows(runs) and len({_processes(run) for run in finished}) > 1:
         differ = [name for name in differing_names([settings(run) for run in finished]) if _decides(name)]
-        notices.append(
-            f"numbers of processes are not compared: these runs differ in what they learn, too ({', '.join(differ)})."
-        )
+        notices.append(f"no comparison of world sizes: these runs also differ in other settings ({', '.join(differ)}).")
     return notices
 
 

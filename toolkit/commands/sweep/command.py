@@ -94,7 +94,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the sweep (runs/sweep)")
     parser.add_argument("--metric", help=f"metric to plot ({METRIC}) or to search for ({SEARCHED})")
     parser.add_argument(
-        "--search", type=count, metavar="TRIALS", help="number of cells that Optuna chooses, instead of the whole grid"
+        "--search", type=count, metavar="TRIALS", help="number of cells that Optuna chooses, instead of the full grid"
     )
     parser.add_argument("--minimise", action="store_true", help="a lower --metric is better")
     parser.add_argument("--collect", action="store_true", help="only write the tables of finished runs")

@@ -103,5 +103,5 @@ def refuse_late_parameters(model: nn.Module, prepared: Iterable[Tensor]) -> None
         if parameter.requires_grad and id(parameter) not in known:
             raise ValueError(
                 f"parameter {name!r} was added after the model was prepared, so it would neither be trained nor "
-                "synchronised: allocate it before, and change what it holds"
+                "synchronised: allocate it before, and change its values"
             )

@@ -54,15 +54,15 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
     except Exception as error:  # of any optimizer, for any reason
         warnings.warn(
             f"optimizer {name} could not be tried on small tensors ({type(error).__name__}: {error}): with experts on "
-            "several ranks, what it does to an expert must not depend on other experts.",
+            "several ranks, the update of an expert must not depend on other experts.",
             stacklevel=2,
         )
         return
     is_same = all(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all() for a, b in zip(once, again, strict=True))
     if not is_same and any(is_owned(p) for p in parameters):
         raise UserError(
-            f"optimizer {name} computes with statistics of all experts of a tensor, or of the whole model, and each "
-            "rank has other experts: use one that treats each number by itself, such as AdamW, Adagrad or SGD."
+            f"optimizer {name} uses statistics of all experts of a tensor, or of the model, and each rank has other "
+            "experts: use an element-wise optimizer, such as AdamW, Adagrad or SGD."
         )
     for trial, state in states:
         for key, value in state.items():
@@ -226,7 +226,7 @@ def rows_of_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
     if value.shape[0] == parameter.shape[0]:
         return value
     raise UserError(
-        f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} where the experts are "
+        f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} but the experts are "
         f"{parameter.shape[0]} rows, so it can be neither saved nor moved with them: use an optimizer such as AdamW "
         "whose state has a row per expert."
     )

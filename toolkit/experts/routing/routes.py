@@ -73,8 +73,8 @@ class Routes:
             tokens = int(mask_S.sum())
             if not tokens - 1 <= len(array) <= tokens:
                 raise UserError(
-                    f"routed_experts[{index}]: {len(array)} rows for {tokens} tokens. Give as many, or one less, and "
-                    "fill up what is missing with rows of -1."
+                    f"routed_experts[{index}]: {len(array)} rows for {tokens} tokens. Give that number, or "
+                    "one less, padded with rows of -1."
                 )
             ids_BSLK[index, mask_S.nonzero().flatten()[: len(array)]] = array
         return cls([[layer_TK] for layer_TK in ids_BSLK.flatten(0, 1).unbind(1)])

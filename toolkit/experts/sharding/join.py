@@ -46,7 +46,7 @@ class _Meeting:
         if last > 0 and last != -first:
             names = self.layers[-first - 1][0], self.layers[last - 1][0]
             raise UserError(
-                f"join: ranks are in different layers, {names[0]!r} and {names[1]!r}. Call the whole model on all."
+                f"join: ranks are in different layers, {names[0]!r} and {names[1]!r}. Call the full model on all ranks."
             )
         return [last, *rest]
 

@@ -83,7 +83,7 @@ def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
             if hook.not_replayed:
                 raise UserError(
                     f"routes: {len(routes)} calls, but layer {name!r} was called {len(routes) - hook.not_replayed} "
-                    "times. Replay as many forward passes as were recorded."
+                    "times. Replay the recorded number of forward passes."
                 )
     finally:
         for hook in hooks.values():

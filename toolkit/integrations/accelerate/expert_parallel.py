@@ -165,7 +165,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         if is_wrapped or any(isinstance(each, AcceleratedOptimizer) for each in optimizers):
             raise UserError(
                 "prepare: the model or an optimizer was prepared by accelerator.prepare. "
-                "Call ExpertParallel's prepare instead, once, and evaluate what it returns."
+                "Call only ExpertParallel's prepare, once, and evaluate the model that it returns."
             )
         for each in optimizers:
             refuse_strangers(model, each)
@@ -244,7 +244,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         """
         training = self._require_training("join")
         if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
-            raise UserError('dense: "fsdp2" gathers parameters in each forward pass. Use as many batches on all ranks.')
+            raise UserError(
+                'dense: "fsdp2" gathers parameters in each forward pass. Use the same number of batches on all ranks.'
+            )
         with Patches() as meanwhile:
             if isinstance(training.prepared, DistributedDataParallel):
                 # Or each forward pass would broadcast buffers.

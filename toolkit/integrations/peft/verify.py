@@ -53,7 +53,7 @@ def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
     if trained and is_main():
         warnings.warn(
             f"{len(trained)} parameter(s) of the base are trained, such as {trained[0]}, and are not saved with the "
-            "adapters: write the whole model with save_merged of toolkit.integrations.peft.merged_weights.",
+            "adapters: write the full model with save_merged of toolkit.integrations.peft.merged_weights.",
             stacklevel=2,
         )
     for adapter in model.peft_config:
@@ -241,7 +241,7 @@ def _check_rows(adapter: ExpertAdapter, found: Verification) -> None:
         found.faults.append(f"{adapter.name}: A is zero, as no training makes it, in {_named(empty)}: rows were lost")
     twins = [expert for expert in range(experts) if a_EN[expert].any() and (a_EN[:expert] == a_EN[expert]).all(1).any()]
     if twins:
-        found.faults.append(f"{adapter.name}: A is that of an earlier expert, bit by bit, in {_named(twins)}")
+        found.faults.append(f"{adapter.name}: A is bitwise equal to A of an earlier expert in {_named(twins)}")
     norms_E, unchanged = adapter.norms_E, adapter.unchanged
     found.lines.append(
         f"{adapter.name}: {experts} experts, norms from {norms_E.min():.3g} to {norms_E.max():.3g}"

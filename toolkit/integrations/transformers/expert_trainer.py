@@ -200,7 +200,7 @@ def _refuse(args: Any) -> None:
         )
     for setting in ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model"):  # of TRL
         if getattr(args, setting, False):
-            raise UserError(f"{setting}: uses the weights of one rank as the whole model. Leave it out.")
+            raise UserError(f"{setting}: uses the weights of one rank as the full model. Leave it out.")
 
 
 # --- checkpoints and logs ---------------------------------------------------------------------------------------------

@@ -105,7 +105,6 @@ def watch_routers(model: nn.Module) -> list[RouterWatch]:
     watches = [RouterWatch(name, router) for name, router in routers(model).items()]
     if not watches:
         raise UserError(
-            f"model {type(model).__name__} has no experts to balance: "
-            "use a mixture-of-experts model, or leave the penalty out."
+            f"model {type(model).__name__} has no experts to balance: use an MoE model, or leave the penalty out."
         )
     return watches

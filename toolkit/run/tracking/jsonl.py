@@ -80,7 +80,7 @@ class MetricsFile:
         if hashlib.sha256(content[: seal["bytes"]]).hexdigest() != seal["sha256"]:
             self._tell(
                 f"warning: {self.path}: lines up to step {step} were damaged, changed or lost after they were written; "
-                "tables and plots show what is there."
+                "tables and plots show the others."
             )
 
     def restore(self) -> None:

@@ -175,11 +175,11 @@ def _describe_extension(trainer: Trainer) -> None:
     rates = [line["train/learning_rate"] for line in run.metrics() if "train/learning_rate" in line]
     before = f"from {rates[-1]:.3g} " if rates else ""
     if trainer.schedule is None:
-        run.print(f"extended to step {trainer.max_steps:,}: the scheduler goes on from where it was.")
+        run.print(f"extended to step {trainer.max_steps:,}: the scheduler continues from its saved state.")
         return
     now, last = (trainer.base_rates[0] * trainer.schedule(at) for at in (step, trainer.max_steps - 1))
     run.print(
-        f"extended to step {trainer.max_steps:,}: the schedule is that of a run of this length; the learning rate goes "
+        f"extended to step {trainer.max_steps:,}: the schedule now has this length; the learning rate goes "
         f"{before}to {now:.3g} at this step, and to {last:.3g} at the last."
     )
 
