@@ -35,6 +35,7 @@ CONTENTS = {
         "docs/train/own_data",
         "docs/operate/checkpoints",
         "docs/operate/tracking",
+        "docs/operate/audit",
         "docs/operate/doctor",
         "docs/operate/sweeps",
         "docs/operate/launchers",

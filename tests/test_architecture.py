@@ -18,7 +18,7 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
 FLOORS = """
 toolkit.__main__
 toolkit.commands  toolkit
-toolkit.doctor  toolkit.lab
+toolkit.audit  toolkit.doctor  toolkit.lab
 toolkit.dynamic
 toolkit.train
 toolkit.checkpoint
@@ -59,7 +59,7 @@ FENCES = {
     "wandb_workspaces": ("toolkit.commands.report",),
     "fsspec": ("toolkit.run",),
     "datasets": ("toolkit.data",),
-    "pickle": (),
+    "pickle": ("toolkit.audit.tensors",),
     "cloudpickle": (),
     "dill": (),
     "marshal": (),
@@ -78,6 +78,7 @@ OF_THE_EXPERTS = {
 """Libraries that `toolkit/experts/` imports."""
 FLAGS_ARE_KNOWN_TO = (
     "toolkit.commands",
+    "toolkit.audit",
     "toolkit.doctor",
     "toolkit.lab",
     "toolkit.train",

@@ -377,6 +377,13 @@ def test_weights_of_a_pretrained_model_can_be_loaded_by_something_else(tmp_path)
         assert transformers_compat.experts_implementation(whole.config) == "eager"
 
 
+def test_transformers_tells_how_a_family_names_stacked_experts():
+    with relying_on("transformers", "conversion_mapping.get_checkpoint_conversion_mapping"):
+        names = dict(transformers_compat.names_of_stacked_experts("granitemoe"))
+        assert names[r"block_sparse_moe\.input_linear\.weight"] == "block_sparse_moe.experts.gate_up_proj"
+        assert transformers_compat.names_of_stacked_experts("no such family") == []
+
+
 # --- datasets and wandb ------------------------------------------------------------------------------------------
 
 

@@ -70,16 +70,18 @@ def test_inspect_of_a_folder_of_save_state_shows_its_experts(tmp_path, capsys):
     assert "holds 2 models, experts_0, experts_1" in capsys.readouterr().err
 
 
-def test_verify_names_the_damaged_file(saved, capsys):
-    assert ": 4 files, " in said_by(capsys, "verify", saved.parent.parent)
+def test_inspect_and_audit_name_the_damaged_file(saved, capsys):
+    assert main(["audit", str(saved.parent.parent)]) == 0
     flip(saved / "optimizer.safetensors", 100)
-    for command in ("verify", "inspect"):
-        assert main(["checkpoint", command, str(saved)]) == 2
-        assert "is damaged: optimizer.safetensors does not match its SHA-256" in capsys.readouterr().err
+    assert main(["checkpoint", "inspect", str(saved)]) == 2
+    assert "is damaged: optimizer.safetensors does not match its SHA-256" in capsys.readouterr().err
+    assert main(["audit", str(saved)]) == 1
+    assert "files: optimizer.safetensors does not match its SHA-256" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [("export {saved} {saved}/model.safetensors", "exists already"), ("verify nowhere", "not exist")]
+    ("words", "said"),
+    [("export {saved} {saved}/model.safetensors", "exists already"), ("inspect nowhere", "not exist")],
 )
 def test_existing_target_or_missing_checkpoint_raises(words, said, saved, capsys):
     assert main(["checkpoint", *words.format(saved=saved).split()]) == 2

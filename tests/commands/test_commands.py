@@ -22,8 +22,8 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
     [
         (["chekpoint"], "unknown command 'chekpoint': did you mean checkpoint?"),
         (["zzz"], f"unknown command 'zzz': take one of {', '.join(COMMANDS)}."),
-        (["checkpoint", "verfy", "x"], "unknown 'verfy': did you mean verify?"),
-        (["checkpoint", "verify", "x", "--quik"], "unexpected '--quik': see toolkit checkpoint --help."),
+        (["checkpoint", "inspct", "x"], "unknown 'inspct': did you mean inspect?"),
+        (["checkpoint", "inspect", "x", "--quik"], "unexpected '--quik': see toolkit checkpoint --help."),
     ],
 )
 def test_what_it_does_not_know_costs_one_line_and_exit_code_two(

@@ -27,7 +27,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "lab": Command("toolkit.lab.command", "replay recorded routing traces against every planner"),
-    "checkpoint": Command("toolkit.commands.checkpoint", "inspect, verify or export a checkpoint"),
+    "audit": Command("toolkit.audit.command", "check an MoE checkpoint for missing, repeated or broken experts"),
+    "checkpoint": Command("toolkit.commands.checkpoint", "inspect or export a checkpoint"),
     "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
     "plan": Command("toolkit.commands.plan", "estimate the memory of each GPU for fine-tuning an MoE model"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),

@@ -1,9 +1,8 @@
-"""`toolkit checkpoint`: inspect, verify or export a checkpoint, in one process, without the model's code."""
+"""`toolkit checkpoint`: inspect or export a checkpoint, in one process, without the model's code."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint import without_model
-from toolkit.checkpoint.retention import best_or_newest
-from toolkit.errors import EXIT_DONE, UserError
-from toolkit.experts.state import manifest
+from toolkit.errors import EXIT_DONE
 from toolkit.experts.state.tensor_files import SavedTensors
 from toolkit.run.arguments import Parser
 
@@ -25,7 +22,6 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, summary in (
         ("inspect", _inspect, "print files, shapes of experts and their placement"),
-        ("verify", _verify, "compare every file with its SHA-256; exit code 2 if one is damaged"),
         ("export", _export, "write the weights to one safetensors file, experts stacked by uid"),
     ):
         command = commands.add_parser(name, help=summary)
@@ -35,39 +31,13 @@ def main(argv: Sequence[str]) -> int:
             command.add_argument("out", type=Path, help="file *.safetensors, or folder for model.safetensors")
             command.add_argument("--dtype", choices=DTYPES, help="type of floating point tensors. Default: as saved")
     args = parser.parse_args(argv)
-    args.checkpoint = find_folder(args.checkpoint)
+    args.checkpoint = without_model.find_checkpoint(args.checkpoint)
     args.run(args)
     return EXIT_DONE
 
 
-def find_folder(given: Path) -> Path:
-    """Return `given` if it is a checkpoint, else the one in this folder of `Accelerator.save_state`, or the best or
-    newest checkpoint of this run folder, unverified.
-
-    Raises UserError if there is none.
-    """
-    named_as_one = re.fullmatch(r"step-\d{8,}", given.name) is not None
-    if (given / manifest.NAME).exists() or (named_as_one and given.is_dir()):
-        return given
-    for parent in (given / "checkpoints", given):
-        if found := best_or_newest(parent):
-            return found
-    models = sorted(path.parent for path in given.glob(f"experts_*/{manifest.NAME}"))
-    if len(models) == 1:
-        return models[0]
-    several = f"holds {len(models)} models, {', '.join(path.name for path in models)}" if models else ""
-    what = several or ("holds no checkpoint" if given.exists() else "does not exist")
-    raise UserError(f"{given}: {what}. Give a folder step-<number>, the run folder above it, or one of save_state.")
-
-
 def _say(*lines: str) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-
-
-def _verify(args: argparse.Namespace) -> None:
-    files = without_model.read_verified(args.checkpoint)["files"]
-    total = sum(seal["bytes"] for seal in files.values())
-    _say(f"{args.checkpoint}: {len(files)} files, {total:,} bytes, all as they were written")
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -216,7 +216,7 @@ def test_the_environment_names_a_folder_of_sets(tmp_path, monkeypatch):
     ("trial", "message"),
     [
         (("walk", "f1", codes(200) + 1), "has a reading that is not an integer from 0 to 63 in row 0"),
-        (("walk", "f1", np.where(codes(200) == 3, None, codes(200))), "has a reading that is not a whole number"),
+        (("walk", "f1", np.where(codes(200) == 3, None, codes(200))), "has a reading that is not an integer"),
         (("walk", None, codes(200)), "has a null in row 0"),
         (("walk", "f1", np.zeros((3, 0), int)), "has axes of [0] readings in row 0"),
     ],

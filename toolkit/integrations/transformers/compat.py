@@ -56,3 +56,16 @@ def has_default_gate(experts: Any) -> bool:
     from transformers.integrations.moe import _default_apply_gate
 
     return type(experts)._apply_gate is _default_apply_gate
+
+
+def names_of_stacked_experts(model_type: str) -> list[tuple[str, str]]:
+    """Return the tensors of files in which a family has all experts of a layer, as a pattern and transformers' name."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return [
+        (source.removeprefix("\\").removeprefix("."), target.removeprefix("."))
+        for each in get_checkpoint_conversion_mapping(model_type) or ()
+        for source in each.source_patterns
+        for target in each.target_patterns
+        if ".experts." in target and "*" not in source and "(" not in source
+    ]

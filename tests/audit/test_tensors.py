@@ -1,0 +1,104 @@
+"""Input that is damaged or hostile ends in one error that names the file, and runs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.audit.models import build, write
+from toolkit.audit.checks import audit
+from toolkit.commands import main
+from toolkit.errors import UserError
+
+FILE = "model-00001-of-00003.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class Writes:
+    """A pickle that writes a file when it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+def header(text: bytes, size: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+def entries(folder: Path, weight_map: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "no safetensors": lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")],
+    "header beyond the file": lambda folder: (folder / FILE).write_bytes(header(b"{}", 2**62)),
+    "header is no JSON": lambda folder: (folder / FILE).write_bytes(header(b"[[[[")),
+    "offsets beyond the file": lambda folder: (folder / FILE).write_bytes(
+        header(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}')
+    ),
+    "huge shape": lambda folder: (folder / FILE).write_bytes(
+        header(b'{"a":{"dtype":"F32","shape":[4294967295,4294967295],"data_offsets":[0,16]}}' + b"\0" * 16)
+    ),
+    "empty file": lambda folder: (folder / FILE).write_bytes(b""),
+    "pipe": lambda folder: replace_by_pipe(folder / FILE),
+    "pipe as config": lambda folder: replace_by_pipe(folder / "config.json"),
+    "deep JSON": lambda folder: (folder / "config.json").write_text("[" * 200_000),
+    "no object": lambda folder: (folder / "config.json").write_text("3"),
+    "index outside": lambda folder: entries(folder, {"a": "../../etc/passwd"}),
+    "index absolute": lambda folder: entries(folder, {"a": "/etc/passwd"}),
+    "index of numbers": lambda folder: entries(folder, {"a": 3}),
+    "index of a list": lambda folder: entries(folder, ["a"]),
+    "link to a device": lambda folder: ((folder / FILE).unlink(), (folder / FILE).symlink_to("/dev/zero")),
+    "dangling link": lambda folder: ((folder / FILE).unlink(), (folder / FILE).symlink_to("/nowhere")),
+    "code in metadata": lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Writes(folder / "ran"))),
+    "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
+def test_audit_of_hostile_input_ends_with_one_line_and_runs_nothing(
+    tmp_path: Path, damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+):
+    folder = write(tmp_path / "model", "mixtral", build("mixtral"))
+    damage(folder)
+    assert main(["audit", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(folder) in line
+    assert not (folder / "ran").exists()
+
+
+def test_audit_of_a_tensor_without_elements_is_bounded(tmp_path: Path):
+    state = build("qwen3_moe") | {"model.layers.0.mlp.experts.extra": torch.empty(10**9, 0)}
+    assert not audit(write(tmp_path, "qwen3_moe", state)).findings
+
+
+def test_audit_of_a_billion_configured_experts_is_bounded(tmp_path: Path):
+    write(tmp_path, "qwen3_moe", build("qwen3_moe"), num_experts=10**9)
+    assert "999,999,992 of 1,000,000,000 experts is missing" in audit(tmp_path).findings[0].message
+
+
+def test_metadata_that_names_a_file_outside_raises(tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp"))
+    with pytest.raises(UserError, match=r"'../0_.distcp' is outside of the folder"):
+        audit(tmp_path)

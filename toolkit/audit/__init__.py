@@ -1,0 +1,1 @@
+"""`toolkit audit`: checks of any MoE checkpoint, without its model's code."""

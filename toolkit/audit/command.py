@@ -1,0 +1,32 @@
+"""`toolkit audit`: check an MoE checkpoint for experts that are missing, repeated, reordered, empty or broken."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import EXIT_BUG, EXIT_DONE
+from toolkit.run.arguments import Parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 no finding, 1 findings, 2 bad input."""
+    parser = Parser("toolkit audit", __doc__)
+    parser.add_argument(
+        "path", type=Path, help="folder of safetensors files, of torch.distributed.checkpoint, or of a run"
+    )
+    parser.add_argument("--against", type=Path, help="folder of the base model, whose order of experts it should have")
+    parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
+    args = parser.parse_args(argv)
+
+    from toolkit.audit.checks import audit
+
+    found = audit(args.path, args.against)
+    if args.json:
+        sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n")
+    else:
+        sys.stdout.write("".join(f"ok       {fact}\n" for fact in found.facts))
+        sys.stdout.write("".join(f"finding  {each.check}: {each.message}\n" for each in found.findings))
+    return EXIT_BUG if found.findings else EXIT_DONE

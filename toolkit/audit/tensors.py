@@ -1,0 +1,310 @@
+"""The tensors of a checkpoint folder: listed without values, and read in parts of bounded size.
+
+There is a class for each format: safetensors files, checkpoints of `torch.distributed.checkpoint`, and checkpoints of a
+run. None of them executes code of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import stat
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from toolkit.checkpoint.without_model import find_checkpoint
+from toolkit.errors import UserError, reading
+from toolkit.experts.state import manifest
+from toolkit.experts.state.tensor_files import MODEL, NUMBER, OPTIMIZER, ROW
+
+PART = 2**26
+"""Bytes of a tensor that are read at a time, if its rows are smaller."""
+MAPPED = 2**28
+"""Bytes that are read from an open safetensors file before it is opened again, which frees the pages of its mapping."""
+LARGEST_JSON = 2**28
+REMEDY = "Download or copy it again, or save the model again."
+
+
+class Listed(NamedTuple):
+    """A tensor of a checkpoint, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+
+@dataclass
+class Checkpoint(ABC):
+    """A checkpoint folder.
+
+    Args:
+        folder: The folder.
+        config: Its `config.json`, empty without one.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: dict[str, Listed] = field(default_factory=dict)
+    """Weights by name. A row of an expert that is saved by itself is named `<parameter>/<expert>`."""
+    states: dict[str, dict[str, Listed]] = field(default_factory=dict)
+    """Optimizer states by weight and state."""
+    ids: dict[str, set[int]] = field(default_factory=dict)
+    """The experts of a parameter, if the checkpoint lists them; their ids may have gaps."""
+    problems: list[str] = field(default_factory=list)
+    """Faults of the files, found when they are listed."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The format, in words."""
+
+    @abstractmethod
+    def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
+        """Return rows `begin` to `end` of a weight, or of its optimizer state."""
+
+    def parts(self, name: str, rows: int = 0) -> Iterator[Tensor]:
+        """Yield a weight in parts of `rows` rows, or of at most `PART` bytes."""
+        shape = self.tensors[name].shape
+        if not shape:
+            yield self.rows(name, None, 0, 1)
+            return
+        if not rows:
+            each = max(1, self.rows(name, None, 0, 1).nbytes) if shape[0] else 1
+            rows = max(1, PART // each)
+        for begin in range(0, shape[0], rows):
+            yield self.rows(name, None, begin, min(begin + rows, shape[0]))
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """List the tensors of `folder`.
+
+    Raises:
+        UserError: The folder has no tensors, or a file cannot be read.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is no folder. Give the folder of a checkpoint.")
+    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / 'config.json'}: has no settings. {REMEDY}")
+    if (folder / manifest.NAME).exists() or any(folder.glob(f"experts_*/{manifest.NAME}")):
+        return RunCheckpoint(find_checkpoint(folder), config)
+    if (folder / ".metadata").exists():
+        return DistributedCheckpoint(folder, config)
+    if any(folder.glob("*.safetensors*")):
+        return SafetensorsFiles(folder, config)
+    return RunCheckpoint(find_checkpoint(folder), config)
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in `path`. Raises UserError if it is not JSON, no regular file or too large."""
+    with reading(require_regular(path), REMEDY):
+        if (size := path.stat().st_size) > LARGEST_JSON:
+            raise ValueError(f"it has {size:,} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def require_regular(path: Path) -> Path:
+    """Return `path`. Raises UserError unless it is, or links to, a regular file; reading a pipe would wait forever."""
+    with reading(path, REMEDY):
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError("it is no regular file")
+    return path
+
+
+class _Files:
+    """Safetensors files, opened again after `MAPPED` bytes."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._open: tuple[str, Any] = ("", None)
+        self._read = 0
+
+    def list(self, file: str) -> dict[str, Listed]:
+        """Return the tensors of a file by key."""
+        path = require_regular(self.folder / file)
+        with reading(path, REMEDY), safe_open(path, "pt") as opened:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            return {key: Listed(tuple(each.get_shape()), each.get_dtype(), file) for key, each in slices.items()}
+
+    def rows(self, file: str, key: str, begin: int, end: int) -> Tensor:
+        if self._open[0] != file or self._read > MAPPED:
+            self._open, self._read = (file, safe_open(self.folder / file, "pt")), 0
+        piece = self._open[1].get_slice(key)
+        value: Tensor = piece[begin:end] if piece.get_shape() else self._open[1].get_tensor(key)
+        self._read += value.nbytes
+        return value
+
+
+class SafetensorsFiles(Checkpoint):
+    """A model in safetensors files, with an index if there are several."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]):
+        super().__init__(folder, config)
+        self._files = _Files(folder)
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        for file in names:
+            for key, listed in self._files.list(file).items():
+                if key in self.tensors:
+                    self.problems.append(f"{key} is in {self.tensors[key].file} and in {file}")
+                self.tensors[key] = listed
+        for path in sorted(folder.glob("*.safetensors.index.json")):
+            self._check_index(path, names)
+
+    @property
+    def kind(self) -> str:
+        return "safetensors"
+
+    def _check_index(self, path: Path, files: Sequence[str]) -> None:
+        index = read_json(path)
+        entries = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(entries, dict) or not all(isinstance(file, str) for file in entries.values()):
+            raise UserError(f"{path}: has no weight_map. {REMEDY}")
+        if outside := next((file for file in entries.values() if Path(file).name != file), None):
+            raise UserError(f"{path}: names {outside!r}, which is outside of the folder. {REMEDY}")
+        lost = [file for file in dict.fromkeys(entries.values()) if file not in files]
+        self.problems += [f"{path.name} names {file}, which is missing" for file in lost]
+        stem = path.name.removesuffix(".safetensors.index.json")
+        of_index = {file for file in files if file.startswith(stem)}
+        for key, listed in self.tensors.items():
+            if listed.file in of_index and key not in entries:
+                self.problems.append(f"{key} is in {listed.file}, and {path.name} has no entry for it")
+        for key, file in entries.items():
+            if file in files and (key not in self.tensors or self.tensors[key].file != file):
+                self.problems.append(f"{path.name} has {key} in {file}, which does not have it")
+
+    def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
+        return self._files.rows(self.tensors[name].file, name, begin, end)
+
+
+class RunCheckpoint(Checkpoint):
+    """A checkpoint of a run, whose files have a SHA-256 each."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]):
+        super().__init__(folder, config)
+        with reading(folder / manifest.NAME, REMEDY):
+            about = manifest.read_manifest(folder)
+            names, places = about["files"], about["placement"]
+            self.ids = {name: {id for row in each["slots"] for id in row if id >= 0} for name, each in places.items()}
+        if damage := manifest.find_damage(folder):
+            self.problems.append(damage)
+            return
+        self._files = _Files(folder)
+        self._keys: dict[tuple[str, str | None], str] = {}
+        for file in (name for name in names if name.endswith(".safetensors")):
+            for key, listed in self._files.list(file).items():
+                weight, state = key, None
+                if file == OPTIMIZER:
+                    weight, _, state = key.rpartition(".")
+                elif file != MODEL and (match := ROW.fullmatch(key)):
+                    weight, state = f"{match['parameter']}/{match['uid']}", match["state"]
+                self._keys[weight, state] = key
+                if state is None:
+                    self.tensors[weight] = listed
+                elif not state.endswith(NUMBER):
+                    self.states.setdefault(weight, {})[state] = listed
+
+    @property
+    def kind(self) -> str:
+        return "a checkpoint of a run"
+
+    def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
+        file = (self.tensors[name] if state is None else self.states[name][state]).file
+        return self._files.rows(file, self._keys[name, state], begin, end)
+
+
+METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+}
+"""The only names, by module, that unpickled metadata may use, besides torch's types of numbers."""
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    """Reads metadata of `torch.distributed.checkpoint`, and imports nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in METADATA.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader, which unpickles metadata without calling functions."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        path = require_regular(Path(self.path) / ".metadata")
+        with reading(path, REMEDY), path.open("rb") as file:
+            metadata = _SafeUnpickler(file).load()
+            if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+                raise ValueError("it has no metadata")
+            if outside := [
+                each.relative_path
+                for each in metadata.storage_data.values()
+                if Path(each.relative_path).name != each.relative_path
+            ]:
+                raise ValueError(f"{outside[0]!r} is outside of the folder")
+            return metadata
+
+
+class DistributedCheckpoint(Checkpoint):
+    """A checkpoint of `torch.distributed.checkpoint`, read by torch, a tensor at a time."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]):
+        super().__init__(folder, config)
+        metadata = _Reader(folder).read_metadata()
+        files = {index.fqn: each.relative_path for index, each in metadata.storage_data.items()}
+        for file in sorted(set(files.values())):
+            if not (folder / file).exists():
+                self.problems.append(f".metadata names {file}, which is missing")
+        self._keys: dict[tuple[str, str | None], str] = {}
+        for key, each in metadata.state_dict_metadata.items():
+            if isinstance(each, TensorStorageMetadata):
+                listed = Listed(tuple(each.size), str(each.properties.dtype).removeprefix("torch."), files.get(key, ""))
+                parts = key.split(".")
+                if "state" in parts and key.startswith(("optim", "opt")):
+                    weight, state = ".".join(parts[parts.index("state") + 1 : -1]), parts[-1]
+                    self.states.setdefault(weight, {})[state] = listed
+                else:
+                    weight, state = key, None
+                    self.tensors[key] = listed
+                self._keys[weight, state] = key
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+
+    @property
+    def kind(self) -> str:
+        return "torch.distributed.checkpoint"
+
+    def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
+        key = self._keys[name, state]
+        if self._last[0] != key:
+            listed = self.tensors[name] if state is None else self.states[name][state]
+            value = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
+            with reading(self.folder / listed.file, REMEDY), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of one process, which is meant
+                load({key: value}, storage_reader=_Reader(self.folder), no_dist=True)
+            self._last = key, value
+        return self._last[1][begin:end] if self._last[1].ndim else self._last[1]
