@@ -257,6 +257,16 @@ def test_only_the_command_line_speaks_of_flags():
     assert not said, "\n".join(said)
 
 
+def test_messages_name_no_file_that_an_installed_package_lacks():
+    for path in TOOLKIT:
+        tree = ast.parse(path.read_text())
+        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+                found = re.search(r"\b(docs|recipes|tests|benchmarks|accelerate_configs)/\w", node.value)
+                assert found is None, f"{path}:{node.lineno}: {node.value}"
+
+
 def test_nothing_is_read_or_written_as_pickle():
     for path in TOOLKIT:
         for node in ast.walk(parsed(path)):

@@ -8,8 +8,9 @@ from datetime import timedelta
 
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from torch.distributed import DistError
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.integrations.accelerate.compat import reset_accelerator_state
 from toolkit.integrations.accelerate.prepare import ddp_options
 from toolkit.run.config.run import RunConfig
@@ -21,19 +22,31 @@ _meetings = itertools.count()
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
-    """Return the Accelerator that `config` asks for. Raises UserError for fp16 on a CPU."""
+    """Return the Accelerator that `config` asks for.
+
+    Raises:
+        UserError: For fp16 on a CPU, and if not all ranks meet within `process_timeout`.
+    """
     reset_accelerator_state()
-    accelerator = Accelerator(
-        cpu=config.cpu,
-        mixed_precision=config.mixed_precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        kwargs_handlers=[
-            InitProcessGroupKwargs(init_method=_init_method(config), timeout=timedelta(minutes=config.process_timeout)),
-            ddp_options(config.ddp),
-        ],
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=config.cpu,
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+            ),
+            kwargs_handlers=[
+                InitProcessGroupKwargs(
+                    init_method=_init_method(config), timeout=timedelta(minutes=config.process_timeout)
+                ),
+                ddp_options(config.ddp),
+            ],
+        )
+    except DistError as error:
+        raise UserError(
+            f"the ranks did not meet ({one_line(error)}): start all {os.environ.get('WORLD_SIZE')} ranks with the same "
+            "MASTER_ADDR and MASTER_PORT, or raise process_timeout."
+        ) from error
     # Accelerate trains on in float32 here, without a word.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError(field="mixed_precision", value="fp16", remedy="a CPU has no fp16 training: use bf16 or no")

@@ -34,7 +34,7 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     Its folder is put on the search path, as `python SCRIPT` does, so that it can import its neighbours.
     """
     if not script.is_file() or script.suffix != ".py":
-        raise UserError(f"{script}: no such script: give a recipe, such as recipes/mnist_moe.py.")
+        raise UserError(f"{script}: no such script: give the path of a recipe.")
     name = f"recipe_{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None

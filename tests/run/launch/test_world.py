@@ -14,7 +14,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.run.launch.launched import LAUNCHER_VARIABLES, RANK_1_OF_2, environment
-from tests.support.forked_python import ForkedPython
+from tests.support.forked_python import ForkedPython, run_forked
 from tests.support.helpers import ROOT, free_port
 from toolkit.errors import UserError
 from toolkit.run.config.run import RunConfig
@@ -49,12 +49,33 @@ def world(monkeypatch: pytest.MonkeyPatch):
         (2, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, {}, "each process would train on its own"),
         (0, RANK_1_OF_2, {"cpu": True, "max_restarts": 3}, "max_restarts=3: the launcher has to restart"),
         (0, RANK_1_OF_2 | {"TORCHELASTIC_MAX_RESTARTS": "3"}, {"cpu": True}, "run_dir=None: the launcher may restart"),
+        (0, RANK_1_OF_2 | {"RANK": "one"}, {"cpu": True}, "RANK='one': the launcher has to set an integer from 0 to 1"),
+        (0, RANK_1_OF_2 | {"RANK": "2"}, {"cpu": True}, "RANK='2': the launcher has to set an integer from 0 to 1"),
+        (0, RANK_1_OF_2 | {"MASTER_PORT": "x"}, {"cpu": True}, "MASTER_PORT='x': the launcher has to set an integer"),
+        (0, {"WORLD_SIZE": "0"}, {"cpu": True}, "WORLD_SIZE='0': the launcher has to set an integer of 1 or more"),
+        (1, RANK_1_OF_2 | {"LOCAL_WORLD_SIZE": "0"}, {}, "LOCAL_WORLD_SIZE='0': the launcher has to set an integer"),
+        (0, {"RANK": "0", "WORLD_SIZE": "2"}, {"cpu": True}, "MASTER_ADDR is not set"),
     ],
 )
 def test_check_world_wrong_launch_raises(gpus: int, variables: dict[str, str], config: dict, says: str, world):
     world(gpus=gpus, **variables)
     with pytest.raises(UserError, match=says):
         check_world(RunConfig(**config))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_whose_other_rank_never_starts_ends_with_one_line(rank: str, tmp_path: Path):
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    recipe = [str(ROOT / "recipes" / "mnist_moe.py"), "debug", "--tracker", "none", "--max-steps", "3", "--cpu"]
+    done = run_forked(
+        *(*recipe, "--run-dir", str(tmp_path / "run"), "--process-timeout", "0.03"),
+        env=environment() | variables | {"MASTER_PORT": str(free_port())},
+        timeout_s=120,
+    )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "the ranks did not meet" in line
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

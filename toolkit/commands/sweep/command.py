@@ -13,7 +13,7 @@ from toolkit.run.arguments import Parser, count
 from toolkit.run.console import log_line
 
 EXAMPLE = """
-  toolkit sweep --grid labels=100,600 --grid corruption-rate=0,0.2 --num-seeds 5 recipes/vae_robustness.py full --cpu
+  toolkit sweep --grid labels=100,600 --grid corruption-rate=0,0.2 --num-seeds 5 train.py full --cpu
 """
 METRIC, SEARCHED = "test_accuracy", "validation_accuracy"
 """The defaults of --metric."""
@@ -98,6 +98,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--minimise", action="store_true", help="a lower --metric is better")
     parser.add_argument("--collect", action="store_true", help="only write the tables of finished runs")
-    parser.add_argument("recipe", type=Path, help="a script with presets, such as recipes/mnist_moe.py")
+    parser.add_argument("recipe", type=Path, help="a script with presets")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="a preset and flags for every run")
     return parser.parse_args(argv)

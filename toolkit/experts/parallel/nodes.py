@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -15,15 +16,27 @@ def ranks_per_node(default: int) -> int:
 
     Several launchers on one machine emulate nodes.
     """
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or default)
+    return number_of_launcher("LOCAL_WORLD_SIZE", least=1) or default
 
 
 def launched_world() -> int | None:
     """The number of processes that the launcher of this process started. None: there is no launcher."""
-    for name in WORLD_SIZES:
-        if value := os.environ.get(name):
-            return int(value)
-    return None
+    return next(filter(None, (number_of_launcher(name, least=1) for name in WORLD_SIZES)), None)
+
+
+def number_of_launcher(name: str, *, least: int = 0, most: int | None = None) -> int | None:
+    """Return the environment variable `name` as a number, None if it is not set.
+
+    Raises:
+        UserError: It is no integer between `least` and `most`.
+    """
+    value = os.environ.get(name)
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) < least or int(value) > (math.inf if most is None else most):
+        limits = f"from {least} to {most}" if most is not None else f"of {least} or more"
+        raise UserError(field=name, value=value, remedy=f"the launcher has to set an integer {limits}")
+    return int(value)
 
 
 def rows_of_nodes(ep_ranks: Sequence[int], per_node: Sequence[int]) -> list[list[int]]:

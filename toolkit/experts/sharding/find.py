@@ -40,7 +40,7 @@ def require_experts(model: nn.Module) -> dict[str, nn.Module]:
         raise UserError(
             f"model: {type(model).__name__} has no experts that can be sharded{f', not {named[-1]!r}' if named else ''}"
             ". Give the module that holds them num_experts, parameters with one row per expert, and a forward of "
-            "(hidden, expert ids, weights), as docs/experts/moe.md shows, or train with accelerator.prepare."
+            "(hidden, expert ids, weights), or train with accelerator.prepare."
         )
     return layers
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from toolkit.errors import UserError
-from toolkit.experts.parallel.nodes import launched_world, ranks_per_node
+from toolkit.experts.parallel.nodes import launched_world, number_of_launcher, ranks_per_node
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.restarts import LAUNCH, RESTARTED
 
@@ -30,7 +30,7 @@ def check_world(config: RunConfig) -> None:
         if is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
                 f"this launch asks for {plugin}, which would treat experts as replicated: "
-                "use accelerate_configs/ddp.yaml, with dense_parallel='fsdp2' to shard the other parameters."
+                "launch with MULTI_GPU, and dense_parallel='fsdp2' to shard the other parameters."
             )
     world, asked = launched_world(), config.num_processes
     if world is None:
@@ -38,9 +38,13 @@ def check_world(config: RunConfig) -> None:
         if told > 1 and told != asked:
             raise UserError(
                 f"`accelerate launch` was told to start {told} processes and started one, as it does without GPUs: "
-                f"use num_processes={told} without it, or accelerate_configs/ddp_cpu.yaml."
+                f"use num_processes={told} without it, or a config file with distributed_type MULTI_CPU."
             )
         return
+    for name, limits in (("RANK", (0, world - 1)), ("LOCAL_RANK", (0, world - 1)), ("MASTER_PORT", (1, 65535))):
+        number_of_launcher(name, least=limits[0], most=limits[1])
+    if "RANK" in os.environ and world > 1 and LAUNCH not in os.environ and "MASTER_ADDR" not in os.environ:
+        raise UserError("MASTER_ADDR is not set: give every rank the address of rank 0, or use torchrun.")
     if asked not in (None, world):
         remedy = f"the launcher started {world}: leave it out, or make the two numbers equal"
         raise UserError(field="num_processes", value=asked, remedy=remedy)
