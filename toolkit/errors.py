@@ -100,13 +100,15 @@ class StepOutOfMemory(MemoryError):
 
 
 @contextmanager
-def reading(path: Path | str, remedy: str) -> Iterator[None]:
-    """Raise UserError that names `path` instead of any error of a library that reads it."""
+def reading(path: object, remedy: str) -> Iterator[None]:
+    """Raise UserError that names `path` instead of any error of a library that reads it, but for a lack of memory."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}). {remedy}") from error
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.integrations.transformers.families import EXPERTS, awaken, config, tokens
@@ -169,8 +171,6 @@ def _truncate(folder: Path) -> None:
 
 def _forget(folder: Path, names: str) -> None:
     """Remove the tensors whose names begin so."""
-    from safetensors.torch import load_file, save_file
-
     file = folder / "model.safetensors"
     state = {name: value for name, value in load_file(file).items() if not name.startswith(names)}
     save_file(state, file, metadata={"format": "pt"})
@@ -189,7 +189,7 @@ def _count_more_experts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncate, r"file .*model\.safetensors cannot be read as safetensors \(.*\)\. Download or copy it again"),
+        (_truncate, r"model\.safetensors: cannot be read \(.*\)\. Download or copy the model again"),
         (_forget_an_expert, r"files have 7 rows or tensors like 'model\.layers\.1\..*up_proj.*' for 8 experts"),
         (_count_more_experts, r"files have 8 rows or tensors like .* for 16 experts"),
     ],
@@ -235,3 +235,24 @@ def test_experts_in_files_with_a_quantiser_raises(tmp_path: Path):
     folder = saved(tmp_path)
     with experts_in_files(), pytest.raises(UserError, match="files are quantised"):
         causal_lm(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+@pytest.mark.parametrize("load", [causal_lm, unread])
+@pytest.mark.parametrize(
+    "name", ["mlp.gate.weight", "self_attn.q_proj.weight", "model.embed_tokens.weight", "mlp.experts.3"]
+)
+def test_causal_lm_of_files_without_a_weight_raises(tmp_path: Path, load: Any, name: str):
+    _forget(saved(tmp_path), name if name.startswith("model") else f"model.layers.1.{name}")
+    with pytest.raises(UserError, match=r"lack \d weight|have 7 rows|cannot be read \(RuntimeError: .*ize"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("load", [causal_lm, unread])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool])
+def test_causal_lm_of_files_with_integers_raises(tmp_path: Path, load: Any, dtype: torch.dtype):
+    (file,) = saved(tmp_path).glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{re.escape(name)} in .* has type"):
+        load(tmp_path)

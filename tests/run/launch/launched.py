@@ -6,8 +6,12 @@ from tests.support.helpers import ROOT
 
 LAUNCHER_VARIABLES = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "OMP_", "TOOLKIT_", "WANDB_", "FSDP_")
 RANK_1_OF_2 = {
-    **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"},
-    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
 }
 
 

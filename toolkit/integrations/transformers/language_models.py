@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, reading
 from toolkit.experts.layer.recompute import replay_contexts
+from toolkit.integrations.transformers.compat import weights_loaded_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+AGAIN = "Download or copy the model again."
 
 
 def read_config(folder: str) -> PreTrainedConfig:
     """Return the configuration of the model in `folder`."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with reading(folder, AGAIN):
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def causal_lm(
@@ -40,7 +46,7 @@ def causal_lm(
         **options: Further options of transformers. Code in the folder runs with `trust_remote_code=True` only.
 
     Raises:
-        UserError: The tokenizer has more ids than the model.
+        UserError: The tokenizer has more ids than the model; files lack a weight, or have integers for one.
 
     Example:
         >>> model = causal_lm("Qwen/Qwen3-30B-A3B", dtype=torch.bfloat16)
@@ -52,13 +58,45 @@ def causal_lm(
         options["experts_implementation"] = experts_implementation
     if isinstance(source, PreTrainedConfig):
         return AutoModelForCausalLM.from_config(source, **options)
-    model = AutoModelForCausalLM.from_pretrained(os.fspath(source), local_files_only=True, **options)
+    with reading(source, AGAIN), weights_loaded_by(_load_floating_point):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            os.fspath(source), local_files_only=True, output_loading_info=True, **options
+        )
+    # Transformers draws these at random.
+    if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+        raise UserError(
+            f"model: files of {source} lack {len(lacking)} weight(s) of this shape, such as {lacking[0]}. {AGAIN}"
+        )
     if vocab_size is not None and model.config.vocab_size < vocab_size:
         raise UserError(
             f"model: {source} has {model.config.vocab_size} ids and the tokenizer {vocab_size}. Use the tokenizer that "
             "it was trained with."
         )
     return model
+
+
+def _load_floating_point(
+    load: Callable[..., Any], model: Any, state: Any, files: Sequence[str] | None, config: Any, *rest: Any
+) -> Any:
+    """Load a model, which transformers does by `load`; it would cast integers to the type of the weights."""
+    if config.hf_quantizer is None:
+        require_floating_point(files or ())
+    return load(model, state, files, config, *rest)
+
+
+def require_floating_point(files: Sequence[str]) -> None:
+    """Raise UserError if a matrix in safetensors files has integers."""
+    for file in files:
+        if not file.endswith(".safetensors"):
+            continue
+        with reading(file, AGAIN), safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                piece = opened.get_slice(name)
+                if piece.get_dtype()[0] in "IUB" and piece.get_dtype() != "BF16" and len(piece.get_shape()) > 1:
+                    raise UserError(
+                        f"model: {name} in {file} has type {piece.get_dtype()}, and config.json has no "
+                        "quantization_config. Save the model in floating point."
+                    )
 
 
 def recompute_blocks(model: PreTrainedModel) -> None:

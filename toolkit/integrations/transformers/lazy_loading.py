@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from toolkit.errors import UserError, require_choice
+from toolkit.errors import UserError, reading, require_choice
 from toolkit.experts.compat import move_as_usual, move_by
 from toolkit.experts.layer.stack import RowsInFiles, as_in_files, clear_empty, stacked
 from toolkit.experts.parallel.collectives import together
@@ -32,6 +32,7 @@ from toolkit.experts.sharding.find import require_experts, stacked_parameters
 from toolkit.integrations.transformers.compat import experts_implementation, mark_as_loaded, weights_loaded_by
 from toolkit.integrations.transformers.cpu_offload import keep_on_host, page_locked
 from toolkit.integrations.transformers.kernel import NAME, projections
+from toolkit.integrations.transformers.language_models import require_floating_point
 from toolkit.integrations.transformers.quantization import SCALES, pack_rows
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def experts_in_files(
                     "experts_implementation: quantize and offload need use_toolkit_kernel(), and experts that follow "
                     "it. Pass it to from_pretrained, or leave them out."
                 )
+        require_floating_point(checkpoint_files)
         with ExitStack() as opened:
             files = _Files.open(checkpoint_files, opened)
             reader = _Reader(copy.deepcopy(model), load_config, files, layers, quantize is not None, offload)
@@ -180,13 +182,8 @@ class _Files:
         """Open files, which stay open until `opened` is closed. Raises UserError for one that cannot be read."""
         path_of, slices = {}, {}
         for path in paths:
-            try:
+            with reading(path, "Download or copy it again, or save the model with save_pretrained."):
                 file = opened.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:  # which does not say which file
-                raise UserError(
-                    f"model: file {path} cannot be read as safetensors ({error}). Download or copy it again, or save "
-                    "the model with save_pretrained."
-                ) from error
             for key in file.keys():  # noqa: SIM118
                 path_of[key], slices[key] = path, file.get_slice(key)
         return cls(path_of, slices)
