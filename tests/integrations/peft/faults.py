@@ -82,7 +82,7 @@ WEIGHTS: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "frozen while the log says otherwise": (freeze, "no adapter of an expert was ever changed"),
     "experts ordered in B as in A": (order_as_in_a, "norms are not those of what the ranks held"),
     "experts in another order": (swap_experts, "experts are in another order than the ranks held, in expert(s) 0, 1"),
-    "the rows of rank 0 for all": (repeat_a_rank, "bit by bit, in expert(s) 4, 5, 6, 7"),
+    "the rows of rank 0 for all": (repeat_a_rank, "bitwise equal to A of an earlier expert in expert(s) 4, 5, 6, 7"),
     "a matrix left out": (drop_a_matrix, "adapter_model.safetensors lacks"),
     "numbers that are not finite": (break_numbers, "not finite in expert(s) 7"),
     "the rows of rank 0 alone": (cut_to_a_rank, "stock PEFT cannot load it: size mismatch"),
