@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -37,7 +39,7 @@ def announce(
     """
     config = run.config
     dataset, notice = getattr(data, "name", None), getattr(data, "notice", None)
-    facts = {"effective_batch_size": config.batch_size, "peak_learning_rate": config.peak_lr}
+    facts: dict[str, Any] = {"effective_batch_size": config.batch_size, "peak_learning_rate": config.peak_lr}
     if isinstance(config, ExpertRunConfig):
         facts |= describe_experts(model, run.expert_groups)
     if dataset is not None:
@@ -48,7 +50,7 @@ def announce(
         *settings_without_effect(config, model, penalty),
         *warnings_of(run, model, data, batches.steps_per_epoch, max_steps),
     ]
-    if penalty is not None and penalty.balance_weight > config.balance_weight:
+    if penalty is not None and isinstance(config, MoERunConfig) and penalty.balance_weight > config.balance_weight:
         warnings.append(
             f"the balance loss has weight {penalty.balance_weight:.2g}, because the run has {max_steps:,} steps."
         )

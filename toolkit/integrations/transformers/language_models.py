@@ -59,9 +59,10 @@ def causal_lm(
     if isinstance(source, PreTrainedConfig):
         return AutoModelForCausalLM.from_config(source, **options)
     with reading(source, AGAIN), weights_loaded_by(_load_floating_point):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             os.fspath(source), local_files_only=True, output_loading_info=True, **options
         )
+    model, info = loaded
     # Transformers draws these at random.
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise UserError(
