@@ -100,7 +100,7 @@ class StepOutOfMemory(MemoryError):
 
 
 @contextmanager
-def reading(path: object, remedy: str) -> Iterator[None]:
+def reading(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
     """Raise UserError that names `path` instead of any error of a library that reads it, but for a lack of memory."""
     try:
         yield

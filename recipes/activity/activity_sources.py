@@ -257,7 +257,7 @@ def _read_table(path: Path, columns: int) -> np.ndarray:
     if not table.size:
         raise tk.data.damaged(path, "has no rows")
     if table.shape[1] != columns:
-        raise tk.data.damaged(path, f"has {table.shape[1]} numbers in a row instead of {columns} are needed")
+        raise tk.data.damaged(path, f"has {table.shape[1]} numbers in a row instead of {columns}")
     for row in np.flatnonzero(~np.isfinite(table).all(1)):
         raise tk.data.damaged(path, f"has a number that is not finite in row {row}")
     return table

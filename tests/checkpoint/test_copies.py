@@ -28,7 +28,7 @@ def train_on_machines(parent: Path) -> tuple[list[str], int]:
         kept: Any = {"checkpoint": CheckpointOptions(**best)}
         undisturbed = train(small_config(parent / "shared by both", **kept), ep_size=2)
         mine = "ab"[dist.get_rank()]
-        with pytest.raises(UserError, match=r"run_dir=.* is not the same on all machines: give one that they share"):
+        with pytest.raises(UserError, match=r"run_dir=.* is not the same on all machines: give a shared folder"):
             train(small_config(parent / mine), ep_size=2)
         settings = {"storage": f"file://{parent}/bucket/run", **kept}
         with pytest.raises(Preempted):

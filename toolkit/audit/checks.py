@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.audit.experts import Matrix, count_experts, find_matrices, find_routers, value_of
+from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, value_of
 from toolkit.audit.tensors import Checkpoint, open_checkpoint
 from toolkit.errors import UserError
+from toolkit.experts.state.tensor_files import first_not_finite
 
 SKETCH = 16
 NEAR = 0.5
 """An expert is another one's of the base if its distance to that is below this times the distance to its own."""
 MOST_NAMED = 8
-GATE_UP = (
-    ("gate_proj.weight", "up_proj.weight"),
-    ("w1.weight", "w3.weight"),
-    ("w1", "w3"),
-    ("fc1.weight", "fc3.weight"),
-)
-"""Names of the two matrices whose product is the hidden activation, gate first."""
+GATE_UP = {"gate_proj.weight": "up_proj.weight", "w1.weight": "w3.weight", "w1": "w3", "fc1.weight": "fc3.weight"}
+"""Gate -> the matrix that it multiplies, if they are not one tensor."""
 MERGES = ("mergekit_config.yml", "mergekit_moe_config.yml")
 MOMENTS = "exp_avg", "exp_avg_sq"
 MOMENT_BOUND = 23.0
@@ -58,10 +54,6 @@ class Audit:
     facts: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -72,6 +64,9 @@ class Summary:
     broken: str | None
     """NaN or infinity, if there are any."""
     sketch: NDArray[Any] | None = None
+
+
+Summaries = Mapping[Place, Summary]
 
 
 def audit(folder: Path, against: Path | None = None) -> Audit:
@@ -86,24 +81,26 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     """
     checkpoint = open_checkpoint(folder)
     found = Audit(str(folder))
-    size = f"{len(checkpoint.tensors):,} tensors"
-    found.facts.append(f"{checkpoint.kind}, {size}")
+    found.facts.append(f"{checkpoint.kind}, {len(checkpoint.tensors):,} tensors")
     found.findings += [Finding("files", problem, []) for problem in checkpoint.problems]
+    if not checkpoint.tensors:
+        return found
     matrices = find_matrices(checkpoint)
     layers: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices.values():
         layers[matrix.layer].append(matrix)
-    if not layers and checkpoint.tensors:
+    if not layers:
         found.findings.append(Finding("experts", "no tensor is an expert's", []))
-    summaries = summarize(checkpoint, matrices.values(), sketches=against is not None) | summarize_others(
-        checkpoint, matrices.values()
-    )
+    places = {place for matrix in matrices.values() for place in matrix.places.values()}
+    others = checkpoint.tensors.keys() - {place.tensor for place in places}
+    summaries = summarize(checkpoint, places, sketches=against is not None)
+    summaries |= {Place(name): _summary(checkpoint.parts(name)) for name in others}
     counts = {layer: _count(checkpoint, layers[layer]) for layer in layers}
     for check in (
         _check_complete(checkpoint, layers, counts),
         _check_routers(checkpoint, layers, counts),
         _check_types(checkpoint, layers),
-        _check_values(layers, summaries),
+        _check_values(layers, others, summaries),
         _check_repeats(checkpoint, layers, summaries),
         _check_tied(checkpoint, summaries),
         _check_moments(checkpoint),
@@ -112,7 +109,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     if against is not None:
         base = open_checkpoint(against)
         of_base = find_matrices(base)
-        common = [of_base[key] for key in matrices if key in of_base]
+        common = {place for key in matrices if key in of_base for place in of_base[key].places.values()}
         if not common:
             raise UserError(
                 f"against={str(against)!r}: has no experts of the same names. Give the same format and family."
@@ -132,21 +129,13 @@ def _collect(found: Audit, check: Iterator[str | Finding]) -> None:
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-def summarize(
-    checkpoint: Checkpoint, matrices: Iterable[Matrix], *, sketches: bool
-) -> dict[tuple[str, int | None], Summary]:
-    """Read the values of experts. Keys are a tensor and the first row of an expert."""
-    summaries: dict[tuple[str, int | None], Summary] = {}
-    for place in sorted({place for matrix in matrices for place in matrix.places.values()}):
+def summarize(checkpoint: Checkpoint, places: Iterable[Place], *, sketches: bool) -> dict[Place, Summary]:
+    """Read the values at `places`, in the order of tensors."""
+    summaries = {}
+    for place in sorted(places):
         value = value_of(checkpoint, place)
-        summaries[place.tensor, place.begin] = _summary([value], _sketch(value) if sketches else None)
+        summaries[place] = _summary([value], _sketch(value) if sketches else None)
     return summaries
-
-
-def summarize_others(checkpoint: Checkpoint, matrices: Iterable[Matrix]) -> dict[tuple[str, int | None], Summary]:
-    """Read the values of all tensors that are no experts. Keys are a tensor and None."""
-    of_experts = {place.tensor for matrix in matrices for place in matrix.places.values()}
-    return {(name, None): _summary(checkpoint.parts(name)) for name in checkpoint.tensors if name not in of_experts}
 
 
 def _summary(parts: Iterable[Tensor], sketch: NDArray[Any] | None = None) -> Summary:
@@ -160,13 +149,11 @@ def _summary(parts: Iterable[Tensor], sketch: NDArray[Any] | None = None) -> Sum
 
 
 def _broken(value: Tensor) -> str | None:
-    if not value.is_floating_point() or value.numel() == 0:
-        return None
-    if value.dtype.itemsize < 2:  # float8, which torch does not sum
+    if value.is_floating_point() and value.dtype.itemsize < 2:  # float8, which torch does not sum
         value = value.float()
-    if value.sum(dtype=torch.promote_types(value.dtype, torch.float32)).isfinite():
+    if first_not_finite([("", value)]) is None:
         return None
-    return "NaN" if value.isnan().any() else "infinity" if value.isinf().any() else None
+    return "NaN" if value.isnan().any() else "infinity"
 
 
 def _sketch(value: Tensor) -> NDArray[Any] | None:
@@ -244,51 +231,44 @@ def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]])
     mixed = False
     for layer, matrices in layers.items():
         for matrix in matrices:
-            kinds = Counter(checkpoint.tensors[place.tensor].dtype for place in matrix.places.values())
-            shapes = Counter(checkpoint.tensors[place.tensor].shape for place in matrix.places.values())
-            for of, found in (("types", kinds), ("shapes", shapes)):
-                if len(found) > 1:
+            listed = {expert: checkpoint.tensors[place.tensor] for expert, place in matrix.places.items()}
+            types = {expert: tensor.dtype for expert, tensor in listed.items()}
+            shapes = {expert: tensor.shape for expert, tensor in listed.items()}
+            for of, values in (("types", types), ("shapes", shapes)):
+                (usual, _), *more = Counter(values.values()).most_common()
+                if more:
                     mixed = True
-                    usual = found.most_common(1)[0][0]
-                    attribute = "dtype" if of == "types" else "shape"
-                    odd = [
-                        e for e, p in matrix.places.items() if getattr(checkpoint.tensors[p.tensor], attribute) != usual
-                    ]
-                    said = ", ".join(map(str, found))
-                    yield Finding(
-                        "types",
-                        f"{layer}: {matrix.name} has several {of}, {said}: {_named(sorted(odd))}",
-                        [matrix.places[e].tensor for e in odd],
-                    )
+                    odd = sorted(expert for expert, value in values.items() if value != usual)
+                    said = ", ".join(map(str, dict.fromkeys(values.values())))
+                    message = f"{layer}: {matrix.name} has several {of}, {said}: {_named(odd)}"
+                    yield Finding("types", message, _tensors(matrix, odd))
     if layers and not mixed:
         yield "one type and shape for each matrix of a layer"
 
 
 def _check_values(
-    layers: Mapping[str, Sequence[Matrix]], summaries: Mapping[tuple[str, int | None], Summary]
+    layers: Mapping[str, Sequence[Matrix]], others: Iterable[str], summaries: Summaries
 ) -> Iterator[str | Finding]:
     wrong = False
-    for name, summary in sorted((name, s) for (name, begin), s in summaries.items() if begin is None and s.broken):
-        wrong = True
-        yield Finding("values", f"{name}: has {summary.broken}", [name])
+    for name in sorted(others):
+        if broken := summaries[Place(name)].broken:
+            wrong = True
+            yield Finding("values", f"{name}: has {broken}", [name])
     for layer, matrices in layers.items():
         for matrix in matrices:
-            of = {e: summaries[p.tensor, p.begin] for e, p in matrix.places.items()}
-            broken = {e: s.broken for e, s in of.items() if s.broken}
-            zero = [e for e, s in of.items() if s.is_zero]
-            if broken:
+            of = {expert: summaries[place] for expert, place in matrix.places.items()}
+            bad = {expert: summary.broken for expert, summary in of.items() if summary.broken}
+            zero = [expert for expert, summary in of.items() if summary.is_zero]
+            if bad:
                 wrong = True
-                kinds = " and ".join(sorted(set(filter(None, broken.values()))))
-                yield Finding(
-                    "values",
-                    f"{layer}: {matrix.name} has {kinds} in {_named(sorted(broken))}",
-                    _tensors(matrix, broken),
+                message = (
+                    f"{layer}: {matrix.name} has {' and '.join(sorted(set(bad.values())))} in {_named(sorted(bad))}"
                 )
+                yield Finding("values", message, _tensors(matrix, bad))
             if zero and len(zero) < len(of):  # biases of all experts may be zero
                 wrong = True
-                yield Finding(
-                    "values", f"{layer}: {matrix.name} is zero in {_named(sorted(zero))}", _tensors(matrix, zero)
-                )
+                message = f"{layer}: {matrix.name} is zero in {_named(sorted(zero))}"
+                yield Finding("values", message, _tensors(matrix, zero))
     if not wrong:
         yield "no NaN, no infinity, no expert of zeros"
 
@@ -296,7 +276,7 @@ def _check_values(
 def _check_repeats(
     checkpoint: Checkpoint,
     layers: Mapping[str, Sequence[Matrix]],
-    summaries: Mapping[tuple[str, int | None], Summary],
+    summaries: Summaries,
 ) -> Iterator[str | Finding]:
     """Find experts with the bytes of another expert of their layer, or of another layer.
 
@@ -340,14 +320,14 @@ def _check_repeats(
 def _digests(
     checkpoint: Checkpoint,
     layers: Mapping[str, Sequence[Matrix]],
-    summaries: Mapping[tuple[str, int | None], Summary],
+    summaries: Summaries,
 ) -> dict[tuple[str, int], list[bytes]]:
     """Return by layer and expert the digests of its matrices, each with the matrix's name; vectors and zeros aside."""
     digests: dict[tuple[str, int], list[bytes]] = defaultdict(list)
     for layer, matrices in layers.items():
         for matrix in sorted(matrices, key=lambda matrix: matrix.name):
             for expert, place in matrix.places.items():
-                summary, shape = summaries[place.tensor, place.begin], checkpoint.tensors[place.tensor].shape
+                summary, shape = summaries[place], checkpoint.tensors[place.tensor].shape
                 if len(shape) - (place.size == 1) > 1 and not summary.is_zero:
                     digests[layer, expert].append(matrix.name.encode() + summary.digest)
     return digests
@@ -355,18 +335,17 @@ def _digests(
 
 def _declared_copies(checkpoint: Checkpoint) -> str | None:
     """Return the file that declares a merged or upcycled model."""
-    merges = [name for name in MERGES if (checkpoint.folder / name).exists()]
-    return next(
-        iter([*merges, *(["config.json"] if any("upcycled" in key for key in checkpoint.config) else [])]), None
-    )
+    if any("upcycled" in key for key in checkpoint.config):
+        return "config.json"
+    return next((name for name in MERGES if (checkpoint.folder / name).exists()), None)
 
 
-def _check_tied(checkpoint: Checkpoint, summaries: Mapping[tuple[str, int | None], Summary]) -> Iterator[str | Finding]:
+def _check_tied(checkpoint: Checkpoint, summaries: Summaries) -> Iterator[str | Finding]:
     heads = [name for name in checkpoint.tensors if name.endswith("lm_head.weight")]
     tables = [name for name in checkpoint.tensors if name.endswith(("embed_tokens.weight", "wte.weight"))]
     if not checkpoint.config.get("tie_word_embeddings") or len(heads) != 1 or len(tables) != 1:
         return
-    if summaries[heads[0], None].digest == summaries[tables[0], None].digest:
+    if summaries[Place(heads[0])].digest == summaries[Place(tables[0])].digest:
         yield f"{heads[0]} equals {tables[0]}, to which config.json ties it"
     else:
         yield Finding("tied", f"{heads[0]} differs from {tables[0]}, to which config.json ties it", [*heads, *tables])
@@ -396,79 +375,61 @@ def _check_moments(checkpoint: Checkpoint) -> Iterator[str | Finding]:
 
 def _check_order(
     layers: Mapping[str, Sequence[Matrix]],
-    summaries: Mapping[tuple[str, int | None], Summary],
+    summaries: Summaries,
     of_base: Mapping[tuple[str, str], Matrix],
-    base: Mapping[tuple[str, int | None], Summary],
+    base: Summaries,
 ) -> Iterator[str | Finding]:
     """Find experts that are nearer to another expert of the base, and gates that are nearer to its other half."""
     wrong = False
     for layer, matrices in layers.items():
-        sketches: dict[int, list[NDArray[Any]]] = defaultdict(list)
-        theirs: dict[int, list[NDArray[Any]]] = defaultdict(list)
+        pairs: dict[int, list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
         for matrix in matrices:
-            other = of_base.get((layer, matrix.name))
-            if other is None:
-                continue
-            for expert in matrix.places.keys() & other.places.keys():
-                mine, their = matrix.places[expert], other.places[expert]
-                a, b = summaries[mine.tensor, mine.begin].sketch, base[their.tensor, their.begin].sketch
-                if a is not None and b is not None:
-                    sketches[expert].append(a)
-                    theirs[expert].append(b)
-        experts = sorted(sketches)
+            ours, theirs = _sketches(matrix, summaries), _sketches(of_base.get((layer, matrix.name)), base)
+            for expert in ours.keys() & theirs.keys():
+                pairs[expert].append((ours[expert], theirs[expert]))
+        experts = sorted(pairs)
         if not experts:
             continue
-        x_ED, y_ED = (
-            np.stack([np.concatenate([s.ravel() for s in of[e]]) for e in experts]) for of in (sketches, theirs)
-        )
+        x_ED, y_ED = (np.stack([np.ravel([pair[side] for pair in pairs[e]]) for e in experts]) for side in (0, 1))
         distance_EE = np.linalg.norm(x_ED[:, None] - y_ED[None], axis=-1)
         own_E, nearest_E = distance_EE.diagonal(), distance_EE.argmin(1)
         moved = [i for i in range(len(experts)) if distance_EE[i, nearest_E[i]] < NEAR * own_E[i]]
         if moved:
             wrong = True
-            pairs = ", ".join(f"{experts[i]} is {experts[nearest_E[i]]}" for i in moved[:MOST_NAMED])
+            said = ", ".join(f"{experts[i]} is {experts[nearest_E[i]]}" for i in moved[:MOST_NAMED])
             more = f" and {len(moved) - MOST_NAMED} more" if len(moved) > MOST_NAMED else ""
-            yield Finding("order", f"{layer}: experts are in another order than in the base: {pairs}{more}", [])
+            yield Finding("order", f"{layer}: experts are in another order than in the base: {said}{more}", [])
             continue
-        if swapped := _swapped_halves(matrices, layer, summaries, of_base, base):
+        if swapped := _swapped_halves(matrices, summaries, of_base, base):
             wrong = True
             yield Finding("halves", f"{layer}: gate and up are swapped in {_named(swapped)}", [])
     if not wrong:
         yield "experts, gates and ups are in the order of the base"
 
 
+def _sketches(matrix: Matrix | None, summaries: Summaries) -> dict[int, NDArray[Any]]:
+    """Return the sketches of a matrix by expert; none without a matrix."""
+    found = {} if matrix is None else {expert: summaries[place].sketch for expert, place in matrix.places.items()}
+    return {expert: sketch for expert, sketch in found.items() if sketch is not None}
+
+
 def _swapped_halves(
-    matrices: Sequence[Matrix],
-    layer: str,
-    summaries: Mapping[tuple[str, int | None], Summary],
-    of_base: Mapping[tuple[str, str], Matrix],
-    base: Mapping[tuple[str, int | None], Summary],
+    matrices: Sequence[Matrix], summaries: Summaries, of_base: Mapping[tuple[str, str], Matrix], base: Summaries
 ) -> list[int]:
-    """Return the experts whose gate is nearer to the base's up than to its gate, and the other way round."""
+    """Return the experts whose gate is nearer to the base's up than to its gate."""
     swapped: set[int] = set()
-    named = {matrix.name: matrix for matrix in matrices}
-
-    def sketch(of: Mapping[tuple[str, int | None], Summary], matrix: Matrix | None, expert: int) -> NDArray[Any] | None:
-        place = matrix.places.get(expert) if matrix else None
-        return None if place is None else of[place.tensor, place.begin].sketch
-
     for matrix in matrices:
-        other = of_base.get((layer, matrix.name))
-        for expert in matrix.places:
-            a, b = sketch(summaries, matrix, expert), sketch(base, other, expert)
-            if a is None or b is None or not ("gate_up" in matrix.name or "w13" in matrix.name):
-                continue
-            own = np.linalg.norm(a - b)
-            if any(np.linalg.norm(np.roll(a, SKETCH // 2, axis) - b) < NEAR * own for axis in (0, 1)):
-                swapped.add(expert)
-    for gate, up in GATE_UP:
-        if gate in named and up in named:
-            for expert in named[gate].places:
-                a, b = sketch(summaries, named[gate], expert), sketch(base, of_base.get((layer, gate)), expert)
-                c = sketch(base, of_base.get((layer, up)), expert)
-                if a is None or b is None or c is None:
-                    continue
-                if np.linalg.norm(a - c) < NEAR * np.linalg.norm(a - b):
+        ours, theirs = _sketches(matrix, summaries), _sketches(of_base.get((matrix.layer, matrix.name)), base)
+        if "gate_up" in matrix.name or "w13" in matrix.name:
+            swaps = [{e: np.roll(sketch, SKETCH // 2, axis) for e, sketch in theirs.items()} for axis in (0, 1)]
+        elif (up := GATE_UP.get(matrix.name)) in {other.name for other in matrices}:
+            swaps = [_sketches(of_base.get((matrix.layer, up)), base)]
+        else:
+            continue
+        for of_swap in swaps:
+            for expert in ours.keys() & theirs.keys() & of_swap.keys():
+                own, other = (np.linalg.norm(ours[expert] - of[expert]) for of in (theirs, of_swap))
+                if other < NEAR * own:
                     swapped.add(expert)
     return sorted(swapped)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from toolkit.errors import EXIT_BUG, EXIT_DONE
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
     found = audit(args.path, args.against)
     if args.json:
-        sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n")
+        sys.stdout.write(json.dumps(asdict(found), indent=1) + "\n")
     else:
         sys.stdout.write("".join(f"ok       {fact}\n" for fact in found.facts))
         sys.stdout.write("".join(f"finding  {each.check}: {each.message}\n" for each in found.findings))

@@ -6,13 +6,14 @@ run. None of them executes code of the folder.
 
 from __future__ import annotations
 
-import json
+import math
 import pickle
 import stat
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,16 +23,16 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from toolkit.checkpoint.without_model import find_checkpoint
+from toolkit.checkpoint.without_model import find_folder
 from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
-from toolkit.experts.state.tensor_files import MODEL, NUMBER, OPTIMIZER, ROW
+from toolkit.experts.state.tensor_files import NUMBER, weight_of_key
+from toolkit.run.tracking.jsonl import from_json
 
 PART = 2**26
 """Bytes of a tensor that are read at a time, if its rows are smaller."""
 MAPPED = 2**28
 """Bytes that are read from an open safetensors file before it is opened again, which frees the pages of its mapping."""
-LARGEST_JSON = 2**28
 REMEDY = "Download or copy it again, or save the model again."
 
 
@@ -72,17 +73,12 @@ class Checkpoint(ABC):
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
         """Return rows `begin` to `end` of a weight, or of its optimizer state."""
 
-    def parts(self, name: str, rows: int = 0) -> Iterator[Tensor]:
-        """Yield a weight in parts of `rows` rows, or of at most `PART` bytes."""
-        shape = self.tensors[name].shape
-        if not shape:
-            yield self.rows(name, None, 0, 1)
-            return
-        if not rows:
-            each = max(1, self.rows(name, None, 0, 1).nbytes) if shape[0] else 1
-            rows = max(1, PART // each)
-        for begin in range(0, shape[0], rows):
-            yield self.rows(name, None, begin, min(begin + rows, shape[0]))
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """Yield a weight in parts of at most `PART` bytes, or of a row."""
+        count, *row = self.tensors[name].shape or (1,)
+        step = max(1, PART // (8 * max(1, math.prod(row))))  # no number has more than 8 bytes
+        for begin in range(0, count, step):
+            yield self.rows(name, None, begin, min(begin + step, count))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -96,21 +92,20 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'}: has no settings. {REMEDY}")
-    if (folder / manifest.NAME).exists() or any(folder.glob(f"experts_*/{manifest.NAME}")):
-        return RunCheckpoint(find_checkpoint(folder), config)
-    if (folder / ".metadata").exists():
+    is_run = (folder / manifest.NAME).exists() or any(folder.glob(f"experts_*/{manifest.NAME}"))
+    if not is_run and (folder / ".metadata").exists():
         return DistributedCheckpoint(folder, config)
-    if any(folder.glob("*.safetensors*")):
+    if not is_run and any(folder.glob("*.safetensors*")):
         return SafetensorsFiles(folder, config)
-    return RunCheckpoint(find_checkpoint(folder), config)
+    return RunCheckpoint(find_folder(folder), config)
 
 
 def read_json(path: Path) -> Any:
     """Return the value in `path`. Raises UserError if it is not JSON, no regular file or too large."""
     with reading(require_regular(path), REMEDY):
-        if (size := path.stat().st_size) > LARGEST_JSON:
+        if (size := path.stat().st_size) > manifest.LARGEST_MANIFEST:
             raise ValueError(f"it has {size:,} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return from_json(path.read_text(encoding="utf-8"))
 
 
 def require_regular(path: Path) -> Path:
@@ -202,11 +197,7 @@ class RunCheckpoint(Checkpoint):
         self._keys: dict[tuple[str, str | None], str] = {}
         for file in (name for name in names if name.endswith(".safetensors")):
             for key, listed in self._files.list(file).items():
-                weight, state = key, None
-                if file == OPTIMIZER:
-                    weight, _, state = key.rpartition(".")
-                elif file != MODEL and (match := ROW.fullmatch(key)):
-                    weight, state = f"{match['parameter']}/{match['uid']}", match["state"]
+                weight, state = weight_of_key(file, key)
                 self._keys[weight, state] = key
                 if state is None:
                     self.tensors[weight] = listed
@@ -253,9 +244,10 @@ class _SafeUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Torch's reader, which unpickles metadata without calling functions."""
+    """Torch's reader, which unpickles metadata without calling functions, and once."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+    @cached_property
+    def metadata(self) -> Metadata:
         path = require_regular(Path(self.path) / ".metadata")
         with reading(path, REMEDY), path.open("rb") as file:
             metadata = _SafeUnpickler(file).load()
@@ -269,13 +261,17 @@ class _Reader(FileSystemReader):
                 raise ValueError(f"{outside[0]!r} is outside of the folder")
             return metadata
 
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        return self.metadata
+
 
 class DistributedCheckpoint(Checkpoint):
     """A checkpoint of `torch.distributed.checkpoint`, read by torch, a tensor at a time."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         super().__init__(folder, config)
-        metadata = _Reader(folder).read_metadata()
+        self._reader = _Reader(folder)
+        metadata = self._reader.metadata
         files = {index.fqn: each.relative_path for index, each in metadata.storage_data.items()}
         for file in sorted(set(files.values())):
             if not (folder / file).exists():
@@ -305,6 +301,6 @@ class DistributedCheckpoint(Checkpoint):
             value = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
             with reading(self.folder / listed.file, REMEDY), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of one process, which is meant
-                load({key: value}, storage_reader=_Reader(self.folder), no_dist=True)
+                load({key: value}, storage_reader=self._reader, no_dist=True)
             self._last = key, value
         return self._last[1][begin:end] if self._last[1].ndim else self._last[1]

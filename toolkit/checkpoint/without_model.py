@@ -16,7 +16,7 @@ from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import SavedTensors
 
 
-def find_checkpoint(given: Path) -> Path:
+def find_folder(given: Path) -> Path:
     """Return `given` if it is a checkpoint, else the checkpoint in a folder of `Accelerator.save_state`, or the best or
     newest checkpoint of a run folder, unverified.
 

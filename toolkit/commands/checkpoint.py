@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
             command.add_argument("out", type=Path, help="file *.safetensors, or folder for model.safetensors")
             command.add_argument("--dtype", choices=DTYPES, help="type of floating point tensors. Default: as saved")
     args = parser.parse_args(argv)
-    args.checkpoint = without_model.find_checkpoint(args.checkpoint)
+    args.checkpoint = without_model.find_folder(args.checkpoint)
     args.run(args)
     return EXIT_DONE
 

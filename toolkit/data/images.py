@@ -162,7 +162,7 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
     except NotFoundHere as reason:
         if data_dir is not None:
             raise UserError(
-                f"data_dir={str(data_dir)!r}: {reason}; name the folder of the dataset, or its parent."
+                f"data_dir={str(data_dir)!r}: {reason}; name the folder of the dataset, or the folder that has {name}/."
             ) from None
         if dataset != "auto":
             raise UserError(f"{TITLES[name]} was not found: {reason}; give data_dir with its Parquet files.") from None

@@ -15,7 +15,6 @@ from toolkit.experts.layer.moe_layer import describe_experts, experts_on_ranks, 
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
-from toolkit.run.config.run import RunConfig
 from toolkit.run.hardware import gpu_names, memory_limit_bytes
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
@@ -45,31 +44,30 @@ def announce(
     if dataset is not None:
         facts |= {"dataset": dataset, "dataset_notice": notice}
     run.describe(**facts)
-    rows = describe_start(run, model, batches, max_steps)
-    warnings = [
-        *settings_without_effect(config, model, penalty),
-        *warnings_of(run, model, data, batches.steps_per_epoch, max_steps),
-    ]
-    if penalty is not None and isinstance(config, MoERunConfig) and penalty.balance_weight > config.balance_weight:
-        warnings.append(
-            f"the balance loss has weight {penalty.balance_weight:.2g}, because the run has {max_steps:,} steps."
-        )
-    run.note("\n".join([*warnings, aligned(rows).rstrip()]))
+    warnings = []
+    if penalty is not None and isinstance(config, MoERunConfig):
+        warnings = settings_without_effect(config, model)
+        if penalty.balance_weight > config.balance_weight:
+            weight = f"{penalty.balance_weight:.2g}"
+            warnings.append(f"the balance loss has weight {weight}, because the run has {max_steps:,} steps.")
+    warnings += warnings_of(run, model, data, batches.steps_per_epoch, max_steps)
+    run.note("\n".join([*warnings, aligned(describe_start(run, model, batches, max_steps)).rstrip()]))
 
 
-def settings_without_effect(config: RunConfig, model: nn.Module, penalty: RouterPenalty | None) -> list[str]:
+def settings_without_effect(config: MoERunConfig, model: nn.Module) -> list[str]:
     """Return a warning for each setting that routers and layers of `model` were built without."""
-    if not isinstance(config, MoERunConfig) or penalty is None:
-        return []
-    layers = moe_layers(model)
-    others = ", ".join(sorted(expert_stacks(model).keys() - layers.keys()))
-    warnings = [f"balance={config.balance}, balance_weight, z_weight and capacity_factor: have no effect on {others}."]
-    return warnings * bool(others) + [
-        f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}."
-        for name, layer in layers.items()
-        for field, value in (layer.router.options.model_dump() | {"capacity_factor": layer.capacity_factor}).items()
-        if getattr(config, field) != value
-    ]
+    layers, warnings = moe_layers(model), []
+    if others := ", ".join(sorted(expert_stacks(model).keys() - layers.keys())):
+        settings = f"balance={config.balance}, balance_weight, z_weight and capacity_factor"
+        warnings.append(f"{settings}: have no effect on {others}.")
+    for name, layer in layers.items():
+        built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity_factor}
+        for field, value in built.items():
+            if getattr(config, field) != value:
+                warnings.append(
+                    f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}."
+                )
+    return warnings
 
 
 def warnings_of(run: Run, model: nn.Module, data: HasSplits, steps_per_epoch: int, max_steps: int) -> list[str]:

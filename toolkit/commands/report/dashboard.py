@@ -67,7 +67,7 @@ USUAL = Metrics(
 def main(argv: Sequence[str]) -> int:
     """Return 0 if the workspace is saved or printed, 2 for bad input or if W&B does not answer."""
     parser = Parser("toolkit dashboard", __doc__)
-    parser.add_argument("service", choices=["wandb"], help="URL of the W&B server")
+    parser.add_argument("service", choices=["wandb"], help="service that shows the dashboard")
     parser.add_argument(
         "what", metavar="RUN|[ENTITY/]PROJECT", help="a run's folder, for its project and metrics, or a W&B project"
     )

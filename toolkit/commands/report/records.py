@@ -90,7 +90,7 @@ def _read(name: str, folder: Path) -> RunRecord:
     finished = is_finished(folder)
     if lines and not finished:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
-        notices.append(f"not finished: its last metrics, at step {lines[-1]['step']:,}, was written {written}.")
+        notices.append(f"not finished: its last metrics, at step {lines[-1]['step']:,}, were written {written}.")
     return RunRecord(name, folder, config, results, lines, epochs, finished, notices)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 
@@ -33,10 +32,11 @@ def number_of_launcher(name: str, *, least: int = 0, most: int | None = None) ->
     value = os.environ.get(name)
     if not value:
         return None
-    if not value.isdecimal() or int(value) < least or int(value) > (math.inf if most is None else most):
-        limits = f"from {least} to {most}" if most is not None else f"of {least} or more"
+    number = int(value) if value.isdecimal() else -1
+    if number < least or (most is not None and number > most):
+        limits = f"of {least} or more" if most is None else f"from {least} to {most}"
         raise UserError(field=name, value=value, remedy=f"the launcher has to set an integer {limits}")
-    return int(value)
+    return number
 
 
 def rows_of_nodes(ep_ranks: Sequence[int], per_node: Sequence[int]) -> list[list[int]]:

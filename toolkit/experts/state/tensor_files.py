@@ -162,6 +162,15 @@ def _owned(ownership: Ownership) -> dict[int, int]:
     return {uid: row for row, uid in enumerate(ownership.row_ids) if ownership.owns[row]}
 
 
+def weight_of_key(file: str, key: str) -> tuple[str, str | None]:
+    """Return the weight, or row "<parameter>/<uid>", of `key` in `file`, and its optimizer state if it is one."""
+    if file == OPTIMIZER:
+        weight, _, state = key.rpartition(".")
+        return weight, state
+    match = None if file == MODEL else ROW.fullmatch(key)
+    return (key, None) if match is None else (f"{match['parameter']}/{match['uid']}", match["state"])
+
+
 # --- into a model ------------------------------------------------------------------------------------------------
 
 
@@ -182,17 +191,13 @@ class SavedTensors(ExitStack):
         for name in (name for name in names if name.endswith(".safetensors")):
             file = self.enter_context(safe_open(path / name, "pt"))
             for key in file.keys():  # noqa: SIM118 (not a dict)
-                weight, state = key, None
-                if name == OPTIMIZER:
-                    weight, _, state = key.rpartition(".")
-                elif name != MODEL and (match := ROW.fullmatch(key)):
-                    weight, state = f"{match['parameter']}/{match['uid']}", match["state"]
-                    if state is None:
-                        self.uids.setdefault(match["parameter"], []).append(int(match["uid"]))
-                if state is None:
-                    self.weights[weight] = file, key
-                else:
+                weight, state = weight_of_key(name, key)
+                if state is not None:
                     self.states.setdefault(weight, {})[state] = file, key
+                    continue
+                self.weights[weight] = file, key
+                if name != MODEL and (match := ROW.fullmatch(weight)):
+                    self.uids.setdefault(match["parameter"], []).append(int(match["uid"]))
         self.uids = {parameter: sorted(uids) for parameter, uids in self.uids.items()}
 
     def describe(self, weight: str) -> str:

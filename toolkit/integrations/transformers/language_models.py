@@ -80,24 +80,21 @@ def _load_floating_point(
     load: Callable[..., Any], model: Any, state: Any, files: Sequence[str] | None, config: Any, *rest: Any
 ) -> Any:
     """Load a model, which transformers does by `load`; it would cast integers to the type of the weights."""
-    if config.hf_quantizer is None:
-        require_floating_point(files or ())
+    for file in files or () if config.hf_quantizer is None else ():
+        if file.endswith(".safetensors"):
+            with reading(file, AGAIN), safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    require_floating_point(name, opened.get_slice(name), file)
     return load(model, state, files, config, *rest)
 
 
-def require_floating_point(files: Sequence[str]) -> None:
-    """Raise UserError if a matrix in safetensors files has integers."""
-    for file in files:
-        if not file.endswith(".safetensors"):
-            continue
-        with reading(file, AGAIN), safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                piece = opened.get_slice(name)
-                if piece.get_dtype()[0] in "IUB" and piece.get_dtype() != "BF16" and len(piece.get_shape()) > 1:
-                    raise UserError(
-                        f"model: {name} in {file} has type {piece.get_dtype()}, and config.json has no "
-                        "quantization_config. Save the model in floating point."
-                    )
+def require_floating_point(name: str, piece: Any, file: str) -> None:
+    """Raise UserError if `piece`, the slice `name` of a safetensors file, is a matrix of integers."""
+    if piece.get_dtype().startswith(("I", "U", "BOOL")) and len(piece.get_shape()) > 1:
+        raise UserError(
+            f"model: {name} in {file} has type {piece.get_dtype()}, and config.json has no quantization_config. Save "
+            "the model in floating point."
+        )
 
 
 def recompute_blocks(model: PreTrainedModel) -> None:

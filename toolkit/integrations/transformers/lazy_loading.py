@@ -100,7 +100,6 @@ def experts_in_files(
                     "experts_implementation: quantize and offload need use_toolkit_kernel(), and experts that follow "
                     "it. Pass it to from_pretrained, or leave them out."
                 )
-        require_floating_point(checkpoint_files)
         with ExitStack() as opened:
             files = _Files.open(checkpoint_files, opened)
             reader = _Reader(copy.deepcopy(model), load_config, files, layers, quantize is not None, offload)
@@ -186,6 +185,7 @@ class _Files:
                 file = opened.enter_context(safe_open(path, framework="pt"))
             for key in file.keys():  # noqa: SIM118
                 path_of[key], slices[key] = path, file.get_slice(key)
+                require_floating_point(key, slices[key], path)
         return cls(path_of, slices)
 
 

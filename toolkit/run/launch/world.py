@@ -38,11 +38,12 @@ def check_world(config: RunConfig) -> None:
         if told > 1 and told != asked:
             raise UserError(
                 f"`accelerate launch` was told to start {told} processes and started one, as it does without GPUs: "
-                f"use num_processes={told} without it, or a config file with distributed_type MULTI_CPU."
+                f"use num_processes={told} without it, or a config file with distributed_type MULTI_GPU and use_cpu."
             )
         return
-    for name, limits in (("RANK", (0, world - 1)), ("LOCAL_RANK", (0, world - 1)), ("MASTER_PORT", (1, 65535))):
-        number_of_launcher(name, least=limits[0], most=limits[1])
+    for name in ("RANK", "LOCAL_RANK"):
+        number_of_launcher(name, most=world - 1)
+    number_of_launcher("MASTER_PORT", least=1, most=65535)
     if "RANK" in os.environ and world > 1 and LAUNCH not in os.environ and "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR is not set: give every rank the address of rank 0, or use torchrun.")
     if asked not in (None, world):
@@ -51,7 +52,7 @@ def check_world(config: RunConfig) -> None:
     if config.max_restarts and LAUNCH not in os.environ:
         remedy = "the launcher has to restart its processes: leave it out, and give torchrun its own --max-restarts"
         raise UserError(field="max_restarts", value=config.max_restarts, remedy=remedy)
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and config.run_dir is None:
+    if number_of_launcher("TORCHELASTIC_MAX_RESTARTS") and config.run_dir is None:
         remedy = "the launcher may restart the processes: give one, so that they find their run"
         raise UserError(field="run_dir", remedy=remedy)
     if world > 1 and not config.cpu and not is_set("ACCELERATE_USE_CPU"):
