@@ -66,7 +66,7 @@ def test_a_stream_in_pieces_is_heard_as_a_whole():
 
 def test_an_encoder_that_looks_ahead_refuses_a_stream():
     model = SpeechRecogniser(standardise(), encoder("attention"), OUTPUTS)
-    with pytest.raises(TypeError, match="attention looks at the whole utterance"):
+    with pytest.raises(TypeError, match="attention needs the complete utterance"):
         model.advance(draw(1, 4, BANDS), None)
 
 

@@ -122,7 +122,7 @@ def test_lines_that_were_changed_after_they_were_written_are_said(damage, tmp_pa
     again.truncate(2, seal)
     warning = (
         f"warning: {path}: lines up to step 2 were damaged, changed or lost after they were written; "
-        "tables and plots show what is there."
+        "tables and plots show the others."
     )
     assert said == ([] if damage == "nothing" else [warning])
     again.append(3, {})

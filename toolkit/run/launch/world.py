@@ -43,7 +43,7 @@ def check_world(config: RunConfig) -> None:
         return
     for name in ("RANK", "LOCAL_RANK"):
         number_of_launcher(name, most=world - 1)
-    number_of_launcher("MASTER_PORT", least=1, most=65535)
+    number_of_launcher("MASTER_PORT", most=65535)
     if "RANK" in os.environ and world > 1 and LAUNCH not in os.environ and "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR is not set: give every rank the address of rank 0, or use torchrun.")
     if asked not in (None, world):
