@@ -230,8 +230,9 @@ def learn_images(folder: Path, name: str | None, *callbacks: Callback) -> tuple[
 
 
 def plain(results: dict[str, Any]) -> dict[str, Any]:
-    """Those that do not depend on time."""
-    return {name: value for name, value in results.items() if name.startswith(("test", "min_expert", "max_expert"))}
+    """The numbers that do not depend on time."""
+    names = ("test", "min_expert", "max_expert")
+    return {name: v for name, v in results.items() if name.startswith(names) and not isinstance(v, list)}
 
 
 DYNAMIC = "--max-experts 8 --max-steps 26 --lifecycle.grow-every 10 --lifecycle.sleep-every 20 --lifecycle.min-age 5"
@@ -271,8 +272,9 @@ def test_a_recipe_finds_on_a_device_what_it_finds_on_a_cpu_and_waits_only_for_al
         # Attention has another kernel on a CPU.
         assert found == (pytest.approx(expected, rel=1e-5) if recipe == "lm_moe" else expected)
     assert waits.steps > 4
-    # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
-    assert waits.in_steps == ["toolkit/experts/layer/dispatcher.py"] * layers * waits.steps
+    if recipe != "lmu_speech":  # torch's CTC loss reads the lengths on the host
+        # An all-to-all takes its sizes from the host: once per layer with experts on several processes.
+        assert waits.in_steps == ["toolkit/experts/layer/dispatcher.py"] * layers * waits.steps
     # Plans and growth read loads and change weights, every few steps.
     assert bool(waits.after_steps) == (DYNAMIC in flags or MOVING in flags)
 

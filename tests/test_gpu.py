@@ -34,6 +34,8 @@ from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 
 on_a_gpu = pytest.mark.gpu
+compiles = pytest.mark.filterwarnings("ignore")
+"""torch's compiler warns of its own calls, and where another dtype or kernel would be faster."""
 DEVICES = ["cpu", pytest.param("cuda", marks=on_a_gpu)]
 STEPS = 20
 
@@ -154,6 +156,7 @@ def test_a_continued_run_has_the_scale_of_the_checkpoint(tmp_path: Path, device:
 
 
 @on_a_gpu
+@compiles
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
 def test_a_compiled_model_learns_what_it_learns_without(tmp_path: Path, mixed_precision: str):
@@ -170,6 +173,7 @@ def test_a_compiled_model_learns_what_it_learns_without(tmp_path: Path, mixed_pr
 
 
 @on_a_gpu
+@compiles
 def test_dense_parts_can_be_cuda_graphs_beside_a_layer():
     torch.manual_seed(0)
     layer = make_moe(64, 128, 8, 2, activation="swiglu").cuda()

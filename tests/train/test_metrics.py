@@ -39,6 +39,7 @@ def test_a_mean_of_no_samples_is_left_out():
 def test_counts_divide_and_a_step_where_nothing_counts_is_divided_by_one(kind: Callable[[int], Any]):
     counts, total = global_counts([kind(3), kind(0)], CPU)
     assert (list(map(int, counts)), int(total)) == ([3, 0], 3)
+    assert float(1 / total) == 1 / 3
     assert int(global_counts([kind(0), kind(0)], CPU)[1]) == 1
 
 

@@ -17,7 +17,8 @@ def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence
     that the loss is zero and not NaN. A collective."""
     on_device = isinstance(counts[0], Tensor)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return counts, sum(counts).clamp(min=1) if on_device else max(sum(counts), 1)
+        # A number divided by an integer tensor is of the default dtype, float32.
+        return counts, sum(counts).clamp(min=1).double() if on_device else max(sum(counts), 1)
     # To build it on the device would wait until the device has done all its work.
     here = torch.stack(list(counts)).double() if on_device else torch.tensor(counts, dtype=torch.float64)
     reduced = here.to(device, non_blocking=True)

@@ -182,7 +182,7 @@ class WeightedSum(torch.autograd.Function):
         else:  # CUDA has no kernel for the gradients of weights in bfloat16
             grad_rows = grad.index_select(0, source)
             grad_weights = (grad_rows * rows).sum(dim=1, dtype=weights.dtype)
-            grad_rows = grad_rows.mul_(weights.unsqueeze(1))
+            grad_rows = grad_rows.mul_(weights.to(grad.dtype).unsqueeze(1))  # of one dtype the kernel is faster
         grad_weights_TK.view(-1).index_copy_(0, pair, grad_weights)
         return grad_rows, grad_weights_TK, None
 
