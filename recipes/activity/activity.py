@@ -132,6 +132,10 @@ def load_activity(
         part: tk.TensorTable(input=columns["signal"][who[volunteer]], label=columns["label"][who[volunteer]])
         for part, who in parts.items()
     }
+    unknown = ~torch.isin(tables["test"].columns["label"], tables["train"].columns["label"])
+    if tk.data.is_own(dataset) and unknown.any():
+        name = classes[tables["test"].columns["label"][unknown][0]]
+        raise tk.UserError(f"dataset={dataset!r}: no training window has the activity {name!r} of a test window.")
     std, mean = torch.std_mean(tables["train"].columns["input"], dim=(0, 2))
     return ActivityData(
         name=name,

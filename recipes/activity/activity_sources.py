@@ -162,13 +162,30 @@ def find_own(dataset: str, rate_hz: float | None) -> Recordings:
     subject = tk.data.find_column(dataset, first, "subject", SUBJECT)
     activity = tk.data.find_column(dataset, first, "activity", ACTIVITY)
     known = (subject, activity, TRIAL, *NO_SIGNALS)
-    signals = [name for name, kind in first.features.items() if name not in known and _is_number(kind)]
+    others = {name: kind for name, kind in first.features.items() if name not in known}
+    signals = [name for name, kind in others.items() if _is_number(kind)]
+    for name in (name for name, kind in others.items() if getattr(kind, "dtype", "").endswith("string")):
+        _check_text(dataset, name, first[name])
     if not signals:
         raise tk.UserError(f"dataset={dataset!r}: no column of {', '.join(first.column_names)} is a signal, a number.")
     name = Path(dataset).name if Path(dataset).exists() else dataset
     notice = f"{name} has the signals {', '.join(signals)} at {rate_hz:g} Hz."
     read = partial(_own_trials, dataset, splits, subject, activity, signals)
     return Recordings(name, f"{key}-{rate_hz:g}", rate_hz, read, notice)
+
+
+def _check_text(dataset: str, name: str, cells: Sequence[str | None]) -> None:
+    """Raise UserError for a column of numbers that is text because of a few cells, and would be no signal."""
+    texts = []
+    for row, cell in enumerate(cells):
+        try:
+            float(cell or "nan")
+        except ValueError:
+            texts.append(row)
+    if 0 < len(texts) < len(cells) / 2:
+        raise tk.UserError(
+            f"dataset={dataset!r}: row {texts[0]} of {name} is no number: {cells[texts[0]]!r}. Correct it."
+        )
 
 
 def _is_number(kind: Any) -> bool:

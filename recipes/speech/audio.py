@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import wave
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,14 +64,18 @@ def _decode_any(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
 
 
 def _decode_wav(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
-    with wave.open(io.BytesIO(content)) as file:
+    stream = io.BytesIO(content)
+    with wave.open(stream) as file:
         rate = file.getframerate()
         channels = file.getnchannels()
         width = file.getsampwidth()
         claimed = file.getnframes() * channels * width
         data = file.readframes(file.getnframes())
+        rest = content[stream.tell() + claimed % 2 :].strip(b"\0")
     if len(data) < claimed < STREAMED:
         raise tk.UserError(f"{name} has {len(data):,} of {claimed:,} bytes of sound: copy it again.")
+    if rest and not re.match(rb"[ -~]{4}", rest):  # the identifier of the next chunk
+        raise tk.UserError(f"{name} has {len(rest):,} bytes after the {claimed:,} bytes of sound: copy it again.")
     data = data[: len(data) // (channels * width) * channels * width]
     if width == 1:  # the one width that WAV stores unsigned
         samples = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128

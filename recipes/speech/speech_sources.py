@@ -54,9 +54,9 @@ class Source:
     splits: tuple[str, ...] = ("train", "test")
 
 
-def _sound(path: Path) -> tuple[np.ndarray, int]:
-    """Samples and rate of a sound file. Raises UserError where it is not as it should be."""
-    return decode(path.read_bytes(), path)
+def _sound(path: Path, folder: Path) -> tuple[np.ndarray, int]:
+    """Read samples and rate of a sound file in `folder`. Raises UserError if it is invalid or outside the folder."""
+    return decode(tk.data.read_file(path, folder), path)
 
 
 # --- digits ------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _digits_in_folder(recordings: Sequence[Path], split: str) -> Iterator[Uttera
             raise tk.data.damaged(path, "is not named <digit>_<speaker>_<number>.wav")
         digit, speaker, index = path.stem.split("_")
         if (int(index) < 5) == (split == "test"):
-            samples, rate = _sound(path)
+            samples, rate = _sound(path, path.parent)
             yield Utterance(samples, rate, DIGITS[int(digit)], speaker, int(digit))
 
 
@@ -180,7 +180,7 @@ def find_manifest(folder: Path) -> Source:
                 if not isinstance(record["text"], str):
                     raise TypeError("its text is no string")
                 path = folder / record["audio"]
-                samples, rate = _sound(path)
+                samples, rate = _sound(path, folder)
                 yield Utterance(samples, rate, record["text"], str(record.get("speaker") or ""))
             except (ValueError, KeyError, TypeError, OSError) as error:
                 if isinstance(error, tk.UserError):
@@ -235,11 +235,11 @@ def find_own(dataset: str) -> tuple[Source, str | None]:
         for number, row in enumerate(rows):
             where = f"dataset={dataset!r}: row {number} of the {split} split"
             sound = row[audio]
-            try:
-                content = Path(sound).read_bytes() if isinstance(sound, str) else sound["bytes"]
-                content = content or Path(sound["path"]).read_bytes()
-            except (OSError, TypeError):
-                raise tk.UserError(f"{where} has no sound: give the file, or drop the row.") from None
+            path = sound if isinstance(sound, str) else sound and sound["path"]
+            content = sound["bytes"] if isinstance(sound, dict) else None
+            if not (content or path):
+                raise tk.UserError(f"{where} has no sound: give the file, or drop the row.")
+            content = content or tk.data.read_file(path, *tk.data.folders_of(dataset))
             samples, rate = decode(content, where)
             said = row[text] if words is None else words[row[text]]
             label = -1 if words is None else row[text]
@@ -300,7 +300,7 @@ def find_librispeech(folder: Path) -> Source:
                 path = transcript.parent / f"{name}.flac"
                 if not path.is_file():
                     raise tk.UserError(f"{transcript} speaks of {path.name}, which is not there: unpack the set again.")
-                samples, rate = _sound(path)
+                samples, rate = _sound(path, transcript.parent)
                 yield Utterance(samples, rate, text, transcript.parent.parent.name)
 
     return Source("librispeech", tk.data.content_key([*train, *test]), read)
@@ -325,7 +325,7 @@ def find_gigaspeech(folder: Path, subset: str) -> Source:
             if not segments:
                 continue
             path = index.parent / recording["path"]
-            samples, rate = _sound(path)
+            samples, rate = _sound(path, index.parent)
             for segment in segments:
                 begin, end = (round(segment[key] * rate) for key in ("begin_time", "end_time"))
                 if text := without_tags(segment["text_tn"]).strip():

@@ -27,10 +27,10 @@ def png(pixels: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def write_parquet(path: Path, images: list[bytes], labels: list, **renamed: str) -> None:
-    """A Parquet file as the Hub has them; `renamed` gives other column names."""
+def write_parquet(path: Path, images: list, labels: list, *, named: str | None = None, **renamed: str) -> None:
+    """A Parquet file as the Hub has them; `renamed` gives other column names, `named` the path of each image."""
     columns = {
-        renamed.get("image", "image"): [{"bytes": image, "path": None} for image in images],
+        renamed.get("image", "image"): [{"bytes": image, "path": named} for image in images],
         renamed.get("label", "label"): labels,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ def test_load_images_folder_of_the_set_is_read(tmp_path):
 def test_load_images_folder_read_as_named_set_has_another_cache_entry(tmp_path):
     folder = write_parquet_set(tmp_path / "images")
     assert load("mnist", folder).num_classes == 10
-    assert "the label 9 in row 2, which no training row has" in refusal(str(folder))
+    assert "the label 4 in row 0, which no training row has" in refusal(str(folder))
 
 
 def test_a_set_is_read_from_a_folder_of_sets(tmp_path):
@@ -193,6 +193,22 @@ def test_rows_of_a_file_have_labels_that_are_words_or_numbers_and_a_validation_s
     assert data.validation.columns["label"].tolist() == [0]
     write_parquet(tmp_path / "test.parquet", [ONE_IMAGE], ["perhaps"], image="img")
     assert "the label 'perhaps' in row 0, which no training row has" in refusal(str(tmp_path))
+
+
+def test_load_images_path_outside_folder_raises(tmp_path):
+    (tmp_path / "private.png").write_bytes(ONE_IMAGE)
+    folder = tmp_path / "set"
+    write_parquet(folder / "train.parquet", [None] * 20, [0, 1] * 10, named=str(tmp_path / "private.png"))
+    assert "private.png: is outside the folder of the data set" in refusal(str(folder))
+    write_parquet(folder / "train.parquet", [None] * 20, [0, 1] * 10, named=str(folder / "train.parquet"))
+    assert f"row 0, {folder / 'train.parquet'} cannot be decoded" in refusal(str(folder))
+
+
+def test_load_images_class_without_training_images_raises(tmp_path):
+    for split, name in (("train", "a"), ("train", "b"), ("test", "a"), ("test", "c")):
+        (tmp_path / split / name).mkdir(parents=True)
+        (tmp_path / split / name / "0.png").write_bytes(ONE_IMAGE)
+    assert "the label 2 in row 1, which no training row has" in refusal(str(tmp_path))
 
 
 def test_images_of_16_bits_keep_their_upper_8(tmp_path):

@@ -15,6 +15,7 @@ from .files import damaged as damaged
 from .files import data_folder as data_folder
 from .files import parquet_splits as parquet_splits
 from .files import read_columns as read_columns
+from .files import read_file as read_file
 from .hub import find_on_hub as find_on_hub
 from .hub import model_folder as model_folder
 from .hub import why_out_of_reach as why_out_of_reach
@@ -24,6 +25,7 @@ from .ragged import BucketedOrder as BucketedOrder
 from .ragged import RaggedColumn as RaggedColumn
 from .ragged import RaggedTable as RaggedTable
 from .rows import find_column as find_column
+from .rows import folders_of as folders_of
 from .rows import is_own as is_own
 from .rows import load_splits as load_splits
 from .rows import train_and_test as train_and_test

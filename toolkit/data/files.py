@@ -50,6 +50,24 @@ def content_key(paths: Iterable[Path]) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
+def read_file(path: str | Path, *folders: Path) -> bytes:
+    """Read a file that a data set names.
+
+    Args:
+        path: The file.
+        folders: Folders that may have it.
+
+    Raises:
+        UserError: `path` is outside `folders`, or is a pipe or a device, which could block.
+    """
+    place = Path(os.path.abspath(path))  # a link within the folders may lead to another disk
+    if not any(place.is_relative_to(folder.absolute()) for folder in folders):
+        raise UserError(f"{path}: is outside the folder of the data set. Move it there.")
+    if not place.is_file():
+        raise UserError(f"{path}: is not a file. Correct its name.")
+    return place.read_bytes()
+
+
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     """Read the columns `names` of a Parquet file; images and audio are dicts with their encoded `bytes`.
 

@@ -16,14 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit.data.cache import OnMain, Source, shared_columns, words_column, words_of
-from toolkit.data.files import (
-    SPLITS,
-    NotFoundHere,
-    data_folder,
-    parquet_splits,
-)
+from toolkit.data.files import SPLITS, NotFoundHere, data_folder, parquet_splits, read_file
 from toolkit.data.hub import find_on_hub
-from toolkit.data.rows import HELD_OUT, find_column, is_own, load_splits, train_and_test
+from toolkit.data.rows import HELD_OUT, find_column, folders_of, is_own, load_splits, train_and_test
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, one_line
 from toolkit.experts.parallel.seeding import generator
@@ -205,12 +200,13 @@ def _in_folder(folder: Path, name: str) -> Path:
     raise NotFoundHere(f"{folder} does not hold train-*.parquet and test-*.parquet of {TITLES[name]}")
 
 
-def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
+def decode_images(images: Iterable[Any], where: str, folders: Sequence[Path]) -> Iterator[np.ndarray]:
     """Decode images with 8 or 16 bits per channel; 16-bit channels keep their upper 8 bits.
 
     Args:
         images: Structs with the encoded `bytes`, or the `path` of a file.
         where: Source of the images, for error messages.
+        folders: Folders that may have the files.
 
     Yields:
         uint8 arrays of shape (height, width) for grayscale and (3, height, width) for colour images.
@@ -222,8 +218,8 @@ def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
 
     for row, encoded in enumerate(images):
         try:
-            content = encoded["bytes"]
-            with Image.open(encoded["path"] if content is None else io.BytesIO(content)) as image:
+            content = read_file(encoded["path"], *folders) if encoded["bytes"] is None else encoded["bytes"]
+            with Image.open(io.BytesIO(content)) as image:
                 if image.mode == "F":
                     raise ValueError("its pixels are fractions of unknown scale")
                 if image.mode.startswith("I"):  # Pillow clips values above 255
@@ -233,9 +229,8 @@ def decode_images(images: Iterable[Any], where: str) -> Iterator[np.ndarray]:
                 else:
                     yield np.asarray(image.convert("RGB")).transpose(2, 0, 1)
         except Exception as error:
-            raise UserError(
-                f"{where} has an image that cannot be decoded in row {row} ({one_line(error)}): replace it."
-            ) from None
+            name = f"row {row}" + (f", {encoded['path']}" if encoded and encoded["path"] else "")
+            raise UserError(f"{where}: {name} cannot be decoded ({one_line(error)}). Replace the image.") from None
 
 
 # --- your own ----------------------------------------------------------------------------------------------------
@@ -265,6 +260,7 @@ def _read_own(
     import datasets
 
     columns: dict[str, np.ndarray] = {}
+    known = set(parts["train"][label] if labels is None else labels)
     kind = parts["train"].features[label]
     classes = list(kind.names) if isinstance(kind, datasets.ClassLabel) else sorted(set(parts["train"][label]))
     if labels is not None:
@@ -273,7 +269,8 @@ def _read_own(
         classes = list(range(max(classes) + 1))
     for split, rows in parts.items():
         where = f"dataset={dataset!r}: the {split} split"
-        images = list(decode_images(rows.cast_column(image, datasets.Image(decode=False))[image], where))
+        encoded = rows.cast_column(image, datasets.Image(decode=False))[image]
+        images = list(decode_images(encoded, where, folders_of(dataset)))
         if any(pixels.ndim == 3 for pixels in images):
             images = [pixels if pixels.ndim == 3 else np.stack([pixels] * 3) for pixels in images]
         wanted = columns["train_input"].shape[1:] if columns else images[0].shape
@@ -283,14 +280,13 @@ def _read_own(
                     f"{where} has an image of shape {pixels.shape} in row {row} but others are {wanted}: "
                     "scale all images to one size, and give all of them colours or none."
                 )
-        targets = rows[label]
+        written = list(rows[label])
+        for row, value in enumerate(written):
+            if value not in known or value in (None, -1):
+                raise UserError(f"{where} has the label {value!r} in row {row}, which no training row has.")
         if not isinstance(kind, datasets.ClassLabel):
-            places = {name: place for place, name in enumerate(classes)}
-            targets = [places.get(name, -1) for name in targets]
-        for row, place in enumerate(targets):
-            if place is None or place < 0:
-                raise UserError(f"{where} has the label {rows[label][row]!r} in row {row}, which no training row has.")
-        columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(targets, dtype=np.int64)}
+            written = [classes.index(value) for value in written]
+        columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(written, dtype=np.int64)}
     return _with_facts(columns, map(str, classes))
 
 

@@ -26,6 +26,17 @@ def is_own(dataset: str) -> bool:
     return "/" in dataset or Path(dataset).expanduser().exists()
 
 
+def folders_of(dataset: str) -> tuple[Path, ...]:
+    """Return the folders that may have the files which a data set's rows name: its own, or the Hub's caches."""
+    import datasets
+    from huggingface_hub import constants
+
+    here = Path(dataset).expanduser()
+    if here.exists():
+        return (here if here.is_dir() else here.parent,)
+    return Path(constants.HF_HUB_CACHE), Path(datasets.config.HF_DATASETS_CACHE)
+
+
 def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
     """Load a data set.
 

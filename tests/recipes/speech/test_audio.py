@@ -53,10 +53,15 @@ def at_rate(rate: int) -> bytes:
     return bytes(content)
 
 
+def shorter(content: bytes, claimed: int) -> bytes:
+    return content[:40] + claimed.to_bytes(4, "little") + content[44:]
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
         (wav(bytes(200), 2)[:-100], "a.wav has 100 of 200 bytes of sound: copy it again."),
+        (shorter(wav(b"\x07" * 200, 2), 100), "a.wav has 100 bytes after the 100 bytes of sound: copy it again."),
         (wav(b"", 2), "a.wav has no samples"),
         (at_rate(0), "a.wav claims 0 samples per second"),
         (at_rate(4_000_000_000), "a.wav claims 4,000,000,000 samples per second, which is not from 1,000 to 1,000,000"),
@@ -71,6 +76,10 @@ def test_a_wav_that_was_written_to_a_pipe_may_claim_any_length():
     content = bytearray(wav(bytes(200), 2))
     content[40:44] = (0xFFFFFFFF).to_bytes(4, "little")
     assert len(decode(bytes(content), "a.wav")[0]) == 100
+
+
+def test_decode_wav_with_chunk_after_the_sound():
+    assert len(decode(wav(bytes(200), 2) + b"LIST\4\0\0\0INFO", "a.wav")[0]) == 100
 
 
 def test_channels_are_averaged():

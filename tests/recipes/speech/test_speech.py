@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -197,11 +198,18 @@ def test_gigaspeech_is_read_from_the_publishers_folder_one_subset_without_tags(t
 def test_a_manifest_is_read_and_its_faults_are_named(tmp_path):
     assert texts(load("manifest", write_manifest(tmp_path))) == ["HELLO WORLD"]
     write_manifest(tmp_path / "other", {"audio": "b.wav", "text": "A"})
-    with pytest.raises(UserError, match=r"train\.jsonl, line 1 is not right.*b\.wav"):
+    with pytest.raises(UserError, match=r"b\.wav: is not a file"):
         load("manifest", tmp_path / "other")
     write_manifest(tmp_path / "null", {"audio": "a.wav", "text": None})
     with pytest.raises(UserError, match=r"line 1 is not right \(its text is no string\)"):
         load("manifest", tmp_path / "null")
+    write_manifest(tmp_path / "outside", {"audio": "../a.wav", "text": "A"})
+    with pytest.raises(UserError, match="is outside the folder of the data set"):
+        load("manifest", tmp_path / "outside")
+    write_manifest(tmp_path / "pipe", {"audio": "p.wav", "text": "A"})
+    os.mkfifo(tmp_path / "pipe" / "p.wav")
+    with pytest.raises(UserError, match=r"p\.wav: is not a file"):
+        load("manifest", tmp_path / "pipe")
 
 
 def test_utterances_that_do_not_fit_are_left_out_and_counted(tmp_path):

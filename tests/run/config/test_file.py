@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,12 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path):
     assert config == expected
     (tmp_path / "mine.yaml").write_text(YAML)
     assert cli.parse(PRESETS, ["--epochs", "4", f"--config={tmp_path / 'mine.yaml'}"]) == expected
+
+
+def test_parse_config_file_that_is_a_pipe_raises(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(UserError, match=r"pipe\.yaml: is not a file"):
+        cli.parse(PRESETS, ["--config", str(tmp_path / "pipe.yaml")])
 
 
 def test_the_config_of_a_run_is_such_a_file(tmp_path: Path):

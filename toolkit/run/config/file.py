@@ -28,6 +28,8 @@ def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
     """
     import yaml
 
+    if path.expanduser().exists() and not path.expanduser().is_file():
+        raise UserError("is not a file: name a file of flags.")  # a pipe would block
     try:
         # Every scalar is the word that was written: YAML itself would read `no` as false, and `1e-3` as a text. JSON
         # is YAML but for tabs, which it has between words only.
