@@ -115,7 +115,7 @@ def load_activity(
         UserError: On every rank, the set is not there, or holds what cannot be.
     """
     name, notice, columns = tk.data.shared_columns(
-        lambda: _find(dataset, data_dir, window_seconds, overlap, rate_hz), on_main
+        dataset, lambda: _find(dataset, data_dir, window_seconds, overlap, rate_hz), on_main
     )
     classes = tk.data.words_of(columns["classes"])
     volunteers = tk.data.words_of(columns["volunteers"])

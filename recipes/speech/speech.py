@@ -118,7 +118,7 @@ def load_speech(
         key = f"{source.name}-{source.key}-{settings}-v{CACHE_FORMAT}".replace("/", "-")
         return tk.data.Source(source.name, key, lambda: _build(source, features, characters, tail_s, stride), notice)
 
-    _, notice, built = tk.data.shared_columns(find, on_main)
+    _, notice, built = tk.data.shared_columns(dataset, find, on_main)
     name, *speakers = tk.data.words_of(built["names"])
     left_out, total = built["left_out"].tolist()
     if left_out:

@@ -195,6 +195,11 @@ def test_rows_of_a_file_have_labels_that_are_words_or_numbers_and_a_validation_s
     assert "the label 'perhaps' in row 0, which no training row has" in refusal(str(tmp_path))
 
 
+def test_load_images_labels_beyond_the_number_of_images(tmp_path):
+    write_parquet(tmp_path / "images.parquet", [ONE_IMAGE] * 20, [7, 10**9] * 10)
+    assert load(str(tmp_path / "images.parquet")).num_classes == 2
+
+
 def test_load_images_path_outside_folder_raises(tmp_path):
     (tmp_path / "private.png").write_bytes(ONE_IMAGE)
     folder = tmp_path / "set"
@@ -224,10 +229,11 @@ def test_images_of_16_bits_keep_their_upper_8(tmp_path):
         ([ONE_IMAGE] * 19 + [png(TEST[0][0][:20])], "has an image of shape"),
         ([png(np.full((5, 5), 7, np.uint8))] * 20, "all pixels of the training images have one value"),
         ([ONE_IMAGE] * 19 + [b"no image"], "cannot be decoded"),
+        ([ONE_IMAGE] * 20, "cannot be read (TypeError"),  # an error of the library
     ],
 )
 def test_images_that_no_model_can_learn_from_are_refused(tmp_path, images, fault):
-    write_parquet(tmp_path / "images.parquet", images, [0, 1] * 10)
+    write_parquet(tmp_path / "images.parquet", images, [[0]] * 20 if "TypeError" in fault else [0, 1] * 10)
     assert fault in refusal(str(tmp_path / "images.parquet"))
 
 

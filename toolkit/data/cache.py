@@ -16,6 +16,10 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
+from toolkit.errors import reading
+
+REMEDY = "Check the files."
+
 
 class OnMain(Protocol):
     """`Run.on_main_and_share`: run a function on the main process and broadcast its result or its UserError."""
@@ -36,10 +40,13 @@ class Source:
     """Message for the user if another data set was loaded, or if a split was drawn."""
 
 
-def shared_columns(find: Callable[[], Source], on_main: OnMain) -> tuple[str, str | None, dict[str, Tensor]]:
+def shared_columns(
+    dataset: str, find: Callable[[], Source], on_main: OnMain
+) -> tuple[str, str | None, dict[str, Tensor]]:
     """Find and decode a data set on the main process, and memory-map its columns on every rank.
 
     Args:
+        dataset: The data set as given by the user, for error messages.
         find: Function that finds the data set. Ranks that cannot read the main process's cache call it too.
         on_main: `Run.on_main_and_share`.
 
@@ -47,13 +54,14 @@ def shared_columns(find: Callable[[], Source], on_main: OnMain) -> tuple[str, st
         Name, notice and columns of the data set.
 
     Raises:
-        UserError: `find` or reading the data set raised; raised on every rank.
+        UserError: The data set cannot be found or read; raised on every rank.
     """
     columns: dict[str, Tensor] = {}
 
     def build() -> tuple[str, str, str | None]:
-        source = find()
-        columns.update(cached_columns(source.key, source.read))
+        with reading(f"dataset={dataset!r}", REMEDY):
+            source = find()
+            columns.update(cached_columns(source.key, source.read))
         return source.name, source.key, source.notice
 
     name, key, notice = on_main(build)

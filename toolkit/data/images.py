@@ -92,7 +92,7 @@ def load_images(dataset: str, data_dir: Path | None, *, validation: bool = False
         held = load_images(dataset.removesuffix(VALIDATION), data_dir, validation=True, on_main=on_main)
         assert held.validation is not None
         return replace(held, name=held.name + VALIDATION, test=held.validation, validation=None)
-    name, notice, columns = shared_columns(lambda: _find(dataset, data_dir), on_main)
+    name, notice, columns = shared_columns(dataset, lambda: _find(dataset, data_dir), on_main)
     tables = {split: _table(columns, split) for split in SPLITS}
     mean, std = columns["pixel_mean_std"].tolist()
     classes = len(words_of(columns["classes"]))
@@ -266,7 +266,8 @@ def _read_own(
     if labels is not None:
         classes = [*labels]
     elif not isinstance(kind, datasets.ClassLabel) and classes and isinstance(classes[0], int):
-        classes = list(range(max(classes) + 1))
+        if -1 < classes[-1] < len(parts["train"]):  # larger numbers are names of classes
+            classes = list(range(classes[-1] + 1))
     for split, rows in parts.items():
         where = f"dataset={dataset!r}: the {split} split"
         encoded = rows.cast_column(image, datasets.Image(decode=False))[image]

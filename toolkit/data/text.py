@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.data.cache import OnMain, cached_columns
+from toolkit.data.cache import REMEDY, OnMain, cached_columns
 from toolkit.data.files import NotFoundHere, content_key, data_folder
 from toolkit.data.images import VALIDATION
 from toolkit.data.rows import load_splits
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
-from toolkit.errors import UserError
+from toolkit.errors import UserError, reading
 
 SHAKESPEARE, STDLIB, FOLDER, REFERENCE, PROSE = "tinyshakespeare", "stdlib", "folder", "reference", "prose"
 SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
@@ -181,6 +181,7 @@ def load_text(
             columns.update(train=held_out["train"], validation=held_out["test"])
         return said and f"{corpus.name}: {said}"
 
+    @reading(f"dataset={dataset!r}", REMEDY)
     def decide() -> _Corpus:
         corpus = replace(_choose(dataset.removesuffix(VALIDATION), data_dir), answers=assistant_only_loss)
         if dataset.endswith(VALIDATION):

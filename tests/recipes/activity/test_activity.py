@@ -201,7 +201,7 @@ def test_a_reading_that_is_missing_is_named_by_its_row(tmp_path):
     path = write_trials(tmp_path / "trials.parquet", left=[None, *range(319)])
     assert "row 0 of the train split lacks a value" in refusal(str(path), rate_hz=20.0)
     path = write_trials(tmp_path / "text.csv", left=lambda table: ["broken", *table["left"][1:]])
-    assert "row 0 of left is no number: correct 'broken'" in refusal(str(path), rate_hz=20.0)
+    assert "row 0 of left is no number: 'broken'" in refusal(str(path), rate_hz=20.0)
     path = write_trials(tmp_path / "trials.parquet", subject=0.5, left="a", right="b")
     assert "is a signal, a number" in refusal(str(path), rate_hz=20.0)
 
