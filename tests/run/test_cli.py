@@ -165,6 +165,12 @@ def test_every_outcome_has_its_exit_code(
     assert (left.value.code, capsys.readouterr().err) == (code, said)
 
 
+def test_run_recipe_in_interactive_python_raises(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(UserError, match=r"Call main\(config\) in a notebook"):
+        cli.run_recipe(print, {"debug": RunConfig})
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def main(config: Config) -> None:  # noqa: ARG001
         raise RuntimeError("boom")

@@ -274,6 +274,11 @@ def test_fp16_on_a_cpu_is_refused():
         start_run("toy", config(mixed_precision="fp16"))
 
 
+def test_start_run_num_processes_without_launcher_raises(tmp_path):
+    with pytest.raises(UserError, match="num_processes=2: only the command of a recipe starts processes"):
+        start_run("test", RunConfig(cpu=True, run_dir=tmp_path, num_processes=2))
+
+
 def test_a_fault_in_a_picture_loses_neither_the_results_nor_other_pictures(capsys):
     drawn = []
 

@@ -265,9 +265,9 @@ def _read_own(
     classes = list(kind.names) if isinstance(kind, datasets.ClassLabel) else sorted(set(parts["train"][label]))
     if labels is not None:
         classes = [*labels]
-    elif not isinstance(kind, datasets.ClassLabel) and classes and isinstance(classes[0], int):
-        if -1 < classes[-1] < len(parts["train"]):  # larger numbers are names of classes
-            classes = list(range(classes[-1] + 1))
+    elif not isinstance(kind, datasets.ClassLabel) and isinstance(classes[0], int):
+        # More classes than images would be ids of something else.
+        classes = list(range(classes[-1] + 1)) if classes[-1] < len(parts["train"]) else classes
     for split, rows in parts.items():
         where = f"dataset={dataset!r}: the {split} split"
         encoded = rows.cast_column(image, datasets.Image(decode=False))[image]

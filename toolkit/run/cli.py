@@ -47,7 +47,12 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
 
     Exit codes: 0 done, 1 a bug (with traceback), 2 bad input or too little memory (one line), 75 preempted after a
     checkpoint, or before training, 130 Ctrl-C, in training after a checkpoint.
+
+    Raises:
+        UserError: Python is interactive, such as in a notebook.
     """
+    if hasattr(sys, "ps1"):  # interactive Python, which would end with the recipe
+        raise UserError("run_recipe: reads a command line. Call main(config) in a notebook.")
     config = None
     try:
         exits.end_with_launcher()

@@ -28,6 +28,7 @@ from filelock import FileLock
 
 from toolkit.errors import Preempted, UserError, system_error
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.integrations.accelerate.compat import reset_accelerator_state
 from toolkit.run.accelerator import build_accelerator
@@ -381,6 +382,9 @@ def start_run(name: str, config: RunConfig) -> Run:
             raise UserError(
                 field="auto_batch_size", value=True, remedy="only the command of a recipe, without a launcher, takes it"
             )
+        if (config.num_processes or 1) > 1 and launched_world() is None:
+            remedy = "only the command of a recipe starts processes; use accelerate.notebook_launcher"
+            raise UserError(field="num_processes", value=config.num_processes, remedy=remedy)
         pieces = run.world_size * config.gradient_accumulation_steps
         require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
         run.on_main_and_share(lambda: check_installed(config.tracker))

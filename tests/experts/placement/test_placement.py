@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.placement.placements import placements
+from toolkit.errors import UserError
 from toolkit.experts.placement.placement import (
     EMPTY_ROW,
     ExpertPlacement,
@@ -52,6 +53,11 @@ def test_contiguous_for_experts_that_do_not_divide_leaves_spare_slots():
     assert contiguous(6, 3).slots == ((0, 1), (2, 3), (4, 5))
     assert contiguous(7, 3, slots_per_rank=3).slots == ((0, 1, 2), (3, 4, EMPTY_ROW), (5, 6, EMPTY_ROW))
     assert contiguous(7, 3) == contiguous(7, 3, slots_per_rank=3)
+
+
+def test_contiguous_too_many_experts_raises():
+    with pytest.raises(UserError, match="num_experts=1,000,000,000: more than 1,048,576 are not supported"):
+        contiguous(10**9, 2)
 
 
 @given(placements())

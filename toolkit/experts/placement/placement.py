@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.errors import require_choice
+from toolkit.errors import UserError, require_choice
 from toolkit.experts.placement.placement_options import InitialPlacement
 
+MOST_EXPERTS = 2**20
 EMPTY_ROW = -1
 """The id of a row that holds nothing."""
 
@@ -161,7 +162,12 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
         num_experts: Number of experts.
         ranks: Ranks of an EP group.
         slots_per_rank: Slots of each rank. Default: as many as the first rank has experts.
+
+    Raises:
+        UserError: `num_experts` is larger than `MOST_EXPERTS`, such as in a damaged config.json.
     """
+    if num_experts > MOST_EXPERTS:
+        raise UserError(f"num_experts={num_experts:,}: more than {MOST_EXPERTS:,} are not supported. Check the config.")
     least, more = divmod(num_experts, ranks)
     slots = least + (more > 0) if slots_per_rank is None else slots_per_rank
     ids = iter(range(num_experts))
