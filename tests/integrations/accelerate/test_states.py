@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
@@ -83,6 +85,22 @@ def test_a_loop_goes_on_with_its_rates_random_states_and_all_optimizers(by: str,
         assert numbers[0] > 0
         assert whole.keys() == parts.keys()
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def load_and_collect_warnings(folder: Path) -> list[str]:
+    accelerator, experts, _, _, scheduler = prepared()
+    if dist.get_world_size() == 2:
+        experts.save(folder, scheduler=scheduler.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        experts.load(folder)
+    accelerator.free_memory()
+    return [str(warning.message) for warning in caught if "scheduler" in str(warning.message)]
+
+
+def test_load_prepared_scheduler_other_world_size_warns(tmp_path: Path):
+    assert run_distributed(load_and_collect_warnings, 2, tmp_path / "saved") == [[], []]
+    (found,) = run_distributed(load_and_collect_warnings, 1, tmp_path / "saved")
+    assert "1 times per step instead of 2" in found[0]
 
 
 def save_state(folder: Path) -> dict[str, Tensor]:

@@ -29,7 +29,12 @@ def is_marked_as_prepared(model: nn.Module) -> bool:
 
 def steps_once_per_process(scheduler: object) -> bool:
     """Whether Accelerate has prepared `scheduler`, whose `step` then makes a step for each process."""
-    return isinstance(scheduler, AcceleratedScheduler)
+    return isinstance(scheduler, AcceleratedScheduler) and scheduler.step_with_optimizer and not scheduler.split_batches
+
+
+def schedulers_of(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+    """The schedulers that `accelerator` has prepared."""
+    return accelerator._schedulers
 
 
 def models_of(accelerator: Accelerator) -> list[nn.Module]:

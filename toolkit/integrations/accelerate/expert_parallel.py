@@ -298,7 +298,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         Raises:
             UserError: Before anything is changed: the checkpoint is missing or damaged, or does not fit.
         """
-        return load(self._require_training("load"), folder)
+        return load(self._require_training("load"), folder, self.accelerator)
 
 
 def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,36 @@ from weakref import ref
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.state import checkpoint_files
 from toolkit.experts.state.state_dict import is_spread, whole_state_dict
 from toolkit.experts.training import ExpertTraining
-from toolkit.integrations.accelerate.compat import models_of, without_states
+from toolkit.integrations.accelerate.compat import (
+    models_of,
+    schedulers_of,
+    steps_once_per_process,
+    without_states,
+)
 from toolkit.integrations.accelerate.patches import Patches
 
 
 def save(training: ExpertTraining, folder: Path | str, extra: dict[str, Any]) -> None:
     """Write a checkpoint of model, optimizers, placement, random states and `extra`. A collective."""
-    checkpoint_files.save(folder, training.model, training.optimizers, {**training.state_dict(), "extra": extra})
+    state = {**training.state_dict(), "world_size": world_size(), "extra": extra}
+    checkpoint_files.save(folder, training.model, training.optimizers, state)
 
 
-def load(training: ExpertTraining, folder: Path | str) -> dict[str, Any]:
-    """Load a checkpoint and return its `extra`. A collective."""
+def load(training: ExpertTraining, folder: Path | str, accelerator: Accelerator) -> dict[str, Any]:
+    """Load a checkpoint and return its `extra`. A collective. Warn of a schedule that goes on with other rates."""
     state = checkpoint_files.load(folder, training.model, training.optimizers)
     training.load_state_dict(state)
+    saved = state["world_size"]
+    if saved != world_size() and is_main() and any(map(steps_once_per_process, schedulers_of(accelerator))):
+        warnings.warn(
+            f"scheduler: Accelerate steps it once per process, {world_size()} times per step instead of {saved}. "
+            "Use Accelerator(step_scheduler_with_optimizer=False) or split_batches for the same rates.",
+            stacklevel=2,
+        )
     extra: dict[str, Any] = state["extra"]
     return extra
 
@@ -47,7 +62,7 @@ def replace_saving_methods(accelerator: Accelerator, training: ExpertTraining, p
         return run("save_state", lambda found, folder: save(found, folder, {}), *args, **kwargs)
 
     def load_state(*args: Any, **kwargs: Any) -> Any:
-        return run("load_state", load, *args, **kwargs)
+        return run("load_state", lambda found, folder: load(found, folder, accelerator), *args, **kwargs)
 
     def run(called: str, add: Callable[[ExpertTraining, Path], Any], *args: Any, **kwargs: Any) -> Any:
         """Call Accelerate's method for all but the model and its optimizers, and `add` for these."""
