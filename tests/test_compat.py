@@ -226,6 +226,7 @@ def test_saved_states_leave_out_models_and_optimizers(tmp_path: Path):
 
 
 def test_accelerators_state_is_forgotten():
+    accelerate_compat.reset_accelerator_state()  # of an earlier test of this process
     Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
     with relying_on("accelerate", "AcceleratorState._reset_state or GradientState._reset_state"):
         accelerate_compat.reset_accelerator_state()

@@ -14,12 +14,19 @@ from tests.integrations.transformers.families import EXPERTS, tokens
 from tests.integrations.transformers.test_lazy_loading import MOVED, PLACED, saved
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
+from toolkit.integrations.peft.merged_weights import save_merged
+from toolkit.integrations.transformers import (
+    causal_lm,
+    experts_in_files,
+    place_experts,
+    save_pretrained,
+    use_toolkit_kernel,
+)
 from toolkit.integrations.transformers.quantization import BLOCK, SCALES, unpacked
 
 TABLES = ("gate_up_proj", "down_proj")
@@ -135,6 +142,43 @@ def test_unpacked_experts_equal_bitsandbytes_and_take_less_than_a_third(tmp_path
             before += value.nbytes
             after += mine.get_parameter(name).nbytes + mine.get_parameter(name + SCALES).nbytes
     assert after <= 0.3 * before
+
+
+def save_both_ways(folder: Path, out: Path, processes: int) -> None:
+    plain, model = packed(folder).requires_grad_(False), adapted(packed(folder))
+    draw_adapters(model)
+    for each in (plain, model):
+        shard_experts(each, make_expert_groups(processes))
+    save_pretrained(plain, out / "plain")
+    save_merged(model, out / "merged")
+
+
+def draw_adapters(model: nn.Module) -> None:
+    draws = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=draws) / 10
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # by PEFT
+@pytest.mark.parametrize("processes", [1, 2])
+def test_save_quantized_experts_writes_unpacked_weights(tmp_path: Path, processes: int):
+    folder = saved(tmp_path / "model")
+    expected: Any = causal_lm(folder)
+    for module in require_experts(expected).values():
+        for name in TABLES:
+            module.get_parameter(name).data = quantised(module.get_parameter(name).data)
+    run_distributed(save_both_ways, processes, folder, tmp_path, processes)
+    assert_equal_weights(causal_lm(tmp_path / "plain"), expected, 0)
+    merged = adapted(expected)
+    draw_adapters(merged)
+    assert_equal_weights(causal_lm(tmp_path / "merged"), merged.merge_and_unload(), 1e-6)
+
+
+def assert_equal_weights(model: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    found = model.state_dict()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 
 
 def test_quantize_for_another_experts_implementation_raises(tmp_path: Path):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.experts.state.state_dict import Gatherer
 from toolkit.integrations.transformers.pretrained_files import by_layer, write_pretrained
+from toolkit.integrations.transformers.quantization import is_packed, is_scales, unpacked
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _adapted_layers(base: nn.Module) -> Mapping[str, tuple[nn.Module, list[Any]]]:
-    """Each layer with adapters by the name that it has without them, and its wrappers."""
+    """Each layer with adapters or packed rows by the name that it has without them, and its wrappers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found: dict[str, tuple[nn.Module, list[Any]]] = {}
@@ -48,6 +49,8 @@ def _adapted_layers(base: nn.Module) -> Mapping[str, tuple[nn.Module, list[Any]]
         if isinstance(module, BaseTunerLayer):
             plain = name.replace(".base_layer", "")
             found.setdefault(plain, (module.get_base_layer(), []))[1].append(module)
+        elif hasattr(module, "packed"):
+            found.setdefault(name.replace(".base_layer", ""), (module, []))
     return found
 
 
@@ -61,18 +64,21 @@ def _plain_name(base: nn.Module, name: str) -> str | None:
     if saved := re.fullmatch(r"(.*)\.modules_to_save\.([^.]+)\.(.*)", name):
         wrapper = base.get_submodule(saved[1])
         return f"{saved[1]}.{saved[3]}" if saved[2] in wrapper.active_adapters else None
-    return None if re.search(r"\.lora_\w+\.", name) else name.replace(".base_layer", "")
+    if re.search(r"\.lora_\w+\.", name) or is_scales(base, name):
+        return None
+    return name.replace(".base_layer", "")
 
 
 @contextmanager
 def _merged(layer: nn.Module, wrappers: list[Any]) -> Iterator[None]:
     """Have PEFT add the active adapters to what `layer` holds, for a while, and without rounding it."""
     stack = vars(layer).get("expert_stack")
-    before = [(parameter, parameter.data) for parameter in layer.parameters(recurse=False)]
+    before = [(name, parameter, parameter.data) for name, parameter in layer.named_parameters(recurse=False)]
     merged = [list(wrapper.merged_adapters) for wrapper in wrappers]
     try:
-        for parameter, data in before:
-            parameter.data = data.to(data.device if stack is None else stack.device, copy=True)
+        for name, parameter, data in before:
+            device = data.device if stack is None else stack.device
+            parameter.data = unpacked(layer, name, device) if is_packed(layer, name) else data.to(device, copy=True)
         for wrapper in wrappers:
             if not wrapper.merged:
                 wrapper.merge()
@@ -80,5 +86,5 @@ def _merged(layer: nn.Module, wrappers: list[Any]) -> Iterator[None]:
     finally:
         for wrapper, adapters in zip(wrappers, merged, strict=True):
             wrapper.merged_adapters[:] = adapters
-        for parameter, data in before:
+        for _, parameter, data in before:
             parameter.data = data

@@ -24,6 +24,7 @@ from toolkit.experts.sharding.libraries import libraries
 from toolkit.experts.state.manifest import sync
 from toolkit.experts.state.state_dict import Gatherer, whole_state_dict
 from toolkit.integrations.accelerate.patches import Patches
+from toolkit.integrations.transformers.quantization import unpack_state
 
 MOST_IN_A_FILE = "5GB"
 """Where no `max_shard_size` is given."""
@@ -63,6 +64,7 @@ def _tensors(inner: Any) -> list[Tensors]:
                 gather(state, name, value)
             else:  # PEFT leaves out the experts of the base, and takes what every rank has
                 state[name] = value.detach()
+        unpack_state(inner, state)
 
     values = inner.state_dict(keep_vars=True)
     return by_layer(values, gather, gather_all) if saves_base else [Tensors(0, partial(gather_all, values))]

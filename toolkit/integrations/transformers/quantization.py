@@ -76,16 +76,26 @@ def _can_be_packed(rows: Tensor) -> bool:
 
 def unpacked(module: Any, name: str, device: torch.device) -> Float[Tensor, "S A B"]:
     """Return the rows of a packed parameter on `device`, in the type that they had."""
+    return _unpack(rows_on(module, name, device), rows_on(module, name + SCALES, device), module.packed[name])
+
+
+def unpack_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Replace packed rows and their scales in a state dict of `model` by rows in the type that they had."""
+    for prefix, module in model.named_modules():
+        for name, was in getattr(module, "packed", {}).items():
+            key = f"{prefix}.{name}".removeprefix(".")
+            if (scales := state.pop(key + SCALES, None)) is not None:
+                state[key] = _unpack(state[key], scales, was)
+
+
+def _unpack(bits: UInt8[Tensor, "S N"], scales: Int[Tensor, "S M"], was: Packed) -> Float[Tensor, "S A B"]:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    was: Packed = module.packed[name]
-    bits: UInt8[Tensor, "S N"] = rows_on(module, name, device)
-    scales: Int[Tensor, "S M"] = rows_on(module, name + SCALES, device)
     state = QuantState(
         absmax=scales.view(torch.float32).flatten(),
         # As blocks: on a CPU bitsandbytes 0.50 gives other numbers for a matrix with, say, 16 columns.
         shape=torch.Size((2 * bits.numel() // BLOCK, BLOCK)),
-        code=_values(device),
+        code=_values(bits.device),
         blocksize=BLOCK,
         quant_type="nf4",
         dtype=was.dtype,
@@ -99,6 +109,12 @@ def _values(device: torch.device) -> Float[Tensor, " 16"]:
     from bitsandbytes.functional import get_4bit_type
 
     return get_4bit_type("nf4", device=device, blocksize=BLOCK)
+
+
+def is_scales(model: nn.Module, name: str) -> bool:
+    """Return whether the parameter `name` of `model` holds the scales of a packed one."""
+    module, _, parameter = name.rpartition(".")
+    return parameter.endswith(SCALES) and is_packed(model.get_submodule(module), parameter.removesuffix(SCALES))
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
