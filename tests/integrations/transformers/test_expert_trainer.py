@@ -426,6 +426,22 @@ def test_what_would_use_a_part_of_the_experts_is_refused_in_one_line(runs: Runs)
         assert "\n" not in message
 
 
+def train_with_averages(folder: Path) -> str:
+    from trl import BEMACallback
+
+    with quiet_float64():
+        trainer = make("Trainer", folder, base(FAMILY), spread={}, max_steps=1)
+        trainer.add_callback(BEMACallback())
+        with pytest.raises(UserError) as caught:
+            trainer.train()
+        return str(caught.value)
+
+
+def test_train_callback_that_copies_weights_raises(runs: Runs):
+    for message in runs[2, train_with_averages]:
+        assert "BEMACallback copies the experts of one rank" in message
+
+
 def learn_from_rollouts(folder: Path) -> list[dict[str, Any]]:
     """GRPO learns twice from texts of other lengths on each rank: which experts were used, with replay and without."""
     found = [learn(folder / trained, trained) for trained in ("peft_config", "experts")]

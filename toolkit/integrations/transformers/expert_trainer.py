@@ -11,7 +11,7 @@ overrides documented methods of Trainer only.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -136,6 +136,7 @@ def expert_trainer(
                 prepared = self.experts.prepare(model, optimizer)
             finally:
                 self._is_preparing = False
+            _refuse_copies(self.callback_handler.callbacks, self.experts)
             self._sharded_model = model
             if replay_routes or hasattr(model, "generate"):
                 generate = model.generate
@@ -201,6 +202,18 @@ def _refuse(args: Any) -> None:
     for setting in ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model"):  # of TRL
         if getattr(args, setting, False):
             raise UserError(f"{setting}: uses the weights of one rank as the full model. Leave it out.")
+
+
+def _refuse_copies(callbacks: Iterable[Any], experts: ExpertParallel) -> None:
+    """Raise UserError for a callback of TRL that copies the weights of one rank as the full model."""
+    if not any(stack.is_part for stack in experts.stacks.values()):
+        return
+    for kind in (kind for callback in callbacks for kind in type(callback).__mro__):
+        if kind.__name__ in ("BEMACallback", "SyncRefModelCallback"):
+            raise UserError(
+                f"callbacks: {kind.__name__} copies the experts of one rank. Leave it out, and average with "
+                "toolkit.experts.full_copy and ema_update."
+            )
 
 
 # --- checkpoints and logs ---------------------------------------------------------------------------------------------
