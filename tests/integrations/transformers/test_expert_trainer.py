@@ -538,6 +538,7 @@ LAUNCHES: dict[int, list[Callable[[Path], Any]]] = {
         train_two_models,
         train_after_evaluation,
         second_stages,
+        train_with_averages,
         learn_from_rollouts,
         examples.run,
     ],
