@@ -116,7 +116,7 @@ def test_an_offline_run_read_back_has_config_facts_and_every_group_of_metrics_wi
     evaluated = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     assert set(evaluated) == {10, 20}
     globs = {record["metric"].get("glob_name"): record["metric"] for record in records if record["type"] == "metric"}
-    assert {globs[f"{group}/*"]["step_metric"] for group in ("train", "eval", "moe", "lifecycle", "perf")} == {"step"}
+    assert globs["*"]["step_metric"] == "step"
 
     (summary,) = inspect(offline_folder(folder), "--summary")
     assert summary["project"] == "toy"
@@ -211,7 +211,8 @@ def test_a_start_that_fails_after_the_server_answered_is_recorded_offline(answer
     folder = tmp_path / "run"
     done = run_program(FAILING_SERVER.format(answer=answer), folder, WANDB_API_KEY=FAKE_KEY)
     assert_ended_well(done, folder)
-    assert "W&B is offline (" in done.stdout
+    sending = done.stdout.index("W&B: sending metrics to project toy")
+    assert sending < done.stdout.index("W&B is offline (")
     assert f"wandb sync {offline_folder(folder)} uploads the run." in done.stdout
     records = inspect(offline_folder(folder))
     assert sum("train/loss" in record["history"]["item"] for record in records if record["type"] == "history") == 10

@@ -26,7 +26,6 @@ from toolkit.run.config.settings import leaves
 from toolkit.run.folder import write_text
 from toolkit.run.tracking.guard import Backend, GuardedTracker, Table
 
-METRIC_GROUPS = ("train", "eval", "moe", "lifecycle", "perf")
 WANDB_START_S = WANDB_FINISH_S = 8.0
 """Seconds after which W&B is given up."""
 LONGEST_TAG = 64
@@ -51,7 +50,7 @@ def start_trackers(
         if importlib.util.find_spec("wandb") is None:
             say("W&B is not installed (pip install wandb); metrics.jsonl has every line.")
         elif os.environ.get("WANDB_MODE") != "disabled":
-            backends.append(WandB(labels, folder, recorded))
+            backends.append(WandB(labels, folder, recorded, say))
     if tracker in ("tensorboard", "all"):
         backends.append(TensorBoard(folder, recorded))
     return [GuardedTracker(backend, say) for backend in backends]
@@ -62,8 +61,8 @@ class WandB:
 
     name = "W&B"
 
-    def __init__(self, labels: Labels, folder: Path, config: Mapping[str, Any]):
-        self.labels, self.folder, self.config = labels, folder, config
+    def __init__(self, labels: Labels, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]):
+        self.labels, self.folder, self.config, self.say = labels, folder, config, say
         self._tracker: WandBTracker | None = None
 
     def start(self) -> str | None:
@@ -71,6 +70,8 @@ class WandB:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         reason = why_offline()
         if reason is None:
+            entity = os.environ.get("WANDB_ENTITY", "the default entity")
+            self.say(f"W&B: sending metrics to project {self.labels.project} of {entity}. --tracker none turns it off.")
             try:
                 return f"W&B: {self._init('online').url}"
             except Exception as error:
@@ -83,7 +84,7 @@ class WandB:
         return f"W&B is offline ({reason}); wandb sync {shlex.quote(str(folder))} uploads the run."
 
     def _init(self, mode: str) -> Any:
-        """A W&B run with its metric groups and their common step axis."""
+        """A W&B run whose metrics have the step as their axis."""
         self._tracker = WandBTracker(
             self.labels.project,
             dir=str(self.folder),
@@ -105,8 +106,7 @@ class WandB:
         self._tracker.start()
         run = self._tracker.tracker
         run.define_metric("step")
-        for group in METRIC_GROUPS:
-            run.define_metric(f"{group}/*", step_metric="step")
+        run.define_metric("*", step_metric="step")
         return run
 
     @property
