@@ -216,6 +216,11 @@ def test_load_images_class_without_training_images_raises(tmp_path):
     assert "the label 2 in row 1, which no training row has" in refusal(str(tmp_path))
 
 
+@pytest.mark.parametrize("path", ["./no_such_folder", "~/no/such/folder", "no/such/folder"])
+def test_load_images_path_that_does_not_exist_raises(path):
+    assert f"dataset='{path}': no such file or folder" in refusal(path)
+
+
 def test_images_of_16_bits_keep_their_upper_8(tmp_path):
     ramp = (np.arange(81, dtype=np.uint16) * 800).reshape(9, 9)
     write_parquet(tmp_path / "ramps.parquet", [png(ramp)] * 20, [0, 1] * 10)

@@ -165,6 +165,11 @@ def test_every_outcome_has_its_exit_code(
     assert (left.value.code, capsys.readouterr().err) == (code, said)
 
 
+def test_parse_preset_after_flags_raises():
+    with pytest.raises(UserError, match="debug: comes after flags. Put the preset first"):
+        cli.parse(mnist_moe.PRESETS, ["--epochs", "1", "debug"])
+
+
 def test_run_recipe_in_interactive_python_raises(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(UserError, match=r"Call main\(config\) in a notebook"):

@@ -279,6 +279,16 @@ def test_start_run_num_processes_without_launcher_raises(tmp_path):
         start_run("test", RunConfig(cpu=True, run_dir=tmp_path, num_processes=2))
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_run_that_fails_before_it_begins_leaves_no_folder(tmp_path, other):
+    folder = tmp_path / "run"
+    with pytest.raises(UserError, match="no data"), start_run("toy", config(run_dir=folder)):
+        if other:
+            (folder / "notes.txt").write_text("mine")
+        raise UserError("no data")
+    assert folder.exists() == other
+
+
 def test_a_fault_in_a_picture_loses_neither_the_results_nor_other_pictures(capsys):
     drawn = []
 

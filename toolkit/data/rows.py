@@ -54,11 +54,10 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
     from huggingface_hub import constants
 
     here = Path(dataset).expanduser()
+    if not here.exists() and (dataset.startswith((".", "/", "~")) or dataset.count("/") > 1):
+        raise UserError(f"dataset={dataset!r}: no such file or folder. Check the path.")
     if not (here.exists() or constants.HF_HUB_OFFLINE) and (unreachable := why_out_of_reach()):
-        raise UserError(
-            f"dataset={dataset!r}: {unreachable}; HF_HUB_OFFLINE=1 uses the local cache, "
-            "and dataset='stdlib' needs no network."
-        )
+        raise UserError(f"dataset={dataset!r}: {unreachable}. HF_HUB_OFFLINE=1 uses the local cache.")
     key = ""
     what: dict[str, Any] = {"path": dataset, "name": config}
     if here.exists():  # `datasets` identifies local files by path and time only

@@ -137,6 +137,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
             _print_help(printed.getvalue())
         refusal = _user_error_behind(stop)
         said = _first_paragraph(printed.getvalue()) if refusal is None else as_typed(refusal, default)
+        if late := [word for word in words if word in presets and said.startswith("Unrecognized")]:
+            said = f"{late[0]}: comes after flags. Put the preset first."
         culprit = next(iter(re.findall(r"--[a-z][\w.-]*", said)), None)
         is_of_file = culprit in in_file and culprit not in words
         raise UserError(f"{where if is_of_file else ''}{said}") from None

@@ -89,6 +89,16 @@ def open_folder(
         raise
 
 
+def remove_unused(folder: Path) -> None:
+    """Remove the folder of a run that failed before it began, unless there are other files in it."""
+    with suppress(OSError):
+        files = {path.name: path for path in folder.iterdir()}
+        if files.keys() <= {"config.json", "metrics.jsonl", LOCK} and not files["metrics.jsonl"].stat().st_size:
+            for path in files.values():
+                path.unlink()
+            folder.rmdir()
+
+
 def _is_ours(folder: Path) -> bool:
     """Whether `folder` may be taken: it holds a run, or what is left of one, or nothing but hidden files."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()

@@ -42,6 +42,7 @@ from toolkit.run.folder import (
     is_finished,
     open_folder,
     recorded_config,
+    remove_unused,
     write_json,
     write_text,
 )
@@ -355,6 +356,8 @@ class Run:
             self._metrics = None
         if self._lock is not None:
             self._lock.release()
+            if failed and not self._has_begun and not self.continues:
+                remove_unused(self.folder)
         self._settings.close()
         if self._owns_process_group and wait_for_ranks and dist.is_initialized():
             dist.destroy_process_group()
