@@ -109,7 +109,8 @@ def reading(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {one_line(error)}). {remedy}") from error
+        cause = error.__cause__ or error
+        raise UserError(f"{path}: cannot be read ({type(cause).__name__}: {one_line(cause)}). {remedy}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

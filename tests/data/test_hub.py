@@ -92,7 +92,7 @@ def test_an_error_of_any_http_library_is_one_line(monkeypatch):
 
     monkeypatch.setattr("toolkit.data.hub.why_out_of_reach", lambda: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
-    with pytest.raises(UserError, match=r"model='some/model' cannot be downloaded \(ConnectError\)"):
+    with pytest.raises(UserError, match=r"model='some/model': cannot be read \(ConnectError"):
         model_folder("some/model")
 
 

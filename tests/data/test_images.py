@@ -206,7 +206,7 @@ def test_load_images_path_outside_folder_raises(tmp_path):
     write_parquet(folder / "train.parquet", [None] * 20, [0, 1] * 10, named=str(tmp_path / "private.png"))
     assert "private.png: is outside the folder of the data set" in refusal(str(folder))
     write_parquet(folder / "train.parquet", [None] * 20, [0, 1] * 10, named=str(folder / "train.parquet"))
-    assert f"row 0, {folder / 'train.parquet'} cannot be decoded" in refusal(str(folder))
+    assert f"row 0, {folder / 'train.parquet'}: cannot be read" in refusal(str(folder))
 
 
 def test_load_images_class_without_training_images_raises(tmp_path):
@@ -233,7 +233,7 @@ def test_images_of_16_bits_keep_their_upper_8(tmp_path):
     [
         ([ONE_IMAGE] * 19 + [png(TEST[0][0][:20])], "has an image of shape"),
         ([png(np.full((5, 5), 7, np.uint8))] * 20, "all pixels of the training images have one value"),
-        ([ONE_IMAGE] * 19 + [b"no image"], "cannot be decoded"),
+        ([ONE_IMAGE] * 19 + [b"no image"], "cannot be read"),
         ([ONE_IMAGE] * 20, "cannot be read (TypeError"),  # an error of the library
     ],
 )

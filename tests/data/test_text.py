@@ -153,7 +153,7 @@ def test_conversations_are_written_by_the_tokenizers_template(tmp_path, saved_to
     assert data.test.columns["tokens"].numel() < plain.test.columns["tokens"].numel()
     assert data.tokenizer.write(row["messages"]) == "the cat the mat "
     (saved_tokenizer / "chat_template.jinja").write_text("{{ raise_exception('system first') }}")
-    with pytest.raises(UserError, match=r"chat template does not accept a row of messages \(system first\)"):
+    with pytest.raises(UserError, match=r"a row of messages: cannot be read \(.*system first\)"):
         load(str(chats), tokenizer=str(saved_tokenizer), block=2)
 
 

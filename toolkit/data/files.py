@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, reading
 
 SPLITS = ("train", "test")
 """Names of the two splits that every data set has."""
@@ -76,11 +76,9 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     """
     import datasets
 
-    try:
+    with reading(path, "Replace the file."):
         rows = datasets.Dataset.from_parquet(str(path), columns=list(names))
         return rows.with_format("arrow")[:].to_pydict()
-    except Exception as error:  # datasets and Apache Arrow raise their own types
-        raise UserError(f"{path}: cannot be read ({one_line(error.__cause__ or error)}). Replace the file.") from error
 
 
 def damaged(path: Path, fault: str) -> UserError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from toolkit.data.files import NotFoundHere
-from toolkit.errors import UserError
+from toolkit.errors import UserError, reading
 
 T = TypeVar("T")
 
@@ -97,14 +97,9 @@ def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Se
         pass
     if reason := why_out_of_reach():
         raise UserError(f"{what}={name!r} is neither a folder nor in the Hub's cache, and {reason}: give a folder.")
-    try:
+    with reading(f"{what}={name!r}", "Check its name and the network, or give a folder."):
         huggingface_hub.HfApi().model_info(name, timeout=ANSWER_S)  # for a name that is not there
         return huggingface_hub.snapshot_download(name, allow_patterns=list(wanted))
-    except Exception as error:  # of the client, its HTTP library, or the disk
-        raise UserError(
-            f"{what}={name!r} cannot be downloaded ({type(error).__name__}): "
-            "check its name and the network, or give a folder."
-        ) from error
 
 
 def model_folder(source: str | os.PathLike[str], *, weights: bool = True) -> str:

@@ -20,7 +20,7 @@ from toolkit.data.files import SPLITS, NotFoundHere, data_folder, parquet_splits
 from toolkit.data.hub import find_on_hub
 from toolkit.data.rows import HELD_OUT, find_column, folders_of, is_own, load_splits, train_and_test
 from toolkit.data.table import TensorTable
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, reading
 from toolkit.experts.parallel.seeding import generator
 
 HUB_REPOS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
@@ -217,7 +217,8 @@ def decode_images(images: Iterable[Any], where: str, folders: Sequence[Path]) ->
     from PIL import Image
 
     for row, encoded in enumerate(images):
-        try:
+        path = encoded and encoded["path"]
+        with reading(f"{where}: row {row}{f', {path}' if path else ''}", "Replace the image."):
             content = read_file(encoded["path"], *folders) if encoded["bytes"] is None else encoded["bytes"]
             with Image.open(io.BytesIO(content)) as image:
                 if image.mode == "F":
@@ -228,9 +229,6 @@ def decode_images(images: Iterable[Any], where: str, folders: Sequence[Path]) ->
                     yield np.asarray(image.convert("L"))
                 else:
                     yield np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-        except Exception as error:
-            name = f"row {row}" + (f", {encoded['path']}" if encoded and encoded["path"] else "")
-            raise UserError(f"{where}: {name} cannot be decoded ({one_line(error)}). Replace the image.") from None
 
 
 # --- your own ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.hub import pretrained_folder
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, reading
 
 BYTES = "bytes"
 FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -81,14 +81,8 @@ def write_conversation(
         raise UserError(
             f"{what}: a row of {MESSAGES} is {str(messages)[:80]!r}: take a list of dicts with role and content."
         )
-    try:
+    with reading(f"{what}: a row of {MESSAGES}", "Use another row or chat template."):
         return tokenizer.encode_answers(messages) if answers else tokenizer.write(messages).encode()
-    except UserError:
-        raise
-    except Exception as error:  # of the template's language, or raised by the template
-        raise UserError(
-            f"{what}: the tokenizer's chat template does not accept a row of {MESSAGES} ({one_line(error)})."
-        ) from error
 
 
 class ByteTokenizer:
@@ -154,13 +148,8 @@ class PretrainedTokenizer:
             raise UserError(
                 f"tokenizer={name!r}: the folder has no tokenizer: give bytes, another folder or a Hub name."
             )
-        try:
+        with reading(f"tokenizer={name!r}", "Give bytes, a folder or a Hub name."):
             self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        # Whatever a half-written file makes it raise: there is no tokenizer.
-        except Exception as error:
-            raise UserError(
-                f"tokenizer={name!r}: cannot be loaded ({one_line(error)}): give bytes, a folder or a Hub name."
-            ) from error
         separators = (self._inner.eos_token_id, self._inner.sep_token_id)
         separator = next((id for id in separators if id is not None), None)
         if separator is None:

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import PositiveInt
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import reading
 from toolkit.experts.options import Options
 
 MICRO_BATCH_SIZE = "micro_batch_size.json"
@@ -38,12 +38,8 @@ class MicroBatches(Options, strict=True):
         path = folder / MICRO_BATCH_SIZE
         if not path.exists():
             return None
-        try:
+        with reading(path, "Delete it, and run the same command."):
             found = cls.model_validate_json(path.read_bytes())
             if found.world_size == world_size and per_rank % found.micro_batch_size:
                 raise ValueError(f"{found.micro_batch_size} does not divide {per_rank}")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path}: cannot be read ({one_line(error)}). Delete it, and run the same command."
-            ) from None
         return found if found.world_size == world_size else None
