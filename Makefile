@@ -180,7 +180,7 @@ release: ## sdist, wheel and SBOM of HEAD in dist/, checked, and installed from 
 	$(RELEASE)/empty/bin/python $(INSTALL) 'moe-toolkit[recipes]==$(VERSION)'
 	$(RELEASE)/empty/bin/python -m pip check
 	cp docs/examples/own_loop.py $(RELEASE)/elsewhere
-	bin=$(CURDIR)/$(RELEASE)/empty/bin; cd $(RELEASE)/elsewhere && $$bin/toolkit env && \
+	bin=$(CURDIR)/$(RELEASE)/empty/bin; cd $(RELEASE)/elsewhere && $$bin/toolkit --version && \
 	    $$bin/python own_loop.py debug --cpu --num-processes 2 --tracker none --run-dir run
 	sed -i 's/^dynamic = .*/version = "$(VERSION)"/' $(RELEASE)/source/pyproject.toml  # which the SBOM takes from there
 	$(RELEASE)/tools/bin/cyclonedx-py environment --pyproject $(RELEASE)/source/pyproject.toml --output-reproducible \

@@ -39,7 +39,6 @@ COMMANDS = {
     "dashboard": Command(
         "toolkit.commands.report.dashboard", "make a workspace of W&B with the curves of a project's runs"
     ),
-    "env": Command("toolkit.commands.env", "print versions and machine, for a bug report"),
     "doctor": Command("toolkit.doctor.command", "compare training in one process with training in several"),
 }
 

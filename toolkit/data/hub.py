@@ -109,7 +109,4 @@ def model_folder(source: str | os.PathLike[str], *, weights: bool = True) -> str
     Raises UserError, within seconds, downloads aside, where there is none.
     """
     wanted = ["*.json", *(["*.safetensors", "*.model", "*.txt"] if weights else ())]
-    folder = pretrained_folder("model", os.fspath(source), wanted=wanted, needed=["config.json"])
-    if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"model folder {source} has no config.json: give a folder of save_pretrained or a Hub name.")
-    return folder
+    return pretrained_folder("model", os.fspath(source), wanted=wanted, needed=["config.json"])

@@ -224,8 +224,6 @@ def _filled_up(ids: Tensor, block_size: int) -> TensorTable:
 
 def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
     folder = None if data_dir is None else data_dir.expanduser()
-    if folder is not None and not folder.is_dir():
-        raise UserError(f"data_dir={str(data_dir)!r}: there is no such folder.")
     if dataset == STDLIB:
         return _stdlib()
     if dataset == REFERENCE:

@@ -19,10 +19,10 @@ from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.collectives import rank, world_size
 from toolkit.experts.parallel.dense import refuse_late_parameters
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import mark_owned
+from toolkit.experts.parallel.ownership import Ownership, mark_owned
 from toolkit.experts.parallel.penalty import parameter_penalty
 from toolkit.experts.parallel.sync import ExpertSync
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.prepare import prepare
@@ -61,7 +61,8 @@ def test_a_model_may_outlive_its_process_group():
     assert run_distributed(outlive_groups, 1, 30, timeout_s=60) == [30]
 
 
-# --- marks ------------------------------------------------------------------------------------------------------------
+def test_owns_empty_row_is_false():
+    assert Ownership((3, EMPTY_ROW), ExpertGroups()).owns == (True, False)
 
 
 # --- averaging --------------------------------------------------------------------------------------------------------
@@ -73,6 +74,7 @@ def averaged(ep_size: int) -> list[list[float]]:
     first, second = parameter(1.0 * rank, 10.0 * rank), parameter(100.0 * rank)
     for p in (first, second):
         mark_owned(p, row_ids=range(len(p)), groups=groups)
+    first.grad = first.grad.repeat_interleave(2)[::2]  # not contiguous
     ExpertSync([first, second]).before_clip()
     return [p.grad.tolist() for p in (first, second)]
 
