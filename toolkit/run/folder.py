@@ -53,10 +53,10 @@ def open_folder(
 ) -> tuple[Path, FileLock, dict[str, Any] | None]:
     """Open and lock the folder for `config`. Call on the main process only.
 
-    Returns the folder, its lock and the config.json of the run inside, if any; {} if config.json is damaged. Files of
-    the run in `storage` are copied into the folder first, if the checkpoints there are as new. A damaged config.json
-    cannot be compared with `config`: `say` gets a warning. Raises UserError for a folder that another job uses, that
-    holds a finished run or a run with other settings, that has nothing to resume, or that cannot be written.
+    Returns the folder, its lock and the config.json of the run inside, if any; {} if config.json is damaged. Files that
+    are missing, damaged or older than in `storage` are downloaded first. A damaged config.json cannot be compared with
+    `config`: `say` gets a warning. Raises UserError for a folder that another job uses, that holds a finished run or a
+    run with other settings, that has nothing to resume, or that cannot be written.
     """
     folder = folder_to_continue() or config.run_dir
     if config.resume == "yes":

@@ -303,7 +303,7 @@ class Run:
         return numbers
 
     def _restore_folder(self) -> None:
-        """Restore files that were removed from the folder during the run, except checkpoints."""
+        """Restore config.json and metrics.jsonl if they were removed during the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / "config.json").exists():
             self.print(f"warning: files of {self.folder} were removed while the run went on: they are written again.")
