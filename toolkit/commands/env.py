@@ -20,13 +20,13 @@ from toolkit.version import __version__
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "safetensors", "numpy", "wandb", "peft", "trl")
 VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
-"""Instructions by which torch chooses its kernels, as /proc/cpuinfo names them."""
+"""Names in /proc/cpuinfo of the instruction sets that torch dispatches on."""
 NVIDIA_SMI_S = 10.0
-"""How long `nvidia-smi` may take, in seconds."""
+"""Timeout of `nvidia-smi` in seconds."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, whatever cannot be found out."""
+    """Return 0, even if facts are unknown."""
     Parser("toolkit env", __doc__).parse_args(argv)
     rows = [(name, " ".join(_told(find).split())) for name, find in FACTS.items()]
     sys.stdout.write(aligned(rows))
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _told(find: Callable[[], str]) -> str:
-    """Returns what `find` returns, or why it could not: a bug report is written where something is broken."""
+    """Return `find()` or its error, because bug reports often come from broken installations."""
     try:
         return find()
     except Exception as error:
@@ -49,7 +49,7 @@ def _version(package: str) -> str | None:
 
 
 def _torch_build() -> str:
-    """From torch/version.py, because to import torch takes seconds, and fails where its libraries do not fit."""
+    """Read torch/version.py, because importing torch takes seconds and fails if its libraries are broken."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return "no torch"
@@ -59,7 +59,7 @@ def _torch_build() -> str:
 
 
 def _nccl() -> str:
-    """The version of the package that torch's builds for CUDA depend on."""
+    """Return the version of the NCCL package that torch's CUDA builds depend on."""
     found = {dist.name: dist.version for dist in distributions() if (dist.name or "").startswith("nvidia-nccl")}
     return ", ".join(f"{name} {number}" for name, number in found.items()) or "not installed"
 

@@ -28,7 +28,7 @@ class ProcessRow:
     runs: Sequence[str]
     processes: int
     settings: dict[str, Any]
-    """Parallelism settings that differ between the runs of this training: `ep_size`, `dense_parallel`, ..."""
+    """Performance settings that differ between the runs of this training: `ep_size`, `dense_parallel`, ..."""
     samples_per_second: float | None
     speed_up: float | None
     """Samples per second divided by samples per second at the smallest world size."""
@@ -97,7 +97,7 @@ def _processes(run: RunRecord) -> int:
 
 
 def _same_trainings(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Group the finished runs that differ only in seed and parallelism."""
+    """Group the finished runs that differ only in settings of `HOW_WORK_IS_SHARED`."""
     groups: list[tuple[dict[str, Any], list[RunRecord]]] = []
     for run in runs:
         if not run.finished:

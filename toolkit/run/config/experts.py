@@ -37,7 +37,7 @@ class ExpertRunConfig(RunConfig, GroupOptions):
 
     @property
     def logical_experts(self) -> int:
-        """Rows of the router: the experts, and with dynamic experts those that are inactive at first."""
+        """Rows of the router: the experts, including initially inactive dynamic experts."""
         return self.experts
 
     def ep_size_in(self, world_size: int) -> int:
@@ -59,12 +59,12 @@ class MoERunConfig(ExpertRunConfig, RouterOptions):
     """Activation checkpointing: of the experts' hidden activations (selective), or of the whole layer (full)."""
 
     def balance_weight_in(self, steps: int) -> float:
-        """Return the weight of the load-balancing loss in a run of so many steps; 0 with another `balance`."""
+        """Return the weight of the load-balancing loss in a run of `steps` steps; 0 unless `balance` is loss."""
         if self.balance != "loss":
             return 0.0
         return self.balance_weight * min(10.0, max(1.0, (self.balance_within or 0) / steps))
 
     @property
     def router_options(self) -> RouterOptions:
-        """The fields that the router of each layer takes."""
+        """Options of the router of each layer."""
         return RouterOptions(**{name: getattr(self, name) for name in RouterOptions.model_fields})
