@@ -113,7 +113,7 @@ def reading(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is an out-of-memory error of Python, the system, torch's CPU allocator or a GPU."""
+    """Return whether Python, the system, torch or a GPU ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's is a RuntimeError
         return True
     if isinstance(error, OSError):

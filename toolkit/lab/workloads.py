@@ -50,7 +50,7 @@ def _heated(sizes: Sizes, hot: Ints) -> Floats:
 
 
 def balanced(sizes: Sizes) -> Ints:
-    """Draw equal experts: the control, which no plan should improve."""
+    """Draw equal experts: the control, which no plan should change."""
     return draw(sizes, np.ones(sizes.experts))
 
 

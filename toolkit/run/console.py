@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 def columns() -> int:
-    """Return the maximum columns of a line on this terminal."""
+    """Return the maximum line width here."""
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
@@ -64,7 +64,7 @@ def metrics_line(
 
 
 def clock(seconds: float) -> str:
-    """Format a time such as 0:42, 12:05 or 1:12:05."""
+    """Format as 0:42, 12:05 or 1:12:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

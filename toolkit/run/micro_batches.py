@@ -29,8 +29,8 @@ class MicroBatches(Options, strict=True):
         Args:
             folder: The run's folder.
             per_rank: Samples per rank and step, a multiple of the micro-batch size.
-            world_size: The number of ranks. The size is kept only at the same world size, because the seed of a
-                forward pass depends on the index of the micro-batch.
+            world_size: The number of ranks. Only the same world size keeps the size: seeds of forward passes depend on
+                the micro-batch index.
 
         Raises:
             UserError: If the file is damaged.

@@ -51,7 +51,7 @@ class Table:
         return [run for run in self.runs if _key(run, self.axes) == _key(mean, self.axes)]
 
     def cells(self) -> list[list[str]]:
-        """Return a header, then means and spreads with a row per combination of the axes."""
+        """Return a header, and a row of means and spreads per combination of axes."""
         rows = [
             [*(str(row[axis]) for axis in self.axes), str(row["runs"]), *(_spread(row, name) for name in self.metrics)]
             for row in self.means()
@@ -70,8 +70,8 @@ def gather(
 
     Args:
         folder: The folder with the folders of runs.
-        axes: Axes in addition to settings that affect results and differ.
-        metric: A metric in addition to all `test_...` metrics, if any run has it.
+        axes: Additional axes; settings that affect results and differ are included.
+        metric: An additional metric next to all `test_...`, if any run has it.
         metrics: All metrics of the table, instead.
 
     Raises:
@@ -140,7 +140,7 @@ def _key(row: Row, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _spread(row: Row, metric: str) -> str:
-    """Format mean and sd as `0.9412 (sd 0.0031)`; accuracies and F1 in percent."""
+    """Format as `0.9412 (sd 0.0031)`; accuracies and F1 in percent."""
     mean = row.get(f"{metric} mean")
     sd = row.get(f"{metric} sd")
     if mean is None:

@@ -113,7 +113,7 @@ def aligned(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration such as `42.3 s`, `3 min 05 s` or `2 h 10 min`."""
+    """Format as `42.3 s`, `3 min 05 s` or `2 h 10 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

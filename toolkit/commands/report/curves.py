@@ -14,7 +14,7 @@ from toolkit.run.runs_table import is_number
 
 POINTS_OF_A_PAGE = 120_000
 MOST_POINTS, FEWEST_POINTS = 1_000, 60
-"""Limits for the points of one curve."""
+"""Points per curve."""
 GROUPS = {
     "train": "Training",
     "eval": "Evaluation",
@@ -24,7 +24,7 @@ GROUPS = {
 }
 """Metric name prefix -> heading, in page order; other headings follow."""
 OPEN_AT_FIRST = ("Training", "Evaluation", "Experts")
-"""Headings that are open at first."""
+"""Open headings."""
 FIRST = ("loss", "accuracy", "bits_per_byte")
 """Metrics that come first under their heading."""
 
@@ -40,7 +40,7 @@ class Curve:
     values: np.ndarray
     """float32 (N); NaN for values that are not finite."""
     decimated_from: int | None
-    """Number of points before decimation; None if all are kept."""
+    """Points before decimation, if more."""
 
 
 def curves_by_metric(runs: Sequence[RunRecord]) -> dict[str, list[Curve]]:

@@ -46,7 +46,7 @@ if (place.tags.length) {
   place.tags = [];
 }
 """
-"""JavaScript callback that draws a tab when it is opened."""
+"""Callback that draws an opened tab."""
 STYLE = """
 :host { font: 14px/1.5 system-ui, sans-serif; padding: 0.5rem; max-width: 95vw; overflow-x: auto; }
 table { border-collapse: collapse; }

@@ -18,7 +18,7 @@ HOW_WORK_IS_SHARED = NOT_OF_THE_TRAJECTORY | {"seed", "world_size", "gradient_ac
 """Settings that can differ between runs of the same training, up to rounding."""
 NOT_HOW = {"seed", "world_size"}
 MOST_EFFICIENT = 1.1
-"""Efficiency above which the baseline probably ran on a busy machine."""
+"""Higher efficiency is a sign of a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ProcessRow:
     """Performance settings that differ between the runs of this training: `ep_size`, `dense_parallel`, ..."""
     samples_per_second: float | None
     speed_up: float | None
-    """Samples per second divided by samples per second at the smallest world size."""
+    """Throughput divided by throughput at the smallest world size."""
     efficiency: float | None
     """Speed-up divided by the ratio of world sizes."""
     train_loss_difference: float | None

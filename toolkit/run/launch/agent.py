@@ -152,7 +152,7 @@ def _pass_on(received: Sequence[int], running: Future[object]) -> None:
 
 
 def _told(failure: ProcessFailure) -> str:
-    """Return the message that the rank wrote with `tell`, or an empty string."""
+    """Return the rank's message from `tell`, if any."""
     return failure.message if failure.error_file != "<N/A>" else ""
 
 

@@ -352,7 +352,7 @@ def short_names(layers: Sequence[str]) -> dict[str, str]:
 
 
 def _shared(rows: Sequence[Sequence[str]]) -> int:
-    """Return the length of the common prefix of all rows."""
+    """Return the length of the common prefix."""
     columns = zip(*rows, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
@@ -396,7 +396,7 @@ def _edges(steps: Sequence[int]) -> list[float]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a natural sort key: layer 2 before layer 10."""
+    """Sort layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.replace("/", ".").split(".")]
 
 

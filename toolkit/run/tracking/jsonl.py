@@ -96,7 +96,7 @@ class MetricsFile:
         self._write()
 
     def close(self) -> None:
-        """Write the buffered lines that fit on the disk, and close the file."""
+        """Write buffered lines, if they fit, and close the file."""
         try:
             self.restore()
             self._write()

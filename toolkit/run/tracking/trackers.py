@@ -135,7 +135,7 @@ class WandB:
         self._tracker.log_images({name: [_pixels(path)] for name, path in images.items()})
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        """Log the results in the W&B summary, which W&B compares between runs, and as tables."""
+        """Log to the W&B summary, which compares runs, and as tables."""
         assert self._tracker is not None
         numbers = {name: value for name, value in results.items() if isinstance(value, (int, float))}
         self._tracker.tracker.summary.update(numbers)
@@ -162,7 +162,7 @@ class WandB:
 
 
 class TensorBoard:
-    """TensorBoard tracker with event files in the run folder."""
+    """Event files in the run folder."""
 
     name = "TensorBoard"
 
