@@ -51,7 +51,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     Raises:
         UserError: If Python is interactive, such as in a notebook.
     """
-    if hasattr(sys, "ps1"):  # interactive Python, which would end with the recipe
+    if hasattr(sys, "ps1"):  # the recipe would exit an interactive Python
         raise UserError("run_recipe: reads a command line. Call main(config) in a notebook.")
     config = None
     try:
@@ -82,7 +82,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
             exits.report(said)
             exits.leave(EXIT_USER_ERROR)
         if is_out_of_memory(error):
-            # Smaller micro-batches have been tried, if a step ran out of memory.
+            # If a step ran out of memory, smaller micro-batches have already been tried.
             exits.report("out of memory: use more processes, or a smaller model.")
             exits.leave(EXIT_USER_ERROR)
         if lost := exits.lost_process(error):

@@ -100,7 +100,7 @@ def gpu_names() -> str:
 
 
 def hardware() -> str:
-    """Return a text such as `AMD EPYC 7B13, 16 cores, 125.8 GiB`."""
+    """Format as `AMD EPYC 7B13, 16 cores, 125.8 GiB`."""
     memory = memory_limit_bytes() or psutil.virtual_memory().total
     return f"{processor()}, {usable_cores()} cores, {memory / 2**30:.1f} GiB"
 

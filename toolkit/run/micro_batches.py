@@ -28,9 +28,9 @@ class MicroBatches(Options, strict=True):
 
         Args:
             folder: The run's folder.
-            per_rank: Samples per rank and step, a multiple of the micro-batch size.
-            world_size: The number of ranks. Only the same world size keeps the size: seeds of forward passes depend on
-                the micro-batch index.
+            per_rank: Samples per rank and step; must be a multiple of the size.
+            world_size: The number of ranks. Only the same world size keeps the size, because seeds of forward passes
+                depend on the micro-batch index.
 
         Raises:
             UserError: If the file is damaged.

@@ -103,7 +103,7 @@ class Run:
 
     @property
     def owns_folder(self) -> bool:
-        """Whether this rank writes and deletes the files of the folder: the first rank that shares the folder does."""
+        """Whether this rank writes and deletes files in the folder: the first rank that shares it."""
         return self.rank == self.ranks_here[0]
 
     @cached_property
@@ -234,7 +234,7 @@ class Run:
             if is_finished(self.folder):
                 (self.folder / FINISHING).touch()
             _write_config(self, self.folder)
-        elif self.data and self._metrics is not None:  # else it has no folder
+        elif self.data and self._metrics is not None:  # without metrics, the run has no folder
             _write_config(self, self.folder)
         facts = {"world_size": self.world_size, **versions(), **self.facts}
         recorded = recorded_config(self.name, self.config) | facts
@@ -316,7 +316,7 @@ class Run:
             pictures = draw(self.folder, numbers)
         except (UserError, OSError):
             raise
-        except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
+        except Exception as error:  # results are already written, and a plot is not worth a failed run
             self.print(f"no plots ({type(error).__name__}: {error})")
             return
         for tracker in self._trackers:
@@ -369,7 +369,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # These two are raised on all ranks. After any other error a rank may be missing, and a collective would hang.
+        # These two are raised on all ranks. After other errors a rank can be missing, and a collective would hang.
         reaches_all = error is None or isinstance(error, (UserError, Preempted))
         failed = error is not None and not isinstance(error, Preempted)
         self.close(failed=failed, wait_for_ranks=reaches_all)

@@ -70,8 +70,8 @@ def gather(
 
     Args:
         folder: The folder with the folders of runs.
-        axes: Additional axes; settings that affect results and differ are included.
-        metric: An additional metric next to all `test_...`, if any run has it.
+        axes: Axes in addition to differing settings that affect results.
+        metric: A metric in addition to `test_...`, if any run has it.
         metrics: All metrics of the table, instead.
 
     Raises:
@@ -108,7 +108,7 @@ def tabulate(
         | {"digest": digest}
         for digest, config, results in found
     ]
-    order = [*columns, "seed"]  # numbers before words
+    order = [*columns, "seed"]  # numbers before strings
     runs.sort(key=lambda run: [(0, run[at], "") if is_number(run[at]) else (1, 0.0, str(run[at])) for at in order])
     return Table(columns, list(metrics), runs)
 

@@ -91,7 +91,7 @@ def _curve(run: int, points: Sequence[tuple[int, Any]], limit: int) -> Curve:
 
 
 def page_order(metric: str) -> tuple[int, int, str]:
-    """Return the sort key of `metric` on the page: by heading, metrics in `FIRST` first."""
+    """Sort metrics by heading, metrics in `FIRST` first."""
     group, _, name = metric.partition("/")
     groups = list(GROUPS)
     return (

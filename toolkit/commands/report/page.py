@@ -71,7 +71,7 @@ MOST_FILES = 60
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 if the page is written, 2 for bad input, with an error for each folder that holds no run."""
+    """Return 0 if the page is written, 2 for bad input, with an error for each folder without a run."""
     parser = Parser("toolkit report", __doc__)
     parser.add_argument("run", nargs="+", type=Path, help="the folder of a run, finished or not")
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (report.html)")

@@ -19,7 +19,7 @@ from toolkit.run.tracking.jsonl import from_json, read_metrics, unreadable_lines
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The readable files of one run."""
+    """Readable files of one run."""
 
     name: str
     """Folder name, with enough parents to be unique."""
@@ -29,9 +29,9 @@ class RunRecord:
     results: Mapping[str, Any]
     """results.json; empty for an unfinished run."""
     lines: Sequence[Mapping[str, Any]]
-    """Log steps from metrics.jsonl."""
+    """Log steps."""
     epochs: Sequence[Epoch]
-    """Epochs from lifecycle.jsonl."""
+    """From lifecycle.jsonl."""
     finished: bool
     notices: Sequence[str]
     """One sentence for each unreadable or missing file."""

@@ -1,4 +1,4 @@
-"""The settings of recipes with experts: their number and placement, and the router."""
+"""Settings of recipes with experts: number, placement and router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.run.config.run import RunConfig
 
 
 class ExpertRunConfig(RunConfig, GroupOptions):
-    """The settings of a run with experts: those of `RunConfig`, the number of experts, and where they are placed."""
+    """Settings of a run with experts: `RunConfig` plus number and placement of experts."""
 
     experts: NonNegativeInt = 8
     """Experts per MoE layer; 0 for a dense network of equal active size."""
@@ -46,8 +46,8 @@ class ExpertRunConfig(RunConfig, GroupOptions):
 
 
 class MoERunConfig(ExpertRunConfig, RouterOptions):
-    """The settings of a run whose MoE layers are the toolkit's: those of `ExpertRunConfig` and `RouterOptions`, and the
-    layers' capacity and memory."""
+    """Settings of a run with the toolkit's MoE layers: `ExpertRunConfig` and `RouterOptions` plus capacity and
+    memory."""
 
     balance_within: PositiveInt | None = None
     """Raise the weight of the load-balancing loss in a run of fewer optimizer steps, in proportion, up to ten times.

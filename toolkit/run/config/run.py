@@ -1,7 +1,7 @@
-"""The settings of every recipe: what a run has, and the options of its parts. Fields' docstrings are the --help.
+"""Settings shared by all recipes, and option groups. Docstrings of fields are the text of --help.
 
-A recipe's `Config` inherits `RunConfig`: common fields are flat flags (`--lr`, `--batch-size`), options of a part are a
-group of their own (`--optimizer.weight-decay`). `None` means off or automatic.
+A recipe's `Config` inherits `RunConfig`: common fields are flat flags (`--lr`, `--batch-size`), option groups have a
+prefix (`--optimizer.weight-decay`). `None` means off or automatic.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptio
 
 
 class RunConfig(DenseOptions):
-    """The settings of a run that every recipe has; each recipe's presets set the numbers.
+    """Settings of a run that all recipes share; presets of the recipe set the values.
 
-    A recipe's `Config` inherits them and adds its own; what relates two of them is in its `check_together`.
+    A recipe's `Config` inherits them and adds its own; `check_together` checks relations between fields.
 
     Raises:
-        UserError: for settings that cannot be, alone or together, with the field, its value and the remedy.
+        UserError: For invalid settings or combinations, with the field, its value and the remedy.
     """
 
     preset: ClassVar[str] = ""

@@ -61,7 +61,7 @@ def start_processes(config: RunConfig) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     if config.cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    logging.disable(logging.CRITICAL)  # the agent's own account of each failure
+    logging.disable(logging.CRITICAL)  # the agent logs each failure itself
     received: list[int] = []
     handle_signals(lambda number, _: received.append(number))
     reasons: list[str] = []
