@@ -138,6 +138,6 @@ def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> l
 
 
 def _trajectory(run: Run) -> dict[str, Any]:
-    """Return the settings and data that determine training results."""
+    """Return settings and data that affect training results."""
     settings = to_dict(run.config).items()
     return {name: value for name, value in settings if decides_what_is_learned(name)} | {DATA: run.data}

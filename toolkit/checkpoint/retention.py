@@ -18,7 +18,7 @@ def step_of(path: Path) -> int:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, including damaged ones."""
+    """List checkpoints in `folder`, including damaged ones."""
     return sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=step_of, reverse=True)
 
 

@@ -59,7 +59,7 @@ def _torch_build() -> str:
 
 
 def _nccl() -> str:
-    """Return the version of the NCCL package that torch's CUDA builds depend on."""
+    """Return the version of the NCCL package for torch's CUDA builds."""
     found = {dist.name: dist.version for dist in distributions() if (dist.name or "").startswith("nvidia-nccl")}
     return ", ".join(f"{name} {number}" for name, number in found.items()) or "not installed"
 

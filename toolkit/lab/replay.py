@@ -111,12 +111,12 @@ def worst_span(loads: NDArray[Any], run: Replay, cost_model: CostModel) -> float
 
 @dataclass(frozen=True)
 class Case:
-    """Loads for a comparison of planners, with the bytes of each layer."""
+    """Loads to compare planners on, with bytes per layer."""
 
     name: str
     loads: Ints
     row_bytes: tuple[int, ...]
-    """Bytes of one pair in dispatch plus combine, per layer."""
+    """Bytes of one pair, dispatch plus combine."""
     weight_bytes: tuple[int, ...]
     optimizer_bytes: tuple[int, ...]
     digest: str

@@ -21,7 +21,7 @@ class Recipe:
     arguments: tuple[str, ...]
     presets: Mapping[str, Any]
     main: Callable[[Any], Any] | None
-    """Training function that takes a config."""
+    """Training function of a config."""
 
     def config(self, flags: Sequence[str]) -> Any:
         """Return the config of a run with additional `flags`. Raises UserError for invalid flags."""

@@ -29,7 +29,7 @@ COLUMNS = ("config:seed", "config:lr", "config:batch_size")
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics and plots of the panels."""
+    """Contents of the panels."""
 
     numbers: Sequence[str]
     lists: Sequence[str]

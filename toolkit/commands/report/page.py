@@ -248,7 +248,7 @@ def _colours(count: int) -> list[str]:
 
 
 def _text(words: str) -> Div:
-    """Return HTML as an element of the page."""
+    """Return HTML as a page element."""
     from bokeh.models import InlineStyleSheet
     from bokeh.models.widgets import Div
 
@@ -266,7 +266,7 @@ def _table(rows: Sequence[Sequence[str]], links: Sequence[str] = ()) -> str:
 
 
 def _overview(runs: Sequence[RunRecord], folder: Path) -> str:
-    """Return the tables of the command `compare` with links to the runs' files."""
+    """Return the output of `compare` with links to the runs' files."""
     notices = [f"{run.name}: {notice}" for run in runs for notice in run.notices]
     parts = [f"<p>toolkit {__version__}, {time.strftime('%Y-%m-%d %H:%M')}</p>"]
     parts += [f"<p><b>{html.escape(notice)}</b></p>" for notice in [*notices, *process_notices(runs)]]

@@ -42,7 +42,7 @@ class RunRecord:
         return self.lines[-1]["step"] if self.lines else 0
 
     def last(self, metric: str) -> float | None:
-        """Return the last value of `metric`; None if it was never logged."""
+        """Return the last value of `metric`, or None."""
         return next((line[metric] for line in reversed(self.lines) if line.get(metric) is not None), None)
 
 

@@ -34,7 +34,7 @@ class Outcome:
     """Cells in progress in another job."""
     failed: list[Cell] = field(default_factory=list)
     stopped: bool = False
-    """Whether a signal stopped the sweep: the same command continues it."""
+    """Stopped by a signal: the same command continues."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ LOAD_PREFIX, RANK_LOAD_PREFIX, PLACEMENT_PREFIX = "moe/load/", "moe/rank_load/",
 MOST_LAYERS, MOST_MAPS = 8, 4
 """Maximum layers in load plots and in placement plots; evenly spaced in deeper models."""
 MOST_LINES = 12
-"""Maximum experts or ranks drawn as lines; more are drawn as a heat map."""
+"""Maximum experts or ranks drawn as lines, not as a heat map."""
 MOST_NAMED = 9
 """Maximum labelled rows of a heat map."""
 MOST_IDS = 32
@@ -61,7 +61,7 @@ class Experts:
     placement: Mapping[str, Placement]
     """Final placement."""
     before: Mapping[str, Placement] = field(default_factory=dict)
-    """Placement before the first move; empty if no expert moved."""
+    """Before the first move; empty if no expert moved."""
     moves: Mapping[str, Sequence[tuple[int, Placement]]] = field(default_factory=dict)
     """Log steps, each with the placement from this step on."""
 
@@ -358,7 +358,7 @@ def _shared(rows: Sequence[Sequence[str]]) -> int:
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` evenly spaced `items`, including the first and the last."""
+    """Return at most `most` evenly spaced `items`, with first and last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -388,7 +388,7 @@ def points_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, 
 
 
 def _edges(steps: Sequence[int]) -> list[float]:
-    """Return the boundaries of cells around `steps`."""
+    """Return cell edges around `steps`."""
     if len(steps) == 1:
         return [steps[0] - 0.5, steps[0] + 0.5]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(steps)]

@@ -22,7 +22,7 @@ Table = Sequence[Sequence[float]]
 
 
 class Backend(Protocol):
-    """A tracker that can fail in any way. All methods except `kill` are called on one thread."""
+    """A tracker that can fail in any way. One thread calls all methods except `kill`."""
 
     name: str
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_STEPS = 2**31 - 1
-"""Largest step that plots hold as int32."""
+"""Maximum of int32 in plots."""
 MOST_NESTED = 100
 """Maximum nesting of lists and mappings. Python can parse deeper JSON than it can serialize."""
 
@@ -132,7 +132,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a metrics file in order; nothing if the file does not exist."""
+    """Yield the complete lines of a metrics file in order, if it exists."""
     if path.exists():
         with path.open("rb") as lines:
             yield from (record for line in lines if (record := _parse(line)) is not None)
