@@ -13,39 +13,39 @@ EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL of sysexits.h: run the same command again, it continues from a verified checkpoint."""
+"""EX_TEMPFAIL of sysexits.h: the same command continues from a verified checkpoint."""
 EXIT_SMALLER_BATCHES = 76
-"""Of a rank, to the process that started it: a step ran out of memory, start all again with smaller micro-batches."""
+"""Exit code of a rank for its launcher: a step ran out of memory, restart all ranks with smaller micro-batches."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C."""
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "Cannot allocate memory",
-    "MemoryError",  # of another rank: `toolkit.experts.parallel.collectives.together`
+    "MemoryError",  # on another rank: `toolkit.experts.parallel.collectives.together`
     "std::bad_alloc",
-    "out of memory",  # CUDA's own, where an operation and not the allocator asked for it
+    "out of memory",  # CUDA, outside torch's allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Failed to CUDA calloc",  # NCCL
     "Failed to CUDA malloc",
 )
-"""Of which a RuntimeError speaks where there was no memory."""
+"""Substrings of out-of-memory RuntimeError messages."""
 MOST_QUOTED = 200
-"""Characters of a library's message that one of ours quotes."""
+"""Maximum characters quoted from a library's message."""
 
 
 class UserError(ValueError):
     """Bad input: one sentence that names the field, the value and the remedy.
 
-    Raised alike on every rank (use `Run.on_main_and_share` for what only one rank can know), so that all of them
-    leave with `EXIT_USER_ERROR`, nobody waits for a rank that is gone, and one line is printed. The message names an
-    argument as Python writes it, `ep_size=3`; the command line says `--ep-size 3`.
+    Raise it on every rank (with `Run.on_main_and_share` if only one rank can detect the error), so that all ranks exit
+    with `EXIT_USER_ERROR` without hanging, and one line is printed. The message uses Python syntax, `ep_size=3`; the
+    command line prints `--ep-size 3`.
 
     Args:
-        message: The whole sentence. Without one it is made of the other three.
-        field: The argument or field that is wrong.
-        value: What it was.
-        remedy: What to do instead, without a full stop.
+        message: The full sentence. Default: built from the other arguments.
+        field: The wrong argument or field.
+        value: Its value.
+        remedy: The remedy, without a full stop.
     """
 
     def __init__(self, message: str = "", *, field: str | None = None, value: Any = None, remedy: str | None = None):
@@ -54,7 +54,7 @@ class UserError(ValueError):
 
 
 def require(holds: bool, field: str, value: object, remedy: str) -> None:
-    """Raise UserError with the field, its value and the remedy, unless `holds`."""
+    """Raise UserError with the field, its value and the remedy unless `holds`."""
     if not holds:
         raise UserError(field=field, value=value, remedy=remedy)
 
@@ -72,18 +72,17 @@ def require_count(name: str, value: object, least: int = 1) -> None:
 
 
 def did_you_mean(word: str, names: Collection[str], otherwise: str) -> str:
-    """Return "did you mean NAME?" with the one of `names` closest to `word`, which may lack its group; else
-    `otherwise`."""
+    """Return "did you mean NAME?" for the name closest to `word`, with or without its group; else `otherwise`."""
     aliases = {name.rpartition(".")[2].lstrip("-"): name for name in names} | {name.lstrip("-"): name for name in names}
     found = difflib.get_close_matches(word.lstrip("-").lower(), aliases, n=1)
     return f"did you mean {aliases[found[0]]}?" if found else otherwise
 
 
 class Preempted(BaseException):
-    """The run was asked to stop, and left a verified checkpoint if it was training: `EXIT_PREEMPTED`.
+    """A request to stop the run, raised after saving a verified checkpoint if the run was training.
 
-    No Exception, because a signal handler raises it anywhere: in an import, or in a `try` around reading a file. `code`
-    is the exit code: `EXIT_INTERRUPTED` after Ctrl-C.
+    A BaseException, because signal handlers raise it anywhere: in an import, or in a `try` around reading a file.
+    `code` is the exit code: `EXIT_INTERRUPTED` after Ctrl-C.
     """
 
     def __init__(self, message: str, code: int = EXIT_PREEMPTED):
@@ -92,7 +91,7 @@ class Preempted(BaseException):
 
 
 class StepOutOfMemory(MemoryError):
-    """A step ran out of memory, and the run in `folder` takes smaller micro-batches when it is started again."""
+    """Out of memory in a step: the run in `folder` uses smaller micro-batches after a restart."""
 
     def __init__(self, message: str, folder: Path):
         super().__init__(message)
@@ -101,7 +100,7 @@ class StepOutOfMemory(MemoryError):
 
 @contextmanager
 def reading(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
-    """Raise UserError that names `path` instead of any error of a library that reads it, but for a lack of memory."""
+    """Convert library errors while reading `path` to UserError, except out-of-memory errors."""
     try:
         yield
     except UserError:
@@ -114,7 +113,7 @@ def reading(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, the system, torch's CPU allocator or a GPU found no memory."""
+    """Return whether Python, the system, torch or a GPU ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's is a RuntimeError
         return True
     if isinstance(error, OSError):
@@ -123,14 +122,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def system_error(error: BaseException) -> str | None:
-    """The file and the reason of an error of the file system, as a sentence, or None for other errors."""
+    """Return the file and the reason of a file system error as a sentence; None for other errors."""
     if not isinstance(error, OSError) or isinstance(error, ConnectionError) or not error.strerror:
         return None
     return f"{': '.join(os.fsdecode(part) for part in (error.filename, error.strerror) if part)}."
 
 
 def one_line(error: BaseException) -> str:
-    """The message of `error`, without a full stop, for a sentence that quotes it: its words in one line, at most
-    `MOST_QUOTED` characters, because libraries put lists and whole traces into theirs. The error's type where it has no
-    message."""
+    """Return the message of `error` on one line for quoting: at most `MOST_QUOTED` characters, without a full stop.
+
+    Returns the type of `error` if the message is empty."""
     return " ".join(str(error).split())[:MOST_QUOTED].rstrip(". ") or type(error).__name__

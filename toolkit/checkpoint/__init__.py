@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, verified by SHA-256, without pickle, loaded under any layout."""
+"""Checkpoints: atomic, verified by SHA-256, without pickle, loaded under any layout."""

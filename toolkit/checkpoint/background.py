@@ -1,4 +1,4 @@
-"""Checkpoints written by a thread while training goes on."""
+"""Asynchronous checkpoints, written by a thread during training."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Write = Callable[[dist.ProcessGroup | None], Path | None]
 
 
 class HostBuffers:
-    """Copies tensors to host memory, which is reused for the next copy; pinned memory for GPU tensors."""
+    """Reusable host buffers for copies of tensors; pinned memory for GPU tensors."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, key: str, tensor: Tensor) -> Tensor:
-        """Returns a copy, which is complete after `wait_for_device`."""
+        """Return a copy, which is complete after `wait_for_device`."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -36,9 +36,9 @@ class HostBuffers:
 
 
 class BackgroundSave:
-    """Writes one checkpoint at a time. It has a process group of its own, so that training can use the default one.
+    """Writer of one checkpoint at a time, with its own process group so that training can use the default one.
 
-    `buffers` holds the tensors in progress: as much memory as the model and its optimizer states.
+    `buffers` holds the tensors in progress: the size of the model and its optimizer states.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class BackgroundSave:
         self._group: dist.ProcessGroup | None = None
 
     def start(self, write: Write) -> None:
-        """Write in a thread a checkpoint that was collected into `buffers`. A collective, after `wait` for the last."""
+        """Write the checkpoint in `buffers` in a thread. A collective; call `wait` for the previous one first."""
         assert self._thread is None
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = new_group(backend="gloo")
         self.buffers.wait_for_device()
-        # The interpreter does not wait for a daemon, whose peers can be gone.
+        # A daemon, because the interpreter must not wait for a thread whose peers can be gone.
         self._thread = Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -65,8 +65,9 @@ class BackgroundSave:
             self._error = error
 
     def wait(self, seconds: float | None = None) -> Path | None:
-        """Wait for the checkpoint; returns its path, or None if it could not be written, none is in progress, or it is
-        not complete after `seconds`. Raises what the thread raised."""
+        """Wait for the checkpoint and return its path; None if writing failed, none is in progress, or `seconds` pass.
+
+        Raises errors of the thread."""
         if self._thread is None:
             return None
         self._thread.join(seconds)

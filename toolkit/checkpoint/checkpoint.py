@@ -1,4 +1,4 @@
-"""A run's checkpoints: saving with retention and copies, and loading into a run with the same settings and data.
+"""Checkpoints of a run: saving with retention and copies, and loading with the same settings and data.
 
 The files are in `checkpoints/step-00000100/` of the run folder (`toolkit.experts.state.checkpoint_files`). state.json
 has step, metric sums, callbacks, results, the configuration and the identity of the data.
@@ -47,16 +47,16 @@ def begin_checkpoint(
 
     Args:
         folder: Parent of the checkpoints.
-        model: Not wrapped.
-        optimizer: Its states are saved.
-        state: What `Trainer.state_dict` returned.
+        model: Unwrapped model.
+        optimizer: Optimizer to save.
+        state: Result of `Trainer.state_dict`.
         keep: Checkpoints to keep, in addition to the best one.
-        run: Gives settings, data and storage.
-        to_cpu: Copies tensors, if training continues while they are written.
+        run: Run with settings, data and storage.
+        to_cpu: Function that copies tensors, if training continues during the write.
 
     Returns:
-        A collective, which writes the checkpoint, deletes older ones and returns its path; or None, after a warning,
-        if a rank could not write it. Older checkpoints are then unchanged.
+        A collective that writes the checkpoint, deletes older ones and returns its path. If a rank cannot write, it
+        warns, keeps older checkpoints and returns None.
     """
     step, best = state["step"], best_step(state)
     final = folder / f"step-{step:08d}"
@@ -108,16 +108,16 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     run: Run,
 ) -> dict[str, Any]:
-    """Load the checkpoint at `path`, which verifies, into `model` and `optimizer`. A collective.
+    """Load the verified checkpoint at `path` into `model` and `optimizer`. A collective.
 
-    With the same world size and slots, experts are placed where they were saved before tensors are read, so nothing
-    migrates. With other ones they stay where they are.
+    With the same world size and slots, the saved placement is restored before tensors are read, so no expert migrates.
+    With a different world size or slots, experts keep their current placement.
 
     Returns:
-        The `state` that was saved.
+        The saved `state`.
 
     Raises:
-        UserError: On every rank, before anything is changed, for another format, configuration, data or model.
+        UserError: On every rank, before any change, if format, configuration, data or model differ.
     """
     saved = read(path)
     free = LENGTH if run.config.extend else frozenset()
@@ -127,7 +127,7 @@ def load_checkpoint(
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> list[str]:
-    """Settings and data that differ, except `free` ones, each as half a sentence."""
+    """Describe settings and data that differ, except `free` settings."""
     lines = [
         f"it was made with {field} {then.get(field)} and this run has {now.get(field)}"
         for field in sorted((then | now).keys() - {DATA} - free)
@@ -138,6 +138,6 @@ def _differences(then: dict[str, Any], now: dict[str, Any], free: Set[str]) -> l
 
 
 def _trajectory(run: Run) -> dict[str, Any]:
-    """The settings and data that decide training results."""
+    """Return settings and data that affect training results."""
     settings = to_dict(run.config).items()
     return {name: value for name, value in settings if decides_what_is_learned(name)} | {DATA: run.data}

@@ -1,7 +1,7 @@
-"""Finds the newest checkpoint of a run that verifies, in its folder or in its `storage`, and copies checkpoints there.
+"""Search for the newest verified checkpoint of a run in its folder or its `storage`, and copies to `storage`.
 
-With a storage, each machine can have a run folder of its own: its checkpoints have the files of the ranks of this
-machine, and the manifest of all files. The storage gets all files; a continued run downloads what its machine lacks.
+With storage, each machine can have its own run folder: its checkpoints have the files of the ranks of this machine, and
+the manifest of all files. The storage gets all files; a continued run downloads missing files.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def find_checkpoint(folder: Path, run: Run) -> Path | None:
-    """The newest checkpoint under `folder`, or in the run's storage, that is complete on every machine, or None.
+    """Return the newest checkpoint in `folder` or the run's storage that is complete on every machine, or None.
 
-    A collective. Machines download what they lack. Warns of checkpoints that do not verify.
+    A collective. Machines download missing files. Warns about checkpoints that fail verification.
     """
     known = {path.name for path in on_main(lambda: newest_first(folder))}
     if (storage := run.storage) is not None:
@@ -43,8 +43,9 @@ def find_checkpoint(folder: Path, run: Run) -> Path | None:
 
 
 def fetch_checkpoint(path: Path, run: Run) -> str | None:
-    """Complete the checkpoint `path` on every machine from the storage, if there is one; returns what is wrong with it
-    afterwards, or None. A collective."""
+    """Complete the checkpoint `path` on every machine from the storage, if any; return the remaining damage or None.
+
+    A collective."""
     return next(filter(None, together(partial(_fetch, path, run))), None)
 
 
@@ -57,12 +58,12 @@ def _fetch(path: Path, run: Run) -> str | None:
             _complete(path, run.storage)
             damage = None
     if damage is None and (step := manifest.read_manifest(path)["step"]) != step_of(path):
-        damage = f"its files are from step {step}"  # it was renamed, and would be taken for that step's checkpoint
+        damage = f"its files are from step {step}"  # a renamed folder, which would pass as the wrong step
     return damage
 
 
 def _complete(path: Path, storage: Storage) -> None:
-    """Write the checkpoint of the storage as `path`, and keep files that are undamaged."""
+    """Download the checkpoint to `path`, and keep undamaged files."""
     there = f"{CHECKPOINTS}/{path.name}"
     writing = path.with_name(manifest.WRITING + path.name)
     shutil.rmtree(writing, ignore_errors=True)
@@ -84,10 +85,10 @@ def _complete(path: Path, storage: Storage) -> None:
 def put_checkpoint(
     folder: Path, files: list[str], keep: int, best: int | None, run: Run, group: dist.ProcessGroup | None
 ) -> None:
-    """Copy `files` of this machine, then the manifest; delete all copies but the newest `keep` and the best.
+    """Copy `files` of this machine, then the manifest; delete all copies except the newest `keep` and the best.
 
-    A collective of `group`, None for all ranks. If the storage does not answer, a warning is printed and training goes
-    on; older copies are unchanged.
+    A collective of `group`, None for all ranks. If the storage fails, a warning is printed and training continues;
+    older copies are unchanged.
     """
     storage = run.storage
     assert storage is not None
@@ -112,7 +113,7 @@ def put_checkpoint(
 
 
 def _copies(storage: Storage) -> list[str]:
-    """The names of complete copies, which have a manifest; newest first."""
+    """Return the names of complete copies (with a manifest), newest first."""
     names = [name for name in storage.names(CHECKPOINTS, "directory") if re.fullmatch(r"step-\d{8,}", name)]
     complete = [name for name in names if manifest.NAME in storage.names(f"{CHECKPOINTS}/{name}")]
     return sorted(complete, key=lambda name: step_of(Path(name)), reverse=True)

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which is the best, and which are deleted: by number, or because the disk is full."""
+"""Checkpoints of a run: listing, the best one, and deletion by number or because the disk is full."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from toolkit.experts.state.checkpoint_files import STATE, read_state
 
 
 def step_of(path: Path) -> int:
-    """The step of the checkpoint `path`."""
+    """Return the step of the checkpoint `path`."""
     return int(path.name.removeprefix("step-"))
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, damaged ones included."""
+    """List checkpoints in `folder`, including damaged ones."""
     return sorted((p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)), key=step_of, reverse=True)
 
 
 def best_step(training: Mapping[str, Any]) -> int | None:
-    """The step of the best checkpoint, as `training` of state.json has it; None if no best one is kept."""
+    """Return the step of the best checkpoint from `training` of state.json; None if no best one is kept."""
     best = training.get("callbacks", {}).get("Checkpointing", {}).get("best")
     return best["step"] if best else None
 
 
 def best_or_newest(folder: Path) -> Path | None:
-    """The best checkpoint in `folder`, as the newest undamaged state.json has it; else the newest checkpoint.
+    """Return the best checkpoint in `folder` according to the newest undamaged state.json; else the newest.
 
     Raises UserError if the best checkpoint is missing.
     """
@@ -45,7 +45,7 @@ def best_or_newest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, step: int, keep: int, best: int | None, say: Callable[[str], None]) -> None:
-    """Delete all but the best checkpoint and the newest `keep` up to `step`. Later ones did not verify."""
+    """Delete checkpoints up to `step`, except the best and the newest `keep`. Later ones failed verification."""
     try:
         for path in [path for path in newest_first(folder) if step_of(path) <= step][keep:]:
             if step_of(path) != best:
@@ -55,7 +55,7 @@ def prune(folder: Path, step: int, keep: int, best: int | None, say: Callable[[s
 
 
 def to_go_back_to(folder: Path, step: int) -> Path | None:
-    """The checkpoint of `step`; None if the run went back to it before, and continues from then on.
+    """Return the checkpoint of `step`; None if the run already went back to `step`.
 
     Raises UserError if it is missing or damaged.
     """
@@ -70,10 +70,9 @@ def to_go_back_to(folder: Path, step: int) -> Path | None:
 
 
 def go_back(folder: Path, step: int, say: Callable[[str], None]) -> None:
-    """Move the checkpoints after `step` aside, so that a run continues from it; only once for each `step`.
+    """Move the checkpoints after `step` aside so that a run continues from `step`; only once for each `step`.
 
-    Their folder `after-step-...`, perhaps empty, also marks that this was done: from then on the same command continues
-    the run.
+    The folder `after-step-...`, possibly empty, also marks this as done: afterwards the same command continues the run.
     """
     aside = _aside(folder, step)
     if aside.exists():
@@ -93,8 +92,8 @@ def _aside(folder: Path, step: int) -> Path:
 
 
 def drop_older(folder: Path, step: int, best: int | None, say: Callable[[str], None], missing: int) -> None:
-    """Delete the oldest checkpoints before `step` until `missing` bytes are freed, but keep the best one and the newest
-    that verifies. Deletes none if that would not free enough."""
+    """Delete the oldest checkpoints before `step` until `missing` bytes are freed, except the best and the newest
+    verified one. Deletes none if that would not free enough."""
     verified = [p for p in newest_first(folder) if step_of(p) < step and manifest.find_damage(p) is None]
     spare = [path for path in verified[1:] if step_of(path) != best]
     sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in spare}

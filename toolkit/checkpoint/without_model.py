@@ -1,4 +1,4 @@
-"""Checkpoints verified and exported without their model, in one process."""
+"""Checkpoint verification and export without the model, in one process."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def find_folder(given: Path) -> Path:
 
 
 def read_verified(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of the checkpoint `folder`. Raises UserError if a byte is not as it was written."""
+    """Return the manifest of the checkpoint `folder`. Raises UserError if a file is damaged."""
     if damage := manifest.find_damage(folder):
         raise UserError(f"{folder}: is damaged: {damage}. Use an older checkpoint.")
     return manifest.read_manifest(folder)
 
 
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the weights of a checkpoint to one safetensors file, as the state dict of the model in one process.
+    """Write the weights of a checkpoint to one safetensors file: the state dict of the model in one process.
 
-    Experts are stacked in the order of their uids. Tied parameters are written under each of their names. The memory
-    needed is the size of the weights.
+    Experts are stacked in uid order. Tied parameters are written under each of their names. Peak memory is the size of
+    the weights.
 
     Args:
-        source: The checkpoint.
-        target: The file.
+        source: Checkpoint.
+        target: Output file.
         dtype: Type of floating point tensors. Default: as saved.
 
     Raises:

@@ -1,9 +1,9 @@
-"""The `toolkit` command: one sub-command per module, imported when it is asked for.
+"""The `toolkit` command: one sub-command per module, imported on demand.
 
     toolkit checkpoint inspect runs/mnist_moe/2026-11-21
 
-Each module has `main(argv) -> int`, which takes the words behind its name and returns the exit code: 0 done, 2 bad
-input or a finding (one line on stderr for a `UserError`). Its arguments are read by `toolkit.run.arguments`.
+Each module has `main(argv) -> int`, which takes its arguments and returns the exit code: 0 done, 2 bad input or a
+finding (one line on stderr for a `UserError`). `toolkit.run.arguments` parses the arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from toolkit.version import __version__
 
 
 class Command(NamedTuple):
-    """Where a sub-command is, and what `toolkit --help` says about it."""
+    """Module of a sub-command, and its summary in `toolkit --help`."""
 
     module: str
     summary: str
@@ -44,7 +44,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sub-command that `argv` (None: the command line) names; returns the exit code."""
+    """Run the sub-command in `argv` (None: the command line) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(words)

@@ -11,7 +11,7 @@ from toolkit.run.arguments import Parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where nothing is wrong, 2 for faults (each a line) and bad input."""
+    """Return 0 without faults, 2 for faults (one line each) or bad input."""
     parser = Parser("toolkit adapter", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("verify", help="load it with stock PEFT, and look at each expert's rows: exit 0 or 2")

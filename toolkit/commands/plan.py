@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 OF_A_DEVICE = 1.5
-"""GiB that CUDA's context, NCCL and kernels take of a GPU, about."""
+"""Approximate GiB of GPU memory for the CUDA context, NCCL and kernels."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, also where nothing fits; 2 for bad input."""
+    """Return 0, even if no layout fits; 2 for bad input."""
     parser = Parser("toolkit plan", __doc__)
     parser.add_argument("model", help="folder or Hub name of an MoE model; only its config.json is read")
     parser.add_argument("--gpus", type=count, required=True, metavar="N", help="GPUs, each with a process")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan(config: PreTrainedConfig, ways: Iterable[Layout], lora_rank: int) -> list[dict[str, Any]]:
-    """Returns a row for each of `ways`: what a process takes on a GPU, with adapters of `lora_rank`."""
+    """Return a row for each of `ways`: GPU memory of a process with adapters of `lora_rank`."""
     from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
     from toolkit.train.fine_tuning_memory import fine_tuning_memory
 
@@ -74,8 +74,8 @@ def plan(config: PreTrainedConfig, ways: Iterable[Layout], lora_rank: int) -> li
 def layouts(
     gpus: int, *, sequences: int, context: int, trains_all: bool = False, offload: bool = False
 ) -> Iterator[Layout]:
-    """Returns every way to fine-tune on `gpus`, from the least spread and quantised to the most; experts in four bits
-    are frozen, so where a model `trains_all` there are none."""
+    """Yield every layout on `gpus`, by EP size, then quantization. 4-bit experts are frozen, so `trains_all` skips
+    them."""
     import torch
 
     from toolkit.train.fine_tuning_memory import Layout

@@ -1,1 +1,1 @@
-"""Recorded routing traces, replayed against every planner."""
+"""Replay of recorded routing traces with every planner."""

@@ -1,7 +1,7 @@
-"""Planners replayed on recorded loads: the placements, rank loads and costs that they would have led to.
+"""Replay of planners on recorded loads: resulting placements, rank loads and costs.
 
-Loads are int64 (steps, layers, P, E): pairs of each rank of an EP group for each expert. A plan made from one window is
-used in the next, so all figures leave out the first window.
+Loads are int64 (steps, layers, P, E): pairs per rank of an EP group and expert. A plan made from one window is used in
+the next, so all results leave out the first window.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from toolkit.lab.workloads import WORKLOADS, Sizes
 STAY = "stay"
 """No planner: the initial placement."""
 ASSUMED = Machine(seconds_per_row=1e-6, bytes_per_second=25e9)
-"""A GPU's time for a pair with an expert of 6 million parameters, and a link of 200 Gbit/s. The rest of a step is left
-out."""
+"""GPU time of a pair with a 6-million-parameter expert, and a 200 Gbit/s link. The rest of a step is left out."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One layer, replayed."""
+    """Replay of one layer."""
 
     rows: Ints
-    """(steps, P): rows that each rank computes."""
+    """Rows computed by each rank, shape (steps, P)."""
     placements: tuple[ExpertPlacement, ...]
     """The placements from step 0, `every`, 2 * `every`, and so on."""
     every: int
 
     @property
     def imbalance(self) -> Floats:
-        """(steps,): maximum over mean."""
+        """Maximum over mean, shape (steps,)."""
         return max_over_mean(self.rows)
 
     @property
@@ -68,14 +67,14 @@ def replay(
     every: int,
     guard: MigrationGuard | None = None,
 ) -> Replay:
-    """Replay recorded loads with a plan after each window of steps, made for the window's mean load.
+    """Replay recorded loads with a plan after each window, made for the window's mean load.
 
     Args:
-        loads: int64 (steps, P, E), of one layer.
-        start: The placement of the first window.
-        planner: The planner. None: no plans.
-        every: The steps of a window.
-        guard: Checks that a plan is worth its migration. None: every plan is applied.
+        loads: Loads of one layer, int64 (steps, P, E).
+        start: Placement of the first window.
+        planner: Planner. None: no plans.
+        every: Steps per window.
+        guard: Check that a plan is worth its migration. None: every plan is applied.
     """
     placement, placements, rows = start, [], []
     for first in range(0, len(loads), every):
@@ -89,8 +88,8 @@ def replay(
 
 
 def worst_span(loads: NDArray[Any], run: Replay, cost_model: CostModel) -> float:
-    """Return the seconds with plans divided by those without, in the worst span of two plans: at most 1 if planning was
-    never worse. Migrations are included; without plans means under the placement before the two."""
+    """Return the worst ratio of seconds with plans to seconds without, over spans of two plans: at most 1 if planning
+    was never slower. Includes migrations. Without plans, the placement before the span is kept."""
     every = run.every
 
     def compute(loads: NDArray[Any], placement: ExpertPlacement) -> float:
@@ -112,12 +111,12 @@ def worst_span(loads: NDArray[Any], run: Replay, cost_model: CostModel) -> float
 
 @dataclass(frozen=True)
 class Case:
-    """Loads to try planners on, with the bytes of each layer."""
+    """Loads to compare planners on, with bytes per layer."""
 
     name: str
     loads: Ints
     row_bytes: tuple[int, ...]
-    """Of one pair in dispatch and combine together."""
+    """Bytes of one pair, dispatch plus combine."""
     weight_bytes: tuple[int, ...]
     optimizer_bytes: tuple[int, ...]
     digest: str
@@ -133,7 +132,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Settings of one report, for all planners."""
+    """Settings of a report, shared by all planners."""
 
     every: int = 20
     """Steps between plans."""
@@ -144,7 +143,7 @@ class Rules:
 
 
 def on_ranks(loads: NDArray[Any], ranks: int) -> Ints:
-    """Return `loads` on another number of ranks: source ranks with the same EP rank are added up, or each is split
+    """Return `loads` for a different number of ranks: source ranks with the same EP rank are summed, or each is split
     evenly. Raises UserError if neither number divides the other."""
     steps, layers, sources, experts = loads.shape
     loads = loads.astype(np.int64)
@@ -159,7 +158,7 @@ def on_ranks(loads: NDArray[Any], ranks: int) -> Ints:
 
 
 def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
-    """Return the case of a recorded run, on `ranks` ranks or as many as its EP groups have."""
+    """Return the case of a recorded run, on `ranks` ranks. Default: its EP group size."""
     facts = trace.metadata
     return Case(
         name,

@@ -1,4 +1,4 @@
-"""Predicts how long training steps take: from recorded loads, a placement, and the rates of a machine."""
+"""Prediction of step times from recorded loads, a placement, and the rates of a machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Machine(Options):
     """Seconds of clipping and of the optimizer for one slot of one layer."""
 
     def cost_model(self, *, row_bytes: int, weight_bytes: int, optimizer_bytes: int) -> CostModel:
-        """Return the cost model of a layer; `row_bytes`: of one pair in dispatch and combine together."""
+        """Return the cost model of a layer; `row_bytes`: bytes of one pair in dispatch plus combine."""
         rates = {f.name: getattr(self, f.name) for f in fields(CostModel) if f.name in type(self).model_fields}
         return CostModel(**rates, row_bytes=row_bytes, weight_bytes=weight_bytes, optimizer_bytes=optimizer_bytes)
 
@@ -59,13 +59,13 @@ class StepSeconds:
 def simulate(
     loads: NDArray[Any], placements: Sequence[ExpertPlacement], cost_models: Sequence[CostModel], machine: Machine
 ) -> StepSeconds:
-    """Predict how long each step takes.
+    """Predict the time of each step.
 
-    Ranks wait for each other in every all-to-all, so each layer takes the time of its busiest rank. Assumed: nothing is
-    computed during an exchange, and all micro-batches of a step are one.
+    Ranks wait for each other in every all-to-all, so each layer takes the time of its busiest rank. Assumes no overlap
+    of computation and all-to-all, and one micro-batch per step.
 
     Args:
-        loads: (steps, layers, P, E), the pairs of each rank for each expert.
+        loads: Pairs per rank and expert, shape (steps, layers, P, E).
         placements: The placement of each layer.
         cost_models: The cost model of each layer.
         machine: The costs outside of the layers.

@@ -1,8 +1,8 @@
-"""Synthetic loads to test planners on, each with one kind of imbalance.
+"""Synthetic loads for tests of planners, each with one kind of imbalance.
 
-Each is a pure function of its arguments to an int64 array (steps, P, E): the pairs of each rank for each expert. They
-are drawn independently, so a token may choose an expert twice: use them as loads only. The set W0 to W7 follows the
-proposal of Megatron-LM's pull request 7488.
+Each workload is a pure function that returns pairs per rank and expert, int64 (steps, P, E). Pairs are drawn
+independently, so a token can choose an expert twice: use them only as loads. W0 to W7 follow the proposal of
+Megatron-LM's pull request 7488.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Sizes:
     pairs: int = 4096
     """(token, expert) pairs of one rank in one step."""
     heat: float = 6.0
-    """Load of a hot expert divided by the load of another."""
+    """Load of a hot expert divided by the load of other experts."""
     seed: int = 0
 
     @property
@@ -35,7 +35,7 @@ class Sizes:
 
 
 def draw(sizes: Sizes, weights: Floats, pairs_P: Ints | None = None) -> Ints:
-    """Draw pairs by `weights`, which broadcast to (steps, P, E); `pairs_P`: how many each rank has."""
+    """Draw pairs by `weights`, which broadcast to (steps, P, E); `pairs_P`: pairs per rank."""
     shape = (sizes.steps, sizes.ranks, sizes.experts)
     weights = np.broadcast_to(weights, shape)
     pairs = np.full(sizes.ranks, sizes.pairs) if pairs_P is None else pairs_P
@@ -66,18 +66,18 @@ def hot_rank(sizes: Sizes) -> Ints:
 
 
 def spread_heat(sizes: Sizes) -> Ints:
-    """Heat the same number of experts, evenly spaced: a contiguous placement is balanced already."""
+    """Heat the same number of experts, evenly spaced: a contiguous placement is already balanced."""
     return draw(sizes, _heated(sizes, np.arange(sizes.hot) * (sizes.experts // sizes.hot)))
 
 
 def ragged_sources(sizes: Sizes) -> Ints:
-    """Draw equal experts from unequal ranks: the first sends most, the last a P-th of that."""
+    """Draw equal experts from unequal ranks: the last rank sends 1/P of the first rank's pairs."""
     parts = 1 / np.arange(1, sizes.ranks + 1)
     return draw(sizes, np.ones(sizes.experts), (parts / parts.sum() * sizes.ranks * sizes.pairs).astype(np.int64))
 
 
 def zero_tokens(sizes: Sizes) -> Ints:
-    """Give nothing to a block of experts and every fifth expert; the last rank sends nothing."""
+    """Give no tokens to a block of experts and every fifth expert; the last rank sends none."""
     weights = np.ones(sizes.experts)
     weights[: sizes.hot] = 0
     weights[::5] = 0
@@ -97,7 +97,7 @@ def rotating_hotspot(sizes: Sizes, *, period: int = 50) -> Ints:
 
 
 def burst(sizes: Sizes, *, length: int = 10) -> Ints:
-    """Heat the first block for `length` steps in the middle: too short for a plan to gain."""
+    """Heat the first block for `length` steps in the middle: too short for a plan to help."""
     weights = np.ones((sizes.steps, 1, sizes.experts))
     start = sizes.steps // 2
     weights[start : start + length, :, : sizes.hot] = sizes.heat

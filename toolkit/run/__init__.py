@@ -1,1 +1,1 @@
-"""A run: its folder, its record of code and settings, and what it prints."""
+"""A run: folder, record of code and settings, and console output."""

@@ -18,14 +18,14 @@ from toolkit.run.launch.restarts import LAUNCH
 from toolkit.run.launch.world import is_set
 
 _meetings = itertools.count()
-"""A process group that is made after another one was destroyed needs a new file."""
+"""Counter of rendezvous files: each new process group needs a new file."""
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
-    """Return the Accelerator that `config` asks for.
+    """Build the Accelerator from `config`.
 
     Raises:
-        UserError: For fp16 on a CPU, and if not all ranks meet within `process_timeout`.
+        UserError: For fp16 on a CPU, and if the rendezvous takes longer than `process_timeout`.
     """
     reset_accelerator_state()
     try:
@@ -47,17 +47,17 @@ def build_accelerator(config: RunConfig) -> Accelerator:
             f"the ranks did not meet ({one_line(error)}): start all {os.environ.get('WORLD_SIZE')} ranks with the same "
             "MASTER_ADDR and MASTER_PORT, or raise process_timeout."
         ) from error
-    # Accelerate trains on in float32 here, without a word.
+    # Here Accelerate silently trains in float32.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError(field="mixed_precision", value="fp16", remedy="a CPU has no fp16 training: use bf16 or no")
     return accelerator
 
 
 def _init_method(config: RunConfig) -> str | None:
-    """Return the file where ranks of one machine meet, because torch's server listens on all interfaces."""
+    """Return the rendezvous file of ranks on one machine. Torch's TCP server would listen on all interfaces."""
     if (launch := os.environ.get(LAUNCH)) is None:
         return None
     file = f"file://{launch}/store-{next(_meetings)}"
-    if config.cpu or is_set("ACCELERATE_USE_CPU"):  # then Accelerate says which rank this is
+    if config.cpu or is_set("ACCELERATE_USE_CPU"):  # Accelerate then passes rank and world size
         return file
     return f"{file}?rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}"

@@ -1,4 +1,4 @@
-"""The argument parser of sub-commands: `argparse` with errors as a `UserError` of one sentence."""
+"""The argument parser of sub-commands: `argparse` with errors raised as `UserError`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from toolkit.errors import UserError, did_you_mean
 
 
 def count(text: str) -> int:
-    """Returns a whole number of at least one, as the `type` of an argument."""
+    """Return an integer of at least 1, as the `type` of an argument."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text}: take one or more")
     return value
 
 
 def positive(text: str) -> float:
-    """Returns a number above zero, as the `type` of an argument."""
+    """Return a number above 0, as the `type` of an argument."""
     if not (value := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text}: take a number above 0")
     return value
 
 
 def regular_file(text: str) -> Path:
-    """Return the path of an existing file as the `type` of an argument. Reading a pipe could wait for ever."""
+    """Return the path of a regular file as the `type` of an argument. Reading a pipe could hang."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text}: not a file. Give an existing regular file")
     return Path(text)
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse` parser that raises UserError instead of printing its usage and leaving."""
+    """An `argparse` parser that raises UserError instead of printing its usage and exiting."""
 
     def __init__(self, prog: str, description: str | None = None, **settings: object):
         super().__init__(prog=prog, description=description, allow_abbrev=False, **settings)  # type: ignore[arg-type]

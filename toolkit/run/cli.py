@@ -45,13 +45,13 @@ C = TypeVar("C", bound=RunConfig)
 def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]], doc: str | None = None) -> None:
     """Parse the command line, start the processes of --num-processes, run `main` and exit: the last line of a recipe.
 
-    Exit codes: 0 done, 1 a bug (with traceback), 2 bad input or too little memory (one line), 75 preempted after a
-    checkpoint, or before training, 130 Ctrl-C, in training after a checkpoint.
+    Exit codes: 0 done, 1 bug (with traceback), 2 bad input or out of memory (one line), 75 preempted after a
+    checkpoint or before training, 130 Ctrl-C, during training after a checkpoint.
 
     Raises:
-        UserError: Python is interactive, such as in a notebook.
+        UserError: If Python is interactive, such as in a notebook.
     """
-    if hasattr(sys, "ps1"):  # interactive Python, which would end with the recipe
+    if hasattr(sys, "ps1"):  # the recipe would exit an interactive Python
         raise UserError("run_recipe: reads a command line. Call main(config) in a notebook.")
     config = None
     try:
@@ -82,7 +82,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
             exits.report(said)
             exits.leave(EXIT_USER_ERROR)
         if is_out_of_memory(error):
-            # Smaller micro-batches have been tried, if a step ran out of memory.
+            # If a step ran out of memory, smaller micro-batches have already been tried.
             exits.report("out of memory: use more processes, or a smaller model.")
             exits.leave(EXIT_USER_ERROR)
         if lost := exits.lost_process(error):
@@ -94,12 +94,12 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
 
 
 def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str | None = None) -> C:
-    """The config of a preset, changed by the file of --config, changed by the flags in `args`.
+    """Return the config of a preset, overridden by the --config file and then by the flags in `args`.
 
-    --help prints what is needed most and exits, `--help all` prints every flag.
+    --help prints the common flags and exits, `--help all` prints every flag.
 
     Raises:
-        UserError: for any other word, flag or value.
+        UserError: For an unknown word, flag or value.
     """
     import tyro
 
@@ -143,12 +143,12 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         is_of_file = culprit in in_file and culprit not in words
         raise UserError(f"{where if is_of_file else ''}{said}") from None
     _refuse_options_of_what_is_off(config, words)
-    object.__setattr__(config, "preset", preset)  # which is frozen
+    object.__setattr__(config, "preset", preset)  # the config is frozen
     return config
 
 
 def _refuse_options_of_what_is_off(config: RunConfig, words: Iterable[str]) -> None:
-    """Raise UserError for a flag of a group of options that has no effect, because its switch is off."""
+    """Raise UserError for a flag that has no effect because the switch of its group is off."""
     for group, options in config:
         if not isinstance(options, Options) or not options.switch:
             continue
@@ -161,13 +161,13 @@ def _refuse_options_of_what_is_off(config: RunConfig, words: Iterable[str]) -> N
 
 
 COMMON = ("epochs", "batch_size", "lr", "seed", "dataset", "run_dir", "num_processes", "cpu", "tracker", "experts")
-"""Fields whose flags --help shows, where a recipe has them."""
+"""Fields in the output of --help, if the recipe has them."""
 
 
 def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
-    """`args` in tyro's form: None, True and False in its spelling, and `--resume` alone as `--resume yes`.
+    """Convert `args` to tyro's spelling of None, True and False, and `--resume` without a value to `--resume yes`.
 
-    Raises UserError for an unknown flag, and for a value without letters, as of a variable that is not set.
+    Raises UserError for an unknown flag or an empty value, as from an unset shell variable.
     """
     words: list[str] = []
     flag = ""
@@ -192,7 +192,7 @@ def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
 
 
 def _description(presets: Mapping[str, Any], doc: str | None) -> str:
-    """Returns what --help says above the flags."""
+    """Return the text of --help above the flags."""
     about, _, examples = (doc or "").strip().partition("\n\n")
     width = max(map(len, presets))
     said = {name: " ".join((build.__doc__ or "").split()) for name, build in presets.items()}
@@ -202,7 +202,7 @@ def _description(presets: Mapping[str, Any], doc: str | None) -> str:
 
 
 def _short_help(presets: Mapping[str, Any], default: RunConfig, doc: str | None) -> str:
-    """Returns a screen: presets, the flags that are needed most, and where the others are."""
+    """Return the text of --help: presets, common flags and how to list the others."""
     fields = type(default).model_fields
     common = [name for name in COMMON if name in fields]
     texts = {name: " ".join((fields[name].description or "").split()) for name in common}
@@ -227,14 +227,14 @@ def _print_help(text: str) -> None:
 
 
 def _user_error_behind(error: BaseException | None) -> UserError | None:
-    """The UserError that a config raised: tyro catches it as a ValueError, prints a box and exits."""
+    """Return the UserError of a config: tyro catches it as a ValueError, prints a box and exits."""
     while error is not None and not isinstance(error, UserError):
         error = error.__context__
     return error
 
 
 def _first_paragraph(box: str) -> str:
-    """The first paragraph below the title of what tyro prints in a box, as a sentence."""
+    """Return the first paragraph below the title of tyro's error box as a sentence."""
     lines = [line.strip("│| ") for line in box.splitlines()]
     below = itertools.dropwhile(_is_rule, itertools.islice(itertools.dropwhile(_is_rule, lines), 1, None))
     return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), below)).rstrip('.')}: see --help all."

@@ -9,24 +9,24 @@ from collections.abc import Mapping
 from typing import Any
 
 WIDTH = 100
-"""Columns that a line of metrics takes at most, also on a wider terminal."""
+"""Maximum columns of a log line, also on a wider terminal."""
 
 
 def columns() -> int:
-    """Columns that a line may take here."""
+    """Return the maximum line width here."""
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def can_redraw() -> bool:
-    """Whether both output streams are a terminal that a progress bar can be drawn on."""
+    """Return whether both output streams are a terminal that can draw a progress bar."""
     if os.environ.get("CI") or os.environ.get("TERM", "") == "dumb":
         return False
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
 def print_nowhere() -> None:
-    """Send what is printed from now on, and what Python still buffers, to the null device: writing to a pipe that
-    nobody reads would fail once more when Python ends."""
+    """Redirect stdout, including buffered output, to the null device. A flush of a closed pipe would fail again when
+    Python exits."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -40,9 +40,9 @@ def log_line(line: str) -> None:
 def metrics_line(
     values: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None, width: int = WIDTH
 ) -> str:
-    """`step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:42`, if known.
+    """Return `step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:42`.
 
-    Where it would be longer than `width`, as with an evaluation, it leaves out what matters least.
+    Unknown values are left out, and the least important values if the line is longer than `width`.
     """
     parts = {"step": f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}"}
     if (epoch := values.get("train/epoch")) is not None:
@@ -64,7 +64,7 @@ def metrics_line(
 
 
 def clock(seconds: float) -> str:
-    """Such as 0:42, 12:05 or 1:12:05."""
+    """Format as 0:42, 12:05 or 1:12:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""The data that a run trains on: recorded in config.json when it begins, compared when it is continued."""
+"""Training data identity: recorded in config.json when a run begins, compared when it is continued."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ REMEDY = "give the dataset and data_dir that it was started with, or another run
 
 
 def record_data(run: Run, **identities: Identity | None) -> None:
-    """Note `identities` of data by their use ("train", "test") in `run.data` and config.json. A collective.
+    """Record `identities` of data by use ("train", "test") in `run.data` and config.json. A collective.
 
-    None is of data that cannot be told from others.
+    None stands for data that cannot be identified.
 
-    Raises UserError on every rank where another process, or the run that is continued, has other data.
+    Raises UserError on every rank if the data differ between ranks or from the continued run.
     """
     found = gather_objects({part: dict(of) for part, of in identities.items() if of is not None})
 
@@ -35,7 +35,7 @@ def record_data(run: Run, **identities: Identity | None) -> None:
 
 
 def other_data(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first use of data, present in both, whose data differ: "train data of 3 rows (digest 1a), not of 4 ..."."""
+    """Describe the first use in both with different data: "train data of 3 rows (digest 1a), not of 4 ..."."""
     for part in before.keys() & now.keys():
         if not same_data(before[part], now[part]):
             return f"{part} data of {describe(before[part])}, not of {describe(now[part])}"

@@ -1,12 +1,12 @@
-"""The folder of a run: how it is chosen, locked and continued, and what lies in it.
+"""The run folder: choice, lock, continuation and files.
 
-config.json     the configuration, the recipe's name and the identity of the data; a folder with this file holds a run
-metrics.jsonl   one line per logged step
+config.json     the configuration, the recipe's name and the identity of the data; marks the folder of a run
+metrics.jsonl   one line per log step
 checkpoints/    see toolkit.checkpoint.checkpoint
 results.json    final numbers
-summary.txt     the same in words, and *.png
-.finishing      from before results.json until the pictures are drawn, and while a finished run is extended
-hang/           what each process of a run that hung did, see toolkit.train.callbacks.watchdog
+summary.txt     final numbers as text, next to plots (*.png)
+.finishing      from before results.json until the plots are drawn, and while a finished run is extended
+hang/           stack traces of each process after a hang, see toolkit.train.callbacks.watchdog
 profile/        traces of --profile
 micro_batch_size.json   after a step ran out of memory, see toolkit.run.micro_batches
 """
@@ -38,12 +38,12 @@ DATA = "data_identity"
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in `folder` has its results, summary and pictures."""
+    """Return whether the run in `folder` has its results, summary and plots."""
     return (folder / "results.json").exists() and not (folder / FINISHING).exists()
 
 
 def results_of(folder: Path) -> dict[str, Any] | None:
-    """The final numbers of the run in `folder`, or None while it is not finished. Raises UserError for damage."""
+    """Return the final numbers of the run in `folder`, or None if unfinished. Raises UserError if they are damaged."""
     remedy = "delete it, and run the same command again to have it written anew"
     return read_json(folder / "results.json", remedy) if is_finished(folder) else None
 
@@ -51,14 +51,12 @@ def results_of(folder: Path) -> dict[str, Any] | None:
 def open_folder(
     name: str, config: RunConfig, say: Callable[[str], None], storage: Storage | None = None
 ) -> tuple[Path, FileLock, dict[str, Any] | None]:
-    """The folder that `config` asks for, locked, and the config.json of the run that it holds, if any; {} where that is
-    damaged. Call on the main process only.
+    """Open and lock the folder for `config`. Call on the main process only.
 
-    What the `storage` has of the run is copied into the folder first, where its checkpoints are as new.
-
-    `say` is told where config.json is damaged and cannot show whether the settings are the same as before.
-    Raises UserError for a folder that another job uses, that holds a finished run or one of other settings, that has
-    nothing to resume, or that cannot be written.
+    Returns the folder, its lock and the config.json of the run inside, if any; {} if config.json is damaged. Files that
+    are missing, damaged or older than in `storage` are downloaded first. A damaged config.json cannot be compared with
+    `config`: `say` gets a warning. Raises UserError for a folder that another job uses, that holds a finished run or a
+    run with other settings, that has nothing to resume, or that cannot be written.
     """
     folder = folder_to_continue() or config.run_dir
     if config.resume == "yes":
@@ -90,7 +88,7 @@ def open_folder(
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove the folder of a run that failed before it began, unless there are other files in it."""
+    """Remove the folder of a run that failed before it began, unless it holds other files."""
     with suppress(OSError):
         files = {path.name: path for path in folder.iterdir()}
         if files.keys() <= {"config.json", "metrics.jsonl", LOCK} and not files["metrics.jsonl"].stat().st_size:
@@ -100,7 +98,7 @@ def remove_unused(folder: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether `folder` may be taken: it holds a run, or what is left of one, or nothing but hidden files."""
+    """Return whether `folder` can be used: it holds a run, remains of a run, or only hidden files."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if all(name.startswith(".") for name in names):
         return True
@@ -111,7 +109,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
-    """Copy what `storage` has of the run into `folder`. Raises UserError where `config.resume` does not allow that."""
+    """Copy the run from `storage` into `folder`. Raises UserError if `config.resume` does not allow it."""
     holds_run = "config.json" in storage.names()
     if holds_run and config.resume == "no" and not past_restarts():
         raise UserError(f"storage={storage.uri}: holds a run, and resume='no' was given: choose another.")
@@ -121,7 +119,7 @@ def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in the file. Raises UserError with `remedy` where it holds something else, or cannot be read."""
+    """Return the JSON object in the file. Raises UserError with `remedy` if there is none or reading fails."""
     try:
         values = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -137,18 +135,18 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str, *, partial: str | None = None, durable: bool = True) -> None:
-    """Replace `path` by `text` atomically: a kill leaves the old file or the new one.
+    """Write `text` to `path` atomically: a kill leaves the old file or the new one.
 
-    The unfinished file has the name `partial` beside `path`; processes that may write at once need one each. Of a file
-    that is not `durable`, a machine that stops may leave neither the old text nor the new one.
-    A link in the place of `path` or of the unfinished file is replaced, not followed. Bytes of a file's name that are
-    no UTF-8 are written with escapes, which JSON reads as they were.
+    The temporary file is `partial`, next to `path`; concurrent writers need different names. Without `durable` (fsync),
+    a machine crash can lose both the old text and the new one.
+    Symbolic links at `path` or at the temporary file are replaced, not followed. Bytes of file names that are not UTF-8
+    are written as escapes that JSON decodes.
     """
     write_bytes(path, text.encode("utf-8", "backslashreplace"), partial=partial, durable=durable)
 
 
 def write_bytes(path: Path, content: bytes, *, partial: str | None = None, durable: bool = True) -> None:
-    """Replace `path` by `content`, as `write_text` does."""
+    """Write `content` to `path` atomically: see `write_text`."""
     unfinished = path.with_name(partial or f".{path.name}.partial")
     unfinished.unlink(missing_ok=True)
     try:
@@ -157,7 +155,7 @@ def write_bytes(path: Path, content: bytes, *, partial: str | None = None, durab
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-    except OSError as error:  # of a full disk, which does not say which file
+    except OSError as error:  # errors of a full disk have no file name
         if error.strerror and error.filename is None:
             error.filename = str(path)
         raise
@@ -165,12 +163,12 @@ def write_bytes(path: Path, content: bytes, *, partial: str | None = None, durab
 
 
 def recorded_config(name: str, config: RunConfig) -> dict[str, Any]:
-    """Return the content of config.json: the recipe's name and every field."""
+    """Return the content of config.json: the recipe name and every field."""
     return {"recipe": name, **to_dict(config)}
 
 
 def _create_new(parent: Path) -> Path:
-    """A new folder named by the time, with a number for further runs in the same second."""
+    """Create a folder named by the time, with a number for further runs in the same second."""
     stamp, number = time.strftime("%Y%m%d-%H%M%S"), 1
     parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -182,7 +180,7 @@ def _create_new(parent: Path) -> Path:
 
 
 def _newest(name: str) -> Path | None:
-    """The folder of the latest run of this recipe."""
+    """Return the folder of the latest run of this recipe."""
     configs = sorted((RUNS / name).glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
     return configs[-1].parent if configs else None
 
@@ -223,11 +221,11 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether the run in `folder` made a step; one that was refused before may begin anew with other settings."""
+    """Return whether the run in `folder` made a step; without a step, it can start again with other settings."""
     metrics = folder / "metrics.jsonl"
     return any(folder.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _trajectory(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config.json that training results depend on, by dotted name."""
+    """Return the settings of a config.json that training results depend on, by dotted name."""
     return {field: value for field, value in leaves(config) if decides_what_is_learned(field)}

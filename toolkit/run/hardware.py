@@ -1,4 +1,4 @@
-"""The machine that a process runs on: processor, cores, memory, its limit and its use. Importing it loads no torch."""
+"""Hardware of this machine: processor, cores, memory, memory limit and usage. Importing it does not load torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def processor() -> str:
-    """The name of the processor, such as `AMD EPYC 7B13`."""
+    """Return the processor name, such as `AMD EPYC 7B13`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -32,7 +32,7 @@ def usable_cores() -> int:
 
 
 def memory_limit_bytes() -> int | None:
-    """Bytes that this process's control group may use, the least of its own and its parents'; None without a limit."""
+    """Return the cgroup memory limit in bytes, the minimum over this group and its parents; None without a limit."""
     limits = []
     for group in own_groups():
         _, controllers, path = group.split(":", 2)
@@ -40,7 +40,7 @@ def memory_limit_bytes() -> int | None:
             continue
         root, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
         folder = root / path.strip("/")
-        # In a container the path is that of the host, and its own group is the root.
+        # In a container, the path is the host's path, and the container's group is the root.
         for place in (folder, *folder.parents):
             if place.is_relative_to(root):
                 limits.append(_limit(place / name))
@@ -49,7 +49,7 @@ def memory_limit_bytes() -> int | None:
 
 
 def free_memory(device: torch.device, processes: int) -> int:
-    """Bytes that a process can still take: of a GPU, or a share of the machine's memory for each of `processes`."""
+    """Return the free bytes for a process: GPU memory, or an equal share of host memory for each of `processes`."""
     if device.type == "cuda":
         import torch
 
@@ -59,7 +59,7 @@ def free_memory(device: torch.device, processes: int) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Have `peak_bytes` begin again. Does nothing for a CPU on systems without such a counter."""
+    """Reset `peak_bytes`. Does nothing for a CPU if the system cannot reset its counter."""
     if device.type == "cuda":
         import torch
 
@@ -69,14 +69,14 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory of this process since `reset_peak`: what torch allocated on a GPU, else resident memory."""
+    """Return the peak memory since `reset_peak`: memory allocated by torch on a GPU, else resident memory."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
-        # Not `ru_maxrss`, which on Linux begins with what the parent of this process used.
+        # Not `ru_maxrss`, which on Linux starts at the memory of the parent process.
         lines = status.read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -84,7 +84,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def own_groups() -> list[str]:
-    """The lines of /proc/self/cgroup; none on other systems."""
+    """Return the lines of /proc/self/cgroup; empty on other systems."""
     try:
         return Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def own_groups() -> list[str]:
 
 
 def gpu_names() -> str:
-    """Return a text such as `8 x NVIDIA H100 80GB HBM3`; an empty one without a GPU."""
+    """Return the GPU names, such as `8 x NVIDIA H100 80GB HBM3`; empty without a GPU."""
     import torch
 
     names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
@@ -100,7 +100,7 @@ def gpu_names() -> str:
 
 
 def hardware() -> str:
-    """Such as `AMD EPYC 7B13, 16 cores, 125.8 GiB`."""
+    """Format as `AMD EPYC 7B13, 16 cores, 125.8 GiB`."""
     memory = memory_limit_bytes() or psutil.virtual_memory().total
     return f"{processor()}, {usable_cores()} cores, {memory / 2**30:.1f} GiB"
 

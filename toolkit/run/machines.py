@@ -1,4 +1,4 @@
-"""Which ranks of a run see the same folder: all if the machines share it, else those of one machine."""
+"""Ranks that share the run folder: all ranks on a shared file system, else the ranks of one machine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SEEN = ".ranks"
 
 
 def is_on_one_machine(world_size: int) -> bool:
-    """Return whether the launcher started all ranks on this machine, as far as it says."""
+    """Return whether all ranks are on this machine, according to the launcher."""
     return ranks_per_node(world_size) >= world_size
 
 
 def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: int) -> tuple[Path, list[int]]:
     """Return the folder of the run on this machine, and the ranks that share it. A collective.
 
-    That is `folder`, the main process's, or on several machines what `run_dir` is on this one. Raises UserError on all
-    ranks if not all share it and there is no storage.
+    This is the main process's `folder`; on several machines, `run_dir` if given. Raises UserError on all ranks if some
+    ranks do not share the folder and there is no storage.
     """
     if is_on_one_machine(world_size):
         return folder, list(range(world_size))
@@ -38,16 +38,16 @@ def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: in
 def ranks_that_share(folder: Path, rank: int) -> list[int]:
     """Return the ranks that share `folder` with this one, in order. A collective.
 
-    Each leaves a file in its folder and looks which others are there: a path says nothing of the disk behind it.
+    Each rank writes a file and lists the files of other ranks, because equal paths can be on different disks.
     """
     mark = uuid.uuid4().hex if rank == 0 else ""
     mark = gather_objects(mark)[0]
     seen = folder / SEEN / mark
     seen.mkdir(parents=True, exist_ok=True)
     (seen / str(rank)).touch()
-    gather_objects(None)  # all have left theirs
+    gather_objects(None)  # all files are written
     ranks = sorted(int(path.name) for path in seen.iterdir())
-    gather_objects(None)  # all have looked
+    gather_objects(None)  # all ranks have listed the files
     if rank == ranks[0]:
         shutil.rmtree(folder / SEEN, ignore_errors=True)
     return ranks

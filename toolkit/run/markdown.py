@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def markdown_table(rows: Sequence[Sequence[str]], *, aligned: bool = False) -> str:
-    """A head and rows as a Markdown table; `aligned`: with columns of even width, to be read in a terminal, too.
+    """Return a Markdown table from a header and rows; `aligned` pads the columns for a terminal.
 
-    A `|` in a cell is written with a backslash, or it would end the cell.
+    A `|` in a cell is escaped with a backslash.
     """
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) if aligned else 0 for column in zip(*cells, strict=True)]

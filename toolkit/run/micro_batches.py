@@ -1,4 +1,4 @@
-"""The size of micro-batches that a run came to after a step ran out of memory: a file in the run's folder."""
+"""Micro-batch size after a step ran out of memory, stored in the run folder."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class MicroBatches(Options, strict=True):
 
     @classmethod
     def read(cls, folder: Path, per_rank: int, world_size: int) -> Self | None:
-        """Return what `folder` holds for `world_size` ranks, or None.
+        """Return the micro-batches stored in `folder` for `world_size` ranks, or None.
 
         Args:
             folder: The run's folder.
-            per_rank: Samples of a step per rank, which the size must divide.
-            world_size: The number of ranks. The seed of a forward pass depends on the index of the micro-batch, so only
-                a run on as many ranks keeps the size.
+            per_rank: Samples per rank and step; must be a multiple of the size.
+            world_size: The number of ranks. Only the same world size keeps the size, because seeds of forward passes
+                depend on the micro-batch index.
 
         Raises:
-            UserError: The file is damaged.
+            UserError: If the file is damaged.
         """
         path = folder / MICRO_BATCH_SIZE
         if not path.exists():

@@ -1,6 +1,6 @@
-"""Settings of the whole process that make training on a CPU faster. A run on a CPU uses them until it is closed.
+"""Process-wide settings that make training on a CPU faster. A CPU run uses them until it is closed.
 
-with process_settings():      # in a loop of your own
+with process_settings():      # in your own training loop
     train()
 """
 
@@ -17,24 +17,24 @@ import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _open = 0
-"""How many uses of the allocator settings are open: the last one to end restores them."""
+"""Number of open uses of the allocator settings; the last one to end restores them."""
 
 
 @contextmanager
 def process_settings() -> Iterator[None]:
-    """Flush subnormal numbers to zero, and have the C library keep freed memory, until the end of the `with`.
+    """Flush subnormal numbers to zero and make glibc keep freed memory, inside the `with` block.
 
-    - Optimizer moments of units that are never active decay to subnormal numbers, below 1e-38, with which a CPU is ten
-      times slower. Flushing is a setting of the calling thread; at the end it is as before.
-    - By default glibc returns each large buffer to the kernel when it is freed, and has it zeroed and mapped again,
-      page by page, in the next step: 75 instead of 54 ms per step for a layer of 64 experts. At the end glibc gets its
-      own defaults, or those of `MALLOC_MMAP_MAX_` and `MALLOC_TRIM_THRESHOLD_`, and what is free is returned. It can't
-      be asked for what it had. Does nothing where the C library is another.
+    - Optimizer moments of inactive units decay to subnormal numbers, below 1e-38, which make a CPU ten times slower.
+      Flushing is a setting of the calling thread and is restored at the end.
+    - By default glibc returns each large buffer to the kernel when it is freed, and the kernel zeroes and maps pages
+      again in the next step: 75 instead of 54 ms per step for a layer of 64 experts. At the end, glibc's defaults or
+      `MALLOC_MMAP_MAX_` and `MALLOC_TRIM_THRESHOLD_` are set, because glibc has no getter for the previous values, and
+      free memory is returned. Does nothing with other C libraries.
 
     It can be nested, and used as a decorator.
     """
     global _open
-    # numpy probes subnormals on first use, and before 2.4 warns where they are flushed to zero.
+    # numpy probes subnormals on first use, and before 2.4 warns if they are flushed to zero.
     for kind in (np.float32, np.float64):
         str(np.finfo(kind))
     flushed_before = flushes_subnormals()
@@ -52,12 +52,12 @@ def process_settings() -> Iterator[None]:
 
 
 def flushes_subnormals() -> bool:
-    """Whether this thread flushes subnormal numbers to zero."""
+    """Return whether this thread flushes subnormal numbers to zero."""
     return sys.float_info.min / 2 == 0
 
 
 def _set_allocator(*, mmap_max: int, trim_threshold: int) -> bool:
-    """`mmap_max`: how many buffers may be mapped by themselves; `trim_threshold`: the free bytes that are kept."""
+    """Set the maximum number of buffers from mmap, and the free bytes to keep. Returns False without glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):

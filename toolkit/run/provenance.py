@@ -1,4 +1,4 @@
-"""Commit and versions that a run is made with, and the check that all ranks were started alike."""
+"""Commit and versions of a run, and the check that all ranks start with the same settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.run.folder import recorded_config
 from toolkit.version import __version__
 
 OF_A_MACHINE = {"run_dir", "data_dir", "num_processes", "python"}
-"""Settings and versions that may differ between ranks: folders of a machine, and the release of Python."""
+"""Settings and versions that can differ between ranks: folders of a machine, and the Python version."""
 
 
 def git_revision() -> str | None:
@@ -45,9 +45,9 @@ def versions() -> dict[str, Any]:
 
 
 def check_same_start(name: str, config: RunConfig) -> None:
-    """Raise UserError, the same on every rank, unless all ranks run one recipe with one config, commit and versions.
+    """Raise the same UserError on every rank unless all ranks have the same recipe, config, commit and versions.
 
-    Ranks with different settings would train on together, or wait for each other for ever. A collective.
+    Ranks with different settings would train together unnoticed or hang. A collective.
     """
     if world_size() == 1:
         return

@@ -1,4 +1,4 @@
-"""A recipe's script, as what starts several runs of it reads it."""
+"""Recipe scripts, loaded by commands that start several runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from toolkit.run.cli import parse
 
 @dataclass(frozen=True)
 class Recipe:
-    """A script with `PRESETS`, and the words that every run of it is started with."""
+    """A script with `PRESETS`, and the command-line arguments of every run."""
 
     script: Path
     arguments: tuple[str, ...]
     presets: Mapping[str, Any]
     main: Callable[[Any], Any] | None
-    """Takes a config, and trains."""
+    """Training function of a config."""
 
     def config(self, flags: Sequence[str]) -> Any:
-        """The config of a run with `flags` as well. Raises UserError where the recipe's command line would."""
+        """Return the config of a run with additional `flags`. Raises UserError for invalid flags."""
         return parse(self.presets, [*self.arguments, *flags])
 
 
 def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
-    """Return the recipe at `script`. Raises UserError if that is none, or if `arguments` are not for it.
+    """Return the recipe at `script`. Raises UserError if `script` is not a recipe or `arguments` are invalid.
 
-    Its folder is put on the search path, as `python SCRIPT` does, so that it can import its neighbours.
+    Adds its folder to `sys.path`, as `python SCRIPT` does, so that it can import modules next to it.
     """
     if not script.is_file() or script.suffix != ".py":
         raise UserError(f"{script}: no such script: give the path of a recipe.")
@@ -39,7 +39,7 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where the types of its config are looked up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # needed to resolve annotations of its config
     if (neighbours := str(script.resolve().parent)) not in sys.path:
         sys.path.insert(0, neighbours)
     spec.loader.exec_module(module)

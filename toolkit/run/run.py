@@ -60,17 +60,17 @@ from toolkit.run.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
 Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
-"""`draw(folder, results)` writes pictures of a finished run into its folder; returns those for trackers, by name."""
+"""`draw(folder, results)`: writes plots of a finished run to its folder, returns the plots for trackers by name."""
 
 
 class Sink(Protocol):
-    """A receiver of each line of metrics, such as a progress bar or a tracker."""
+    """A receiver of each log step, such as a progress bar or a tracker."""
 
     def log(self, values: Mapping[str, Any], step: int) -> None: ...
 
 
 class Run:
-    """What `start_run` returns: the Accelerator, the folder and the metrics of one training run."""
+    """The Accelerator, the folder and the metrics of one training run, from `start_run`."""
 
     def __init__(self, name: str, config: RunConfig, accelerator: Accelerator, *, owns_process_group: bool):
         self.name, self.config, self.accelerator = name, config, accelerator
@@ -80,14 +80,14 @@ class Run:
         self.seed = config.seed
         self.started = time.monotonic()
         self.folder = Path()
-        """Absolute; the same on all ranks, or with `storage` one on each machine."""
+        """Absolute path; the same on all ranks, or with `storage` one per machine."""
         self.ranks_here = list(range(self.world_size))
         """The ranks that share the folder, in order."""
         self.storage = Storage(config.storage) if config.storage else None
         self.continues = False
-        """Whether the folder already held this run, unfinished."""
+        """Whether the folder already held this unfinished run."""
         self.data: dict[str, Any] = {}
-        """Identities of the data, by their use: see `toolkit.run.data`."""
+        """Identities of the data by use: see `toolkit.run.data`."""
         self._facts: dict[str, Any] = {}
         self._draws: list[Draw] = []
         self._owns_process_group = owns_process_group
@@ -103,14 +103,14 @@ class Run:
 
     @property
     def owns_folder(self) -> bool:
-        """Whether this rank makes and deletes what lies in the folder: the first of those that share it."""
+        """Whether this rank writes and deletes files in the folder: the first rank that shares it."""
         return self.rank == self.ranks_here[0]
 
     @cached_property
     def expert_groups(self) -> ExpertGroups:
-        """The ranks that share the experts, as the config says; every rank has all without a config of experts.
+        """Expert-parallel groups from the config. Without an expert config, every rank has all experts.
 
-        The first use is a collective: every rank makes it.
+        The first access is a collective: make it on every rank.
         """
         config = self.config
         if not isinstance(config, ExpertRunConfig):
@@ -123,30 +123,30 @@ class Run:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of an optimizer step on each rank: the config's, or more after a step ran out of memory."""
+        """Gradient accumulation steps: the config's value, or more after a step ran out of memory."""
         return self.accelerator.gradient_accumulation_steps
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """Checkpoint folder."""
         return self.folder / "checkpoints"
 
     @property
     def resume(self) -> str:
-        """The field `resume` of the config: auto, yes or no; auto where the run was started again by itself."""
+        """The config's `resume` (auto, yes or no); auto after an automatic restart."""
         return "auto" if past_restarts() else self.config.resume
 
     @property
     def how_to_continue(self) -> str:
-        """What to type to train on: the same command, or the command with the folder that it had no name for."""
+        """Command that continues training: the same command, with `run_dir` added if it was not given."""
         return command_to_continue(self.config.run_dir, self.folder)
 
     # --- deciding together ------------------------------------------------------------------------------------
 
     def on_main_and_share(self, decide: Callable[[], T]) -> T:
-        """Run `decide` on the main process only. A collective.
+        """Run `decide` on the main process and broadcast the result. A collective.
 
-        Its result reaches every rank, and so does, as a UserError, its UserError or an error of the file system.
+        A UserError or a file system error in `decide` raises UserError on every rank.
         """
         answer: list[Any] = [None, None, None]
         failure: BaseException | None = None
@@ -173,22 +173,22 @@ class Run:
     # --- facts, console and metrics ---------------------------------------------------------------------------
 
     def record_data(self, data: dict[str, Any]) -> None:
-        """Note the identities of `data` by their use, in config.json from when training begins."""
+        """Record the identities of `data` by use. They are in config.json once training begins."""
         is_new, self.data = data != self.data, data
         if is_new and self._has_begun and self.is_main:
             _write_config(self, self.folder)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts given to `describe`; facts that are functions are called now."""
+        """Facts given to `describe`; facts that are functions are evaluated on access."""
         return {name: fact() if callable(fact) else fact for name, fact in self._facts.items()}
 
     def describe(self, **facts: Any) -> None:
         """Add plain facts about the run to results.json, the summary and the trackers' config.
 
-        A fact that may change while training, such as where experts are, is a function without arguments: results.json
-        gets its value at the end. A `dataset_notice` is printed at once, and once: nobody should train on other data
-        than they think.
+        A fact that can change during training, such as the expert placement, is a function without arguments:
+        results.json gets its final value. A `dataset_notice` is printed immediately and only once, so that users notice
+        which data they train on.
         """
         notice = facts.get("dataset_notice")
         if notice and notice != self._facts.get("dataset_notice"):
@@ -196,8 +196,8 @@ class Run:
         self._facts |= facts
 
     def print(self, text: str) -> None:
-        """Print `text` on the main process, and flush. A full disk, a closed terminal or a reader that has enough, such
-        as `head`, does not end the run."""
+        """Print `text` on the main process and flush. A full disk, a closed terminal or a closed pipe, as with `head`,
+        does not end the run."""
         if not self.is_main:
             return
         try:
@@ -212,18 +212,18 @@ class Run:
                 raise
 
     def note(self, text: str) -> None:
-        """Print `text`, in which a setting is named as it is typed: `ep_size=3` as `--ep-size 3`."""
+        """Print `text` with settings written as command-line flags: `ep_size=3` as `--ep-size 3`."""
         self.print(as_typed(text, self.config))
 
     def add_sink(self, sink: Sink) -> None:
-        """Have `sink.log` called with every line of metrics, on the main process."""
+        """Call `sink.log` at every log step on the main process."""
         self._sinks.append(sink)
 
     def begin(self, step: int = 0) -> None:
-        """Write that training begins, or goes on from `step`: config.json and a restart, and start the trackers.
+        """Write config.json, log a restart if there was one, and start the trackers. Training begins at `step`.
 
-        Until then nothing of a run that is continued is changed, so that a refusal leaves it as it was. A second call
-        does nothing.
+        Before this call, files of a continued run are not modified, so errors leave the run intact. A second call does
+        nothing.
         """
         if self._has_begun:
             return
@@ -234,7 +234,7 @@ class Run:
             if is_finished(self.folder):
                 (self.folder / FINISHING).touch()
             _write_config(self, self.folder)
-        elif self.data and self._metrics is not None:  # else it has no folder
+        elif self.data and self._metrics is not None:  # without metrics, the run has no folder
             _write_config(self, self.folder)
         facts = {"world_size": self.world_size, **versions(), **self.facts}
         recorded = recorded_config(self.name, self.config) | facts
@@ -246,7 +246,7 @@ class Run:
                 tracker.log({"run/restarts": len(restarts)}, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Write one line of metrics: numbers, or lists of numbers, such as a load per expert. Main process only."""
+        """Log one step: numbers, or lists of numbers such as expert loads. Main process only."""
         self.begin(step)
         if self._metrics is None:
             return
@@ -255,35 +255,35 @@ class Run:
             sink.log(values, step)
 
     def draw_at_finish(self, draw: Draw) -> None:
-        """Have `draw` called by `finish` on the main process. A second call with the same function does nothing."""
+        """Make `finish` call `draw` on the main process. A second call with the same function does nothing."""
         if draw not in self._draws:
             self._draws.append(draw)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines that were written so far, by earlier processes of this run, too. For the main process."""
+        """Return the log steps so far, including those before a restart. Main process only."""
         return read_metrics(self.folder / "metrics.jsonl")
 
     def seal_of_metrics(self) -> dict[str, Any] | None:
-        """Size and digest of the lines so far, for `truncate_metrics`; None on other processes than the main one."""
+        """Return size and digest of the metrics so far for `truncate_metrics`; None except on the main process."""
         return None if self._metrics is None else self._metrics.seal()
 
     def truncate_metrics(self, step: int, seal: Mapping[str, Any] | None = None) -> None:
-        """Remove the lines after `step`, from which training continues, and warn of others than `seal` was made of."""
+        """Remove the log steps after `step`, and warn if the remaining ones do not match `seal`."""
         if self._metrics is not None:
             self._metrics.truncate(step, seal)
 
     # --- the end ----------------------------------------------------------------------------------------------
 
     def watch(self, enter: Callable[[str], None], end: Callable[[], None]) -> None:
-        """Have `enter` called with each phase of `finish`, and `end` when the run closes or is watched by another."""
+        """Call `enter` at each phase of `finish`, and `end` when the run closes or `watch` is called again."""
         self._unwatch()
         self._enter, self._unwatch = enter, end
 
     def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """Write results.json, summary.txt and pictures; returns the results. A collective. The run is then finished.
+        """Write results.json, summary.txt and plots, and return the results. A collective. The run is then finished.
 
-        One that is killed before its pictures are complete is not: the same command continues and completes it. Raises
-        UserError where the results cannot be written, and on the main process where the pictures cannot.
+        If a run is killed before its plots are complete, the same command continues and completes it. Raises UserError
+        if the results cannot be written, and on the main process if the plots cannot be written.
         """
         self._enter("finish")
         self.begin()
@@ -303,7 +303,7 @@ class Run:
         return numbers
 
     def _restore_folder(self) -> None:
-        """Write again what was removed from the folder since the start, but for checkpoints."""
+        """Restore config.json and metrics.jsonl if they were removed during the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / "config.json").exists():
             self.print(f"warning: files of {self.folder} were removed while the run went on: they are written again.")
@@ -316,7 +316,7 @@ class Run:
             pictures = draw(self.folder, numbers)
         except (UserError, OSError):
             raise
-        except Exception as error:  # the numbers are safe by now, and a picture is not worth a failed run
+        except Exception as error:  # results are already written, and a plot is not worth a failed run
             self.print(f"no plots ({type(error).__name__}: {error})")
             return
         for tracker in self._trackers:
@@ -369,7 +369,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # These two are raised on all ranks. After any other error a rank may be missing, and a collective would hang.
+        # These two are raised on all ranks. After other errors a rank can be missing, and a collective would hang.
         reaches_all = error is None or isinstance(error, (UserError, Preempted))
         failed = error is not None and not isinstance(error, Preempted)
         self.close(failed=failed, wait_for_ranks=reaches_all)
@@ -408,7 +408,7 @@ def start_run(name: str, config: RunConfig) -> Run:
 
 
 def _take(run: Run, micro_batches: MicroBatches) -> None:
-    """Have the run train with the micro-batches that it came to before it was interrupted."""
+    """Restore the micro-batch size that the run had reached before it was interrupted."""
     size, failed = micro_batches.micro_batch_size, micro_batches.out_of_memory_with
     run.accelerator.gradient_accumulation_steps = run.config.batch_size // run.world_size // size
     run.describe(micro_batch_size=size, out_of_memory_with=failed)
@@ -419,7 +419,7 @@ def _open(run: Run) -> tuple[Path, bool, MicroBatches | None]:
     """Choose and lock the folder, and write config.json into it. Called on the main process.
 
     Returns:
-        The folder, whether it holds this run, and the micro-batches that it came to after a step ran out of memory.
+        The folder, whether it holds this run, and the micro-batch size reached after a step ran out of memory.
     """
     folder, run._lock, before = open_folder(run.name, run.config, run.print, run.storage)
     run.data = (before or {}).get(DATA) or {}
@@ -436,7 +436,7 @@ def _write_config(run: Run, folder: Path) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed the global generators: initial weights, and draws that have no address of their own
+    """Seed the global generators, for initial weights and draws without an address
     (`toolkit.experts.parallel.seeding`)."""
     value = derive_seed(seed, "start")
     random.seed(value)

@@ -1,4 +1,4 @@
-"""What came out of a sweep: a row per run, and means with spreads over seeds, as CSV and Markdown."""
+"""Sweep results: a row per run, and means with spreads over seeds, as CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """The finished runs of a folder."""
+    """Finished runs of a folder."""
 
     axes: list[str]
-    """The fields in which runs differ, without the seed."""
+    """Fields that differ between runs, without the seed."""
     metrics: list[str]
     runs: list[Row]
-    """Axes, seed, metrics and digest of each."""
+    """Axes, seed, metrics and digest of each run."""
 
     def means(self) -> list[Row]:
-        """A row per combination of the axes: runs, and mean, sd (of a sample; None of one run), least and greatest."""
+        """Return a row per combination of the axes: runs, mean, sample sd (None for one run), min and max."""
         rows = []
         for key in dict.fromkeys(_key(run, self.axes) for run in self.runs):
             group = [run for run in self.runs if _key(run, self.axes) == key]
@@ -47,11 +47,11 @@ class Table:
         return rows
 
     def runs_of(self, mean: Row) -> list[Row]:
-        """The runs of a row of `means`."""
+        """Return the runs of a row of `means`."""
         return [run for run in self.runs if _key(run, self.axes) == _key(mean, self.axes)]
 
     def cells(self) -> list[list[str]]:
-        """A head, then means and spreads, a row per combination of the axes."""
+        """Return a header, and a row of means and spreads per combination of axes."""
         rows = [
             [*(str(row[axis]) for axis in self.axes), str(row["runs"]), *(_spread(row, name) for name in self.metrics)]
             for row in self.means()
@@ -59,7 +59,7 @@ class Table:
         return [[*self.axes, "runs", *self.metrics], *rows]
 
     def markdown(self) -> str:
-        """`cells` as a Markdown table."""
+        """Return `cells` as a Markdown table."""
         return markdown_table(self.cells())
 
 
@@ -70,8 +70,8 @@ def gather(
 
     Args:
         folder: The folder with the folders of runs.
-        axes: Axes besides the settings that affect results and differ.
-        metric: A metric besides all `test_...`, if any run has it.
+        axes: Axes in addition to differing settings that affect results.
+        metric: A metric in addition to `test_...`, if any run has it.
         metrics: All metrics of the table, instead.
 
     Raises:
@@ -108,13 +108,13 @@ def tabulate(
         | {"digest": digest}
         for digest, config, results in found
     ]
-    order = [*columns, "seed"]  # numbers before words
+    order = [*columns, "seed"]  # numbers before strings
     runs.sort(key=lambda run: [(0, run[at], "") if is_number(run[at]) else (1, 0.0, str(run[at])) for at in order])
     return Table(columns, list(metrics), runs)
 
 
 def write_tables(table: Table, folder: Path) -> None:
-    """runs.csv, table.csv and table.md in `folder`, each of which is at every moment whole."""
+    """Write runs.csv, table.csv and table.md to `folder`, each atomically."""
     write_text(folder / "runs.csv", _csv(table.runs))
     write_text(folder / "table.csv", _csv(table.means()))
     write_text(folder / "table.md", table.markdown())
@@ -130,7 +130,7 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether `value`, of JSON, is a finite number. Python reads NaN and Infinity, and integers that no float holds."""
+    """Return whether a JSON `value` is a finite float or int. Python also parses NaN, Infinity and huge integers."""
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_real and -sys.float_info.max <= value <= sys.float_info.max
 
@@ -140,7 +140,7 @@ def _key(row: Row, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _spread(row: Row, metric: str) -> str:
-    """`0.9412 (sd 0.0031)`; accuracies and their like in percent."""
+    """Format as `0.9412 (sd 0.0031)`; accuracies and F1 in percent."""
     mean = row.get(f"{metric} mean")
     sd = row.get(f"{metric} sd")
     if mean is None:

@@ -1,7 +1,7 @@
-"""Copies of a run's files in a bucket or on another machine, at a URI that fsspec knows (`--storage`).
+"""Remote storage of a run's files at an fsspec URI (`--storage`), such as a bucket.
 
-The manifest of a checkpoint is written last and deleted first, so a copy is complete or not there. Other files are
-replaced whole. `toolkit.checkpoint.finding` copies checkpoints, of which each machine can have a part.
+The manifest of a checkpoint is written last and deleted first, so partial copies have no manifest. Other files are
+replaced atomically. `toolkit.checkpoint.finding` copies checkpoints, which can be split over machines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class Storage:
-    """The folder `uri`, such as s3://bucket/run. Methods take paths within it, and raise OSError if it does not
-    answer."""
+    """A folder at `uri`, such as s3://bucket/run. Methods take relative paths and raise OSError if storage fails."""
 
     def __init__(self, uri: str):
         from fsspec.core import url_to_fs
@@ -36,11 +35,11 @@ class Storage:
             yield
         except FileNotFoundError:
             raise
-        except Exception as error:  # botocore, aiohttp and gcsfs have their own, without a common base
+        except Exception as error:  # botocore, aiohttp and gcsfs errors have no common base class
             raise OSError(errno.EIO, one_line(error), self.uri) from error
 
     def put(self, file: Path, path: str) -> None:
-        """Upload `file`, whole or not at all."""
+        """Upload `file` atomically."""
         target = posixpath.join(self._root, path)
         with self._errors_of_the_system():
             if not self._is_local:  # a bucket shows an object once it is complete
@@ -51,7 +50,7 @@ class Storage:
             self._files.mv(f"{target}.partial", target)
 
     def get(self, path: str, file: Path) -> None:
-        """Download to `file`, whole or not at all. Raises FileNotFoundError if there is nothing."""
+        """Download to `file` atomically. Raises FileNotFoundError if `path` does not exist."""
         partial = file.with_name(f".{file.name}.partial")
         partial.unlink(missing_ok=True)  # a link would be followed
         with self._errors_of_the_system():
@@ -59,7 +58,7 @@ class Storage:
         partial.replace(file)
 
     def names(self, path: str = "", kind: str = "file") -> list[str]:
-        """Names of the files, or folders (`kind` "directory"), in the folder `path`; empty if it does not exist."""
+        """List the files, or folders (`kind` "directory"), in the folder `path`; empty if it does not exist."""
         with self._errors_of_the_system():
             self._files.invalidate_cache()
             try:
@@ -85,14 +84,14 @@ class Storage:
                 self.put(file, file.name)
 
     def put_finished(self, folder: Path, say: Callable[[str], None]) -> None:
-        """`put_run`, with a warning if the storage does not answer."""
+        """Call `put_run`, with a warning if the storage fails."""
         try:
             self.put_run(folder)
         except OSError as error:
             say(f"warning: the storage {self.uri} lacks the last files of {folder}: {error}.")
 
     def get_run(self, folder: Path) -> None:
-        """Download the files of a run that `folder` lacks or has damaged; all of them if its checkpoints are older."""
+        """Download files that are missing or damaged in `folder`; all files if its checkpoints are older."""
         local = _newest_step(path.name for path in (folder / CHECKPOINTS).glob("step-*"))
         is_older = local < _newest_step(self.names(CHECKPOINTS, "directory"))
         for name in self.names():
@@ -101,8 +100,8 @@ class Storage:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether `file` exists and, if it holds JSON, can be read. A process that is killed can leave part of a last line
-    in a file to which lines are appended."""
+    """Return whether `file` exists and is valid JSON or JSON lines, if it is either. The last line is not checked,
+    because a kill can truncate it."""
     if not file.is_file() or file.is_symlink():
         return False
     try:
@@ -115,6 +114,6 @@ def _is_whole(file: Path) -> bool:
 
 
 def _newest_step(names: Iterable[str]) -> int:
-    """The greatest step among the names of checkpoints; -1 if there are none."""
+    """Return the highest step among the names of checkpoints; -1 if there are none."""
     steps = (name.removeprefix("step-") for name in names)
     return max((int(step) for step in steps if step.isdecimal()), default=-1)

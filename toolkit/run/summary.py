@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 RESTART_REASON = "run/restart_reason"
-"""The key of metrics.jsonl under which a line says why the run was started again."""
+"""Key of the restart reason in metrics.jsonl."""
 
 
 def summarise(results: Mapping[str, Any], folder: Path) -> str:
-    """The final numbers in words, as aligned plain text."""
+    """Return the final numbers as aligned plain text."""
     compared = results.get("comparison")
     return aligned([*facts(results), ("files", str(folder))]) + (f"\n{table(compared)}" if compared else "")
 
 
 def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The final numbers in words, each with what it is called."""
+    """Return the final numbers as (name, text) rows."""
 
     def has(*names: str) -> bool:
         return all(isinstance(results.get(name), (int, float)) for name in names)
@@ -72,8 +72,7 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def moves(results: Mapping[str, Any]) -> str | None:
-    """That a planner moved experts, in words: how many, after which steps, and the imbalance before and after; None
-    where none moved."""
+    """Describe the experts moved by a planner: number, steps, and imbalance before and after; None if none moved."""
     if not results.get("migrated_experts"):
         return None
     first, last = results["first_move_step"], results["last_move_step"]
@@ -83,7 +82,7 @@ def moves(results: Mapping[str, Any]) -> str | None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of equal keys as plain text: a line of the keys, and one for each row, numbers to the right."""
+    """Return rows with equal keys as a plain text table, with a header and right-aligned numbers."""
     cells = [[str(key) for key in rows[0]]]
     cells += [
         [f"{v:.4f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v for v in row.values()]
@@ -102,19 +101,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def restarts_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """At which steps a run was started again, and why, for results.json; {} where it was not."""
+    """Return the steps and reasons of restarts for results.json; {} without restarts."""
     reasons = [f"at step {line['step']}: {line[RESTART_REASON]}" for line in metrics if RESTART_REASON in line]
     return {"restarts": reasons} if reasons else {}
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> str:
-    """A line for each pair of a name and a value, the values in one column."""
+    """Return a line for each (name, value) pair, with aligned values."""
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 
 
 def duration(seconds: float) -> str:
-    """Such as `42.3 s`, `3 min 05 s` or `2 h 10 min`."""
+    """Format as `42.3 s`, `3 min 05 s` or `2 h 10 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -16,7 +16,7 @@ from toolkit.run.tracking.jsonl import to_json
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where the tables are printed, 2 for bad input, a line for each folder that holds no run."""
+    """Return 0 if the tables are printed, 2 for bad input, with an error for each folder without a run."""
     parser = Parser("toolkit compare", __doc__)
     parser.add_argument("run", nargs="+", type=Path, help="the folder of a run, finished or not")
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")

@@ -1,4 +1,4 @@
-"""Several runs in tables: the settings in which they differ, and their final numbers with the spread over seeds."""
+"""Tables of several runs: settings that differ, and final numbers with the spread over seeds."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from toolkit.run.summary import duration
 from toolkit.run.tracking.metric_names import is_share
 
 NOT_COMPARED = NOT_OF_THE_TRAJECTORY - ONLY_OF_THE_SPEED
-"""Settings that change neither what a run learns nor how fast, or for which `world_size`, `device` and the digests of
-the data stand."""
+"""Settings without effect on results and speed, or covered by `world_size`, `device` and the data digests."""
 NUMBERS = ("samples_per_second", "train_seconds")
-"""Final numbers besides `test_...`."""
+"""Final numbers in addition to `test_...`."""
 
 
 def settings(run: RunRecord) -> dict[str, Any]:
-    """All settings by dotted name, digests cut to 12 digits; `world_size` and `device` of a finished run."""
+    """Return all settings by dotted name, digests cut to 12 digits, and `world_size` and `device` if finished."""
     named = {name: value[:12] if name.endswith("sha256") else value for name, value in leaves(run.config)}
     return named | {name: run.results[name] for name in ("world_size", "device") if name in run.results}
 
 
 def is_compared(setting: str) -> bool:
-    """Whether runs that differ in it are different experiments, rather than the same one in another folder."""
+    """Return whether runs that differ in `setting` are different experiments."""
     return setting.endswith("sha256") or setting.partition(".")[0] not in NOT_COMPARED
 
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
-    """The settings in which runs differ, without folders. One that a run lacks is no difference."""
+    """Return the settings that differ between runs, without folders. Missing settings do not differ."""
     return [name for name in differing_names([settings(run) for run in runs]) if name != "run_dir"]
 
 
 def final_numbers(runs: Sequence[RunRecord]) -> Table:
-    """Final numbers of the finished runs; those that differ in the seed alone are one row, with mean and spread."""
+    """Return the final numbers of the finished runs; runs that differ only in the seed share one row."""
     found = [
         (run.name, {name: value for name, value in settings(run).items() if is_compared(name)}, dict(run.results))
         for run in runs
@@ -47,7 +46,7 @@ def final_numbers(runs: Sequence[RunRecord]) -> Table:
 
 
 def final_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
-    """`final_numbers` as a head and rows: names of the runs, their number, final numbers, then settings that differ."""
+    """Return `final_numbers` with a header: run names, number of runs, final numbers, then settings that differ."""
     table = final_numbers(runs)
     axes = len(table.axes)
     head, *rows = table.cells()
@@ -57,7 +56,7 @@ def final_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
 
 
 def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[list[str]]:
-    """A head, then a row for each run: its name, the settings `axes`, state, last numbers, time and machine."""
+    """Return a header and a row for each run: name, the settings `axes`, state, last numbers, time and hardware."""
     metrics = [
         name
         for name in ("train/loss", "eval/loss", "eval/accuracy", "eval/bits_per_byte")
@@ -80,14 +79,14 @@ def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[li
 
 
 def hardware(run: RunRecord) -> str:
-    """Processes and device, and the processor or GPU as far as the run has noted it."""
+    """Return world size and device, and the processor or GPU if the run recorded it."""
     results = run.results
     processes = f"{results['world_size']} x {results['device']}" if {"world_size", "device"} <= set(results) else ""
     return ", ".join(filter(None, [processes, results.get("hardware")]))
 
 
 def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """All of it as plain values: runs, the settings in which they differ, and means with spreads."""
+    """Return everything as plain values: runs, settings that differ, and means with spreads."""
     differ = differing(runs)
     return {
         "runs": [
@@ -107,7 +106,7 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def metric_cell(name: str, value: float | None) -> str:
-    """A value of the metric `name`, shares in percent; empty where there is none."""
+    """Format a value of the metric `name`, shares in percent; empty without a value."""
     if not is_number(value):
         return ""
     return f"{100 * value:.2f} %" if is_share(name) else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Metrics of several runs as curves over steps, of a number of points that a page can hold."""
+"""Metrics of several runs as curves over steps, decimated to the size of a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.run.runs_table import is_number
 
 POINTS_OF_A_PAGE = 120_000
 MOST_POINTS, FEWEST_POINTS = 1_000, 60
-"""Of one curve."""
+"""Points per curve."""
 GROUPS = {
     "train": "Training",
     "eval": "Evaluation",
@@ -22,9 +22,9 @@ GROUPS = {
     "lifecycle": "Dynamic experts",
     "perf": "Performance",
 }
-"""The first part of a metric's name -> the heading that it stands under, in this order; others follow."""
+"""Metric name prefix -> heading, in page order; other headings follow."""
 OPEN_AT_FIRST = ("Training", "Evaluation", "Experts")
-"""Headings."""
+"""Open headings."""
 FIRST = ("loss", "accuracy", "bits_per_byte")
 """Metrics that come first under their heading."""
 
@@ -34,17 +34,17 @@ class Curve:
     """One metric of one run."""
 
     run: int
-    """Its place among the runs."""
+    """Index of the run."""
     steps: np.ndarray
     """int32 (N)."""
     values: np.ndarray
-    """float32 (N); NaN where the metric was no finite number."""
+    """float32 (N); NaN for values that are not finite."""
     decimated_from: int | None
-    """How many points there were, if more."""
+    """Points before decimation, if more."""
 
 
 def curves_by_metric(runs: Sequence[RunRecord]) -> dict[str, list[Curve]]:
-    """The curves of each metric that is a number on some line of some run, in the order of headings."""
+    """Return the curves of each metric with numeric values, in page order."""
     found = {
         (index, name): [(line["step"], line[name]) for line in run.lines if name in line]
         for index, run in enumerate(runs)
@@ -59,9 +59,9 @@ def curves_by_metric(runs: Sequence[RunRecord]) -> dict[str, list[Curve]]:
 
 
 def decimate(values: np.ndarray, limit: int) -> np.ndarray:
-    """The indices of at most `limit` of `values` (N): the first, the last, and the least and greatest of even parts.
+    """Return at most `limit` indices of `values` (N): the first, the last, and the minimum and maximum of even parts.
 
-    So a spike of one point stays in sight. A part whose values are all NaN has its first point.
+    Spikes of one point stay visible. A part that is all NaN keeps its first point.
     """
     count = len(values)
     if count <= limit:
@@ -77,7 +77,7 @@ def decimate(values: np.ndarray, limit: int) -> np.ndarray:
 
 
 def heading(metric: str) -> str:
-    """Returns what `metric` stands under on the page."""
+    """Return the heading of `metric` on the page."""
     group = metric.partition("/")[0] if "/" in metric else "other"
     return GROUPS.get(group, group.capitalize())
 
@@ -91,7 +91,7 @@ def _curve(run: int, points: Sequence[tuple[int, Any]], limit: int) -> Curve:
 
 
 def page_order(metric: str) -> tuple[int, int, str]:
-    """Sorts metrics as the page has them: by heading, those of `FIRST` first."""
+    """Sort metrics by heading, metrics in `FIRST` first."""
     group, _, name = metric.partition("/")
     groups = list(GROUPS)
     return (

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 STEP = "step"
-"""The metric that every panel has on its horizontal axis: W&B's own step refuses to go back with a run."""
+"""Metric on the x-axis of every panel: W&B's own step cannot go back when a run is continued."""
 COLUMNS = ("config:seed", "config:lr", "config:batch_size")
-"""Of the list of runs, after the last evaluation."""
+"""Columns of the run list, after the evaluation metrics."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What the panels show."""
+    """Contents of the panels."""
 
     numbers: Sequence[str]
     lists: Sequence[str]
-    """Those of a number for each expert, which W&B has as name/00, name/01, ..."""
+    """Metrics with one value per expert, in W&B as name/00, name/01, ..."""
     pictures: Sequence[str]
 
 
@@ -61,7 +61,7 @@ USUAL = Metrics(
     lists=("moe/load",),
     pictures=("plots/loss", "plots/expert_load", "plots/expert_placement", "plots/expert_moves", "plots/rank_load"),
 )
-"""Of a project whose runs are not at hand: a panel of a metric that no run has stays empty."""
+"""Default metrics of a project without local runs; panels of missing metrics stay empty."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"W&B cannot be asked ({reason}); --dry-run prints the workspace.")
     try:
         workspace.save()
-    except Exception as error:  # of W&B's client, or its answer
+    except Exception as error:  # errors of W&B's client or server
         raise UserError(
             f"W&B does not take the workspace ({type(error).__name__}: {one_line(error)}): "
             f"has {entity} a project {project}?"
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def metrics_of(run: RunRecord) -> Metrics:
-    """Return what `run` has logged, in the order of the page. Raises UserError if that is nothing."""
+    """Return the metrics of `run` in page order. Raises UserError if there are none."""
     lists = {
         name
         for line in run.lines
@@ -123,7 +123,7 @@ def metrics_of(run: RunRecord) -> Metrics:
 
 
 def make_workspace(entity: str, project: str, metrics: Metrics) -> Workspace:
-    """Return the workspace, which `save()` sends to W&B. Raises UserError without the library."""
+    """Return the workspace; its `save()` sends it to W&B. Raises UserError without the library."""
     try:
         import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as ws

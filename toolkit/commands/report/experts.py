@@ -1,4 +1,4 @@
-"""Load and placement of experts, by uid, over the steps of a run, and what happened to them."""
+"""Load, placement and events of experts, by uid, over the steps of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.run.summary import RESTART_REASON
 CELLS_OF_A_PAGE = 200_000
 """Experts times columns of all load plots together."""
 MOST_COLUMNS, FEWEST_COLUMNS = 120, 10
-"""Columns of a load plot; each stands for as many log steps as the others."""
+"""Columns of a load plot; each column covers an equal number of log steps."""
 MOST_EVENTS = 200
 """Events of one run, evenly spaced if there were more."""
 Placement = tuple[int, Sequence[Sequence[int]]]
@@ -32,17 +32,17 @@ class Layer:
     """Index of the run."""
     name: str
     load_steps: list[int]
-    """The T + 1 steps between which the columns of `shares_ET` lie."""
+    """The T + 1 step boundaries of the columns of `shares_ET`."""
     shares_ET: np.ndarray
-    """float32: shares of the assignments, means over log steps; NaN if the expert was not active."""
+    """float32: shares of assignments, means over log steps; NaN if the expert was inactive."""
     placement_steps: list[int]
-    """The P + 1 steps between which the columns of `ranks_EP` lie."""
+    """The P + 1 step boundaries of the columns of `ranks_EP`."""
     ranks_EP: np.ndarray
     """float32: the first rank that has the expert; NaN if no rank has it."""
 
 
 def layers_of(runs: Sequence[RunRecord]) -> list[Layer]:
-    """Return the layers whose expert load was logged; of a deeper model some, evenly spaced."""
+    """Return the layers with logged expert load; at most `MOST_LAYERS` per run, evenly spaced."""
     found = []
     for index, run in enumerate(runs):
         names = dict.fromkeys(name for line in run.lines for name in line if name.startswith(LOAD_PREFIX))
@@ -88,8 +88,8 @@ def _layer(index: int, run: RunRecord, name: str, points: Sequence[tuple[int, li
 
 
 def placements_of(run: RunRecord, layer: str) -> list[Placement]:
-    """Returns placements by step: from metrics where a planner moves experts, from lifecycle.jsonl where they are
-    dynamic, otherwise the one of results.json. Empty where the run has noted none."""
+    """Return placements by step: from metrics if a planner moves experts, from lifecycle.jsonl for dynamic experts,
+    else from results.json. Empty if the run recorded none."""
     name = PLACEMENT_PREFIX + layer
     found = [(line["step"], line[name]) for line in run.lines if name in line]
     if (last := _last_state(run, layer)) is not None:

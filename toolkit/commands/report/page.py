@@ -46,19 +46,19 @@ if (place.tags.length) {
   place.tags = [];
 }
 """
-"""What a tab does when it is opened."""
+"""Callback that draws an opened tab."""
 STYLE = """
 :host { font: 14px/1.5 system-ui, sans-serif; padding: 0.5rem; max-width: 95vw; overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #dfe3e8; white-space: nowrap; }
 """
-"""Of the tables."""
+"""CSS of the tables."""
 DASHES = ("solid", "dashed", "dotted", "dotdash")
-"""Of runs: the eleventh has the colour of the first again, with a broken line."""
+"""Line styles: after ten runs, colours repeat with the next style."""
 FEW_POINTS = 12
-"""Curves of so many points, such as those of evaluations, have each marked."""
+"""Curves with at most this number of points, such as evaluations, have markers."""
 COLUMNS, LEGEND_COLUMNS = 3, 5
-"""Plots side by side, and names of runs."""
+"""Plots per row, and runs per row of the legend."""
 FINAL_NUMBERS = (
     "Finished runs. Those that differ in their seed alone are one row: mean, and standard deviation of a sample."
 )
@@ -67,11 +67,11 @@ NUMBERS_OF_PROCESSES = (
     "losses are compared step by step, and for runs of one seed."
 )
 MOST_FILES = 60
-"""Links to files of one run."""
+"""Maximum links to files of one run."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where the page is written, 2 for bad input, a line for each folder that holds no run."""
+    """Return 0 if the page is written, 2 for bad input, with an error for each folder without a run."""
     parser = Parser("toolkit report", __doc__)
     parser.add_argument("run", nargs="+", type=Path, help="the folder of a run, finished or not")
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (report.html)")
@@ -91,14 +91,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _is_page(path: Path) -> bool:
-    """Whether a file begins as the pages that this command writes, or is empty."""
+    """Return whether a file is empty or begins like the pages of this command."""
     with path.open("rb") as file:
         begin = file.read(64).strip().lower()
     return not begin or begin.startswith(b"<!doctype html")
 
 
 def make_page(runs: Sequence[RunRecord], folder: Path) -> str:
-    """The page as text, in Bokeh's own layout, to be written into `folder`, from which links to files lead."""
+    """Return the page as HTML in Bokeh's layout. Links to files are relative to `folder`."""
     from bokeh.embed import file_html
     from bokeh.models import Column, CustomJS, Range1d, Spacer, TabPanel, Tabs
     from bokeh.resources import INLINE
@@ -114,7 +114,7 @@ def make_page(runs: Sequence[RunRecord], folder: Path) -> str:
     tabs["All settings"] = _text(_table(_settings(runs)))
     first, *others = tabs
     panels = [TabPanel(title=first, child=tabs[first])]
-    # What another tab shows waits in its tags, which Bokeh does not draw.
+    # Contents of the other tabs wait in their tags, which Bokeh does not draw.
     panels += [
         TabPanel(title=title, child=Column(children=[Spacer()], tags=[tabs[title]], sizing_mode="stretch_width"))
         for title in others
@@ -129,7 +129,7 @@ def make_page(runs: Sequence[RunRecord], folder: Path) -> str:
 
 
 def _figure(title: str, **options: Any) -> Any:
-    """An empty figure of Bokeh over steps."""
+    """Return an empty Bokeh figure over steps."""
     from bokeh.models import BasicTickFormatter
     from bokeh.plotting import figure
 
@@ -142,7 +142,7 @@ def _figure(title: str, **options: Any) -> Any:
 
 
 def _curves(curves: Mapping[str, Sequence[Curve]], runs: Sequence[RunRecord], steps: Range1d) -> UIElement:
-    """A plot for each metric; a zoom holds for all of them, and so does a run that is hidden by the legend."""
+    """Plot each metric. Zoom and hidden runs apply to all plots."""
     from bokeh.layouts import column, gridplot
     from bokeh.models.annotations import Legend, LegendItem
 
@@ -174,7 +174,7 @@ def _plot(
     styles: Sequence[Mapping[str, Any]],
     lines: Sequence[list[GlyphRenderer[Any]]],
 ) -> Any:
-    """A figure with a line per run, which `lines` of the run gets, and points where a run has few values."""
+    """Plot one metric: a line per run, added to `lines` of the run, with markers if a run has few values."""
     from bokeh.models import HoverTool, NumeralTickFormatter
 
     finite = [value for curve in curves for value in curve.values[curve.values == curve.values]]
@@ -207,7 +207,7 @@ def _how_decimated(curves: Mapping[str, Sequence[Curve]]) -> str:
 
 
 def _experts(layers: Sequence[Layer], runs: Sequence[RunRecord], steps: Range1d) -> UIElement:
-    """Two pictures for each layer of each run, experts over steps: the load of each, and the rank that it is on."""
+    """Plot the load and the rank of each expert over steps, for each layer of each run."""
     from bokeh.layouts import gridplot
     from bokeh.models import HoverTool, LinearColorMapper
     from bokeh.palettes import RdBu11, interp_palette
@@ -248,7 +248,7 @@ def _colours(count: int) -> list[str]:
 
 
 def _text(words: str) -> Div:
-    """HTML as a part of the page."""
+    """Return HTML as a page element."""
     from bokeh.models import InlineStyleSheet
     from bokeh.models.widgets import Div
 
@@ -256,7 +256,7 @@ def _text(words: str) -> Div:
 
 
 def _table(rows: Sequence[Sequence[str]], links: Sequence[str] = ()) -> str:
-    """A head and rows of text as a table in HTML; the first cell of each row is a link to the item of `links`."""
+    """Return an HTML table from a header and rows; the first cell of each row links to the item of `links`."""
     head, *body = [[html.escape(cell) for cell in row] for row in rows]
     for row, link in zip(body, links, strict=False):
         row[0] = f'<a href="{link}">{row[0]}</a>'
@@ -266,7 +266,7 @@ def _table(rows: Sequence[Sequence[str]], links: Sequence[str] = ()) -> str:
 
 
 def _overview(runs: Sequence[RunRecord], folder: Path) -> str:
-    """What the command `compare` prints, with links to the runs' files."""
+    """Return the output of `compare` with links to the runs' files."""
     notices = [f"{run.name}: {notice}" for run in runs for notice in run.notices]
     parts = [f"<p>toolkit {__version__}, {time.strftime('%Y-%m-%d %H:%M')}</p>"]
     parts += [f"<p><b>{html.escape(notice)}</b></p>" for notice in [*notices, *process_notices(runs)]]
@@ -282,7 +282,7 @@ def _overview(runs: Sequence[RunRecord], folder: Path) -> str:
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[list[str]]:
-    """All settings, a column per run; those in which runs differ come first."""
+    """Return all settings, one column per run; settings that differ come first."""
     found = [settings(run) for run in runs]
     differ = set(differing(runs))
     names = sorted(dict.fromkeys(name for values in found for name in values), key=lambda name: name not in differ)
@@ -299,7 +299,7 @@ def _events(runs: Sequence[RunRecord]) -> list[list[str]]:
 
 
 def _files(run: RunRecord, folder: Path) -> str:
-    """Links to what the folder of `run` holds."""
+    """Return links to the files of `run`."""
     paths = sorted(path for path in run.folder.iterdir() if not path.name.startswith("."))
     links = [f'<a href="{_address(path, folder)}">{html.escape(path.name)}</a>' for path in paths[:MOST_FILES]]
     more = f", and {len(paths) - MOST_FILES} more" if len(paths) > MOST_FILES else ""
@@ -307,6 +307,6 @@ def _files(run: RunRecord, folder: Path) -> str:
 
 
 def _address(target: Path, folder: Path) -> str:
-    """A relative one, which goes on leading there where the page and the runs are moved together."""
+    """Return a relative link, which stays valid if the page and the runs are moved together."""
     way = quote(Path(os.path.relpath(target.resolve(), folder.resolve())).as_posix())
     return html.escape(way) + ("/" if target.is_dir() else "")

@@ -1,4 +1,4 @@
-"""The same training in one process and in several: speed-up, efficiency, and how far the losses are apart."""
+"""Comparison of one training at several world sizes: speed-up, efficiency and loss differences."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY, differing_names
 from toolkit.run.runs_table import is_number
 
 HOW_WORK_IS_SHARED = NOT_OF_THE_TRAJECTORY | {"seed", "world_size", "gradient_accumulation_steps"}
-"""Settings in which runs may differ that are the same training, up to rounding."""
+"""Settings that can differ between runs of the same training, up to rounding."""
 NOT_HOW = {"seed", "world_size"}
 MOST_EFFICIENT = 1.1
-"""An efficiency above this is a sign of a busy machine."""
+"""Higher efficiency is a sign of a busy machine."""
 
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """Runs of one training on one number of processes, compared with those on the fewest; means over seeds."""
+    """Runs of one training at one world size, compared with the smallest world size; means over seeds."""
 
     runs: Sequence[str]
     processes: int
     settings: dict[str, Any]
-    """How work is shared, as far as the runs of this training differ in it: `ep_size`, `dense_parallel`, ..."""
+    """Performance settings that differ between the runs of this training: `ep_size`, `dense_parallel`, ..."""
     samples_per_second: float | None
     speed_up: float | None
-    """Samples per second, divided by those on the fewest processes."""
+    """Throughput divided by throughput at the smallest world size."""
     efficiency: float | None
-    """Speed-up divided by how many times as many processes there are."""
+    """Speed-up divided by the ratio of world sizes."""
     train_loss_difference: float | None
-    """The largest absolute difference of `train/loss` on a line of the same step, of runs with the same seed."""
+    """Largest absolute difference of `train/loss` at the same step, between runs with the same seed."""
     test_loss_difference: float | None
-    """The largest absolute difference of `test_loss`, of runs with the same seed."""
+    """Largest absolute difference of `test_loss` between runs with the same seed."""
     hardware: str
-    """Of each process's machine, as the run has noted it."""
+    """Hardware recorded by the run."""
 
 
 def process_rows(runs: Sequence[RunRecord]) -> list[list[ProcessRow]]:
-    """For each training that finished on several numbers of processes a list of rows, the fewest processes first."""
+    """Return rows for each training that finished at several world sizes, smallest world size first."""
     return [_rows(group) for group in _same_trainings(runs) if len({_processes(run) for run in group}) > 1]
 
 
 def process_tables(runs: Sequence[RunRecord]) -> list[list[list[str]]]:
-    """`process_rows` as tables, each a head and rows."""
+    """Return `process_rows` as tables with a header."""
     tables = []
     for rows in process_rows(runs):
         axes = list(rows[0].settings)
@@ -60,8 +60,7 @@ def process_tables(runs: Sequence[RunRecord]) -> list[list[list[str]]]:
 
 
 def process_notices(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns what limits the comparison: cores that processes share, other hardware, and runs that can't be
-    compared."""
+    """Return the limits of the comparison: shared cores, different hardware, busy machines and incomparable runs."""
     notices = []
     for rows in process_rows(runs):
         for row in rows:
@@ -84,12 +83,12 @@ def process_notices(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def as_values(runs: Sequence[RunRecord]) -> list[list[dict[str, Any]]]:
-    """`process_rows` as plain values."""
+    """Return `process_rows` as plain values."""
     return [[asdict(row) for row in rows] for rows in process_rows(runs)]
 
 
 def _decides(setting: str) -> bool:
-    """Whether runs that differ in `setting` are different trainings."""
+    """Return whether runs that differ in `setting` are different trainings."""
     return setting.endswith("sha256") or setting.partition(".")[0] not in HOW_WORK_IS_SHARED
 
 
@@ -98,14 +97,14 @@ def _processes(run: RunRecord) -> int:
 
 
 def _same_trainings(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """The finished runs, those together that differ in nothing that decides what is learned but the seed."""
+    """Group the finished runs that differ only in settings of `HOW_WORK_IS_SHARED`."""
     groups: list[tuple[dict[str, Any], list[RunRecord]]] = []
     for run in runs:
         if not run.finished:
             continue
         mine = {name: value for name, value in settings(run).items() if _decides(name)}
         for theirs, group in groups:
-            # A setting that a later version added is missing in earlier runs, which is no difference.
+            # Settings added by later versions are missing in earlier runs and do not count as a difference.
             if all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys()):
                 group.append(run)
                 break
@@ -160,7 +159,7 @@ def _speed(runs: Sequence[RunRecord]) -> float | None:
 
 
 def _differences(run: RunRecord, other: RunRecord) -> list[float]:
-    """Returns those of `train/loss`, for each step that both have a line of."""
+    """Return absolute differences of `train/loss` at the steps logged by both runs."""
     theirs = {line["step"]: line["train/loss"] for line in other.lines if is_number(line.get("train/loss"))}
     return [
         abs(line["train/loss"] - theirs[line["step"]])

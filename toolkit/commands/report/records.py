@@ -1,4 +1,4 @@
-"""What the folder of a run holds, read for comparison: also of runs that go on, and where files are damaged."""
+"""Run folders read for comparison, including unfinished runs and damaged files."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from toolkit.run.tracking.jsonl import from_json, read_metrics, unreadable_lines
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, as far as its files can be read."""
+    """Readable files of one run."""
 
     name: str
-    """Of its folder, with as many parents as tell it from the others."""
+    """Folder name, with enough parents to be unique."""
     folder: Path
     config: Mapping[str, Any]
-    """config.json; empty where it is damaged."""
+    """config.json; empty if damaged."""
     results: Mapping[str, Any]
-    """results.json; empty while the run is not finished."""
+    """results.json; empty for an unfinished run."""
     lines: Sequence[Mapping[str, Any]]
-    """Of metrics.jsonl."""
+    """Log steps."""
     epochs: Sequence[Epoch]
-    """Of lifecycle.jsonl."""
+    """From lifecycle.jsonl."""
     finished: bool
     notices: Sequence[str]
-    """What cannot be read, and what is not there yet; a sentence each."""
+    """One sentence for each unreadable or missing file."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps up to its last line of metrics."""
+        """Last log step."""
         return self.lines[-1]["step"] if self.lines else 0
 
     def last(self, metric: str) -> float | None:
-        """The last value of `metric`; None where it has none."""
+        """Return the last value of `metric`, or None."""
         return next((line[metric] for line in reversed(self.lines) if line.get(metric) is not None), None)
 
 
 def readable_runs(folders: Sequence[Path]) -> list[RunRecord] | None:
-    """Return the runs in `folders`; None if some hold none, with a line on stderr for each."""
+    """Return the runs in `folders`; None if a folder has no run, with an error on stderr for each."""
     found = _problems(folders)
     sys.stderr.write("".join(f"error: {problem}\n" for problem in found))
     return None if found else read_runs(folders)
 
 
 def _problems(folders: Sequence[Path]) -> list[str]:
-    """A sentence for each of `folders` that holds no run, or stands there twice."""
+    """Return an error for each of `folders` that holds no run or is given twice."""
     found = []
     for number, folder in enumerate(folders):
         if not folder.is_dir():
@@ -69,7 +69,7 @@ def _problems(folders: Sequence[Path]) -> list[str]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs in `folders`, each of which holds one, in their order."""
+    """Read the run in each of `folders`, in order."""
     return [_read(name, folder) for name, folder in zip(_names(folders), folders, strict=True)]
 
 
@@ -95,9 +95,9 @@ def _read(name: str, folder: Path) -> RunRecord:
 
 
 def _read_file(path: Path, read: Callable[[Path], Any], empty: Any, notices: list[str]) -> Any:
-    """Return what `read` reads from a file of a run; `empty` with a notice if it is damaged or not a regular file.
+    """Call `read(path)`; return `empty` and add a notice if the file is damaged or not a regular file.
 
-    Links may lead to any file of this machine, and reading a pipe waits for ever. Runs write neither.
+    Links can point to any file of this machine, and reading a pipe can hang. Runs write neither.
     """
     try:
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
@@ -116,7 +116,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as make all of them different."""
+    """Return the shortest unique suffix of each path, all of equal length."""
     whole = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, whole)) + 1):
         names = ["/".join(parts[-length:]) for parts in whole]

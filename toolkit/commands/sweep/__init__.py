@@ -1,7 +1,6 @@
-"""A grid of runs of one recipe, each in a process and a folder of its own; tables and pictures of what came out.
+"""A grid of runs of one recipe, each in its own process and folder, with tables and plots of the results.
 
-grid.py     axes, cells, and the digest by which a cell is known
-cells.py    running cells: one after another or several at a time, continuing what was begun
-tables.py   rows, means and spreads
+grid.py     axes, cells, and the digest that identifies a cell
+cells.py    running cells: one after another or several at a time, continuing unfinished ones
 search.py   Optuna over the same axes
 """

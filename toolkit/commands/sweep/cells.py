@@ -1,4 +1,4 @@
-"""Running the cells of a sweep. Finished cells are skipped; interrupted cells continue from their checkpoints."""
+"""Execution of sweep cells. Finished cells are skipped; interrupted cells continue from their checkpoints."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ POLL_S = 0.05
 
 @dataclass
 class Outcome:
-    """The cells of a sweep by how they ended."""
+    """Cells of a sweep by outcome."""
 
     done: list[Cell] = field(default_factory=list)
     elsewhere: list[Cell] = field(default_factory=list)
-    """Cells that run in another job."""
+    """Cells in progress in another job."""
     failed: list[Cell] = field(default_factory=list)
     stopped: bool = False
-    """By a signal: the same command continues with the rest."""
+    """Stopped by a signal: the same command continues."""
 
 
 @dataclass
@@ -45,17 +45,17 @@ class _Job:
     lock: FileLock
     began: float
     signals: int = 0
-    """How many were passed on to it."""
+    """Number of forwarded signals."""
 
 
 class CellRunner:
-    """Runs cells of `recipe` in folders below `folder`, at most `jobs` at a time."""
+    """Runner for cells of `recipe` in subfolders of `folder`, at most `jobs` at a time."""
 
     def __init__(self, recipe: Recipe, folder: Path, *, jobs: int, log: Callable[[str], None]):
         self.recipe, self.folder, self.jobs, self.log = recipe, folder, jobs, log
 
     def results(self, cell: Cell) -> dict[str, Any] | None:
-        """The final numbers of `cell`, or None while it is not finished."""
+        """Return the final numbers of `cell`, or None if unfinished."""
         return results_of(self.folder / cell.digest)
 
     def run(self, cells: Sequence[Cell], finished: Callable[[Cell], object] = lambda _: None) -> Outcome:
@@ -83,7 +83,7 @@ class CellRunner:
                     else:
                         outcome.done.append(cell)
                 time.sleep(POLL_S)
-                for job in running:  # Ctrl-C asks them to save and exit, as SIGTERM does; a second one kills them
+                for job in running:  # the first Ctrl-C is forwarded as SIGTERM, to save and exit; the second kills
                     for _ in received[job.signals :]:
                         job.process.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else signal.SIGTERM)
                     job.signals = len(received)
@@ -136,7 +136,7 @@ class CellRunner:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=labels,
-            start_new_session=True,  # Ctrl-C in a terminal reaches this process alone
+            start_new_session=True,  # Ctrl-C in a terminal reaches only the sweep
         )
         return _Job(cell, process, log, lock, time.monotonic())
 
@@ -161,6 +161,6 @@ class CellRunner:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that is not empty."""
+    """Return the last non-empty line of a log."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "no output").rstrip(".")

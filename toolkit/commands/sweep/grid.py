@@ -20,15 +20,15 @@ class Cell:
     """One run of a sweep."""
 
     values: Mapping[str, str]
-    """Values by axis, the seed included."""
+    """Values by axis, including the seed."""
     digest: str
     """Digest of the axes and of all settings that affect results: equal for the same run in two sweeps."""
     config: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """All settings, as config.json has them."""
+    """All settings, as in config.json."""
 
     @property
     def flags(self) -> list[str]:
-        """Values as words of the recipe's command line."""
+        """Values as command-line flags of the recipe."""
         return [word for name, value in self.values.items() for word in (f"--{name}", *value.split())]
 
     def __str__(self) -> str:

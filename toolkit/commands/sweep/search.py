@@ -1,4 +1,4 @@
-"""Optuna over the axes of a sweep: its sampler chooses the next cells from the results of earlier ones."""
+"""Optuna search over the axes of a sweep: the sampler chooses the next cells from earlier results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def search(
     journal: Path,
     log: Callable[[str], None],
 ) -> Outcome:
-    """Run up to `trials` different cells, including those in `journal` from earlier calls, as many at a time as
-    `runner` has jobs. All cells have the seed `seed`.
+    """Run up to `trials` distinct cells, including earlier cells in `journal`, with `runner.jobs` in parallel. All
+    cells have the seed `seed`.
 
     Raises UserError if Optuna is missing, or if runs do not have `metric`.
     """
@@ -46,7 +46,7 @@ def search(
 
     def ask() -> optuna.trial.Trial:
         number = len(study.trials)
-        study.sampler = optuna.samplers.TPESampler(seed=seed + number)  # so that a continued search draws other numbers
+        study.sampler = optuna.samplers.TPESampler(seed=seed + number)  # a continued search draws different numbers
         trial = study.ask()
         values = {name: trial.suggest_categorical(name, list(choices)) for name, choices in axes.items()}
         if values in tried:

@@ -1,1 +1,1 @@
-"""The settings of a run: frozen dataclasses whose fields are the flags of a recipe."""
+"""Settings of a run: frozen pydantic models with a field per recipe flag."""

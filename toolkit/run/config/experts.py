@@ -1,4 +1,4 @@
-"""The settings of recipes with experts: their number and placement, and the router."""
+"""Settings of recipes with experts: number, placement and router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.run.config.run import RunConfig
 
 
 class ExpertRunConfig(RunConfig, GroupOptions):
-    """The settings of a run with experts: those of `RunConfig`, the number of experts, and where they are placed."""
+    """Settings of a run with experts: `RunConfig` plus number and placement of experts."""
 
     experts: NonNegativeInt = 8
     """Experts per MoE layer; 0 for a dense network of equal active size."""
@@ -37,7 +37,7 @@ class ExpertRunConfig(RunConfig, GroupOptions):
 
     @property
     def logical_experts(self) -> int:
-        """Rows of the router: the experts, and with dynamic experts those that are inactive at first."""
+        """Rows of the router: the experts, including initially inactive dynamic experts."""
         return self.experts
 
     def ep_size_in(self, world_size: int) -> int:
@@ -46,8 +46,8 @@ class ExpertRunConfig(RunConfig, GroupOptions):
 
 
 class MoERunConfig(ExpertRunConfig, RouterOptions):
-    """The settings of a run whose MoE layers are the toolkit's: those of `ExpertRunConfig` and `RouterOptions`, and the
-    layers' capacity and memory."""
+    """Settings of a run with the toolkit's MoE layers: `ExpertRunConfig` and `RouterOptions` plus capacity and
+    memory."""
 
     balance_within: PositiveInt | None = None
     """Raise the weight of the load-balancing loss in a run of fewer optimizer steps, in proportion, up to ten times.
@@ -59,12 +59,12 @@ class MoERunConfig(ExpertRunConfig, RouterOptions):
     """Activation checkpointing: of the experts' hidden activations (selective), or of the whole layer (full)."""
 
     def balance_weight_in(self, steps: int) -> float:
-        """Return the weight of the load-balancing loss in a run of so many steps; 0 with another `balance`."""
+        """Return the weight of the load-balancing loss in a run of `steps` steps; 0 unless `balance` is loss."""
         if self.balance != "loss":
             return 0.0
         return self.balance_weight * min(10.0, max(1.0, (self.balance_within or 0) / steps))
 
     @property
     def router_options(self) -> RouterOptions:
-        """The fields that the router of each layer takes."""
+        """Options of the router of each layer."""
         return RouterOptions(**{name: getattr(self, name) for name in RouterOptions.model_fields})

@@ -9,30 +9,30 @@ from typing import Any, get_args
 from toolkit.errors import UserError, one_line
 
 CONFIG = "--config"
-"""The flag that names a file of flags: of the command line, and no field of a config."""
+"""Command-line flag of a file of flags; not a field of a config."""
 NO_FLAGS = ("recipe", "data_identity")
-"""Keys of a run's config.json beside its flags: the recipe's name, and what `toolkit.run.data` knows of the data."""
+"""Keys of config.json that are not flags: the recipe name, and the data identity of `toolkit.run.data`."""
 
 
 def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
-    """Returns the flags in the file and their values as words of a command line, `--optimizer.weight-decay 0.1`.
+    """Return the flags and values in the file as command-line words, `--optimizer.weight-decay 0.1`.
 
-    The config.json of a run is such a file; its `NO_FLAGS` are left out.
+    The config.json of a run is also supported, without its `NO_FLAGS`.
 
     Args:
         path: The file.
-        flags: The flags that there are, with their types, of which `bool` is a switch.
+        flags: Known flags with their types; `bool` is a switch.
 
     Raises:
-        UserError: for a file that cannot be read or is no mapping and a value of another shape.
+        UserError: If the file is not a YAML or JSON mapping, or a value has the wrong form.
     """
     import yaml
 
     if path.expanduser().exists() and not path.expanduser().is_file():
         raise UserError("is not a file: name a file of flags.")  # a pipe would block
     try:
-        # Every scalar is the word that was written: YAML itself would read `no` as false, and `1e-3` as a text. JSON
-        # is YAML but for tabs, which it has between words only.
+        # Keep every scalar as written: YAML would read `no` as false and `1e-3` as a string. JSON is YAML except for
+        # tabs, which in JSON occur only between tokens.
         text = path.expanduser().read_text(encoding="utf-8-sig").replace("\t", " ")
         values = yaml.load(text, Loader=yaml.BaseLoader)
     except (ValueError, yaml.YAMLError) as error:

@@ -1,4 +1,4 @@
-"""The flags of a config, and how a message names them."""
+"""Flags of a config, and their spelling in messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.experts.options import Options
 
 
 def flags_of(options: type[Options], prefix: str = "--") -> dict[str, Any]:
-    """Returns every flag of a config, with the type of its field; a switch is there with its opposite, too."""
+    """Return every flag of a config with the type of its field; switches also with their `no-` form."""
     flags: dict[str, Any] = {}
     for name, field in options.model_fields.items():
         hint: Any = field.annotation
@@ -24,7 +24,7 @@ def flags_of(options: type[Options], prefix: str = "--") -> dict[str, Any]:
 
 
 def as_typed(sentence: object, config: Options | None) -> str:
-    """`sentence`, in which a field of `config` is the flag that sets it: `ep_size=3` is `--ep-size 3`."""
+    """Replace fields of `config` in `sentence` by flags: `ep_size=3` by `--ep-size 3`."""
     fields = {} if config is None else {flag[2:].replace("-", "_"): flag for flag in flags_of(type(config))}
 
     def flag(found: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
-"""The settings of every recipe: what a run has, and the options of its parts. Fields' docstrings are the --help.
+"""Settings shared by all recipes, and option groups. Docstrings of fields are the text of --help.
 
-A recipe's `Config` inherits `RunConfig`: common fields are flat flags (`--lr`, `--batch-size`), options of a part are a
-group of their own (`--optimizer.weight-decay`). `None` means off or automatic.
+A recipe's `Config` inherits `RunConfig`: common fields are flat flags (`--lr`, `--batch-size`), option groups have a
+prefix (`--optimizer.weight-decay`). `None` means off or automatic.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptio
 
 
 class RunConfig(DenseOptions):
-    """The settings of a run that every recipe has; each recipe's presets set the numbers.
+    """Settings of a run that all recipes share; presets of the recipe set the values.
 
-    A recipe's `Config` inherits them and adds its own; what relates two of them is in its `check_together`.
+    A recipe's `Config` inherits them and adds its own; `check_together` checks relations between fields.
 
     Raises:
-        UserError: for settings that cannot be, alone or together, with the field, its value and the remedy.
+        UserError: For invalid settings or combinations, with the field, its value and the remedy.
     """
 
     preset: ClassVar[str] = ""
@@ -110,18 +110,18 @@ class RunConfig(DenseOptions):
 
     @property
     def validates(self) -> bool:
-        """Whether a part of the training data is held out, because something is chosen by it."""
+        """Return whether a part of the training data is held out for model selection."""
         by_best = (self.checkpoint.best or "").startswith("validation/")
         return self.validation or by_best or self.early_stopping.patience is not None
 
     @property
     def peak_lr(self) -> float:
-        """The peak learning rate: with `scale_lr`, proportional to the batch (Goyal et al. 2017, section 2.1)."""
+        """Peak learning rate; with `scale_lr`, proportional to the batch size (Goyal et al. 2017, section 2.1)."""
         return self.lr if self.scale_lr is None else self.lr * self.batch_size / self.scale_lr
 
 
 def require_divisible(batch_size: int, processes: int, accumulation: int, pieces: int) -> None:
-    """Raise UserError unless a global batch can be cut into `pieces` equal micro-batches."""
+    """Raise UserError unless the global batch divides into `pieces` equal micro-batches."""
     require(
         batch_size % pieces == 0,
         "batch_size",
@@ -132,5 +132,5 @@ def require_divisible(batch_size: int, processes: int, accumulation: int, pieces
 
 
 def to_dict(config: Options) -> dict[str, Any]:
-    """Returns a config as JSON values that read back as flags; those of a part are an object of their own."""
+    """Return a config as JSON values that can be read back as flags, with one nested object per option group."""
     return config.model_dump(mode="json")

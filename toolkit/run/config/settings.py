@@ -1,4 +1,4 @@
-"""Settings by dotted name: which decide what is learned, and in which of them runs differ."""
+"""Settings by dotted name: settings that affect results, and settings that differ between runs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ONLY_OF_THE_SPEED = frozenset(
         "record_traces",
     }
 )
-"""Fields that change how fast a run learns, and not what."""
+"""Fields that change the speed of a run and not its results."""
 NOT_OF_THE_TRAJECTORY = ONLY_OF_THE_SPEED | frozenset(
     {
-        "auto_batch_size",  # only a command has it: the run that it starts has the batch that was found
+        "auto_batch_size",  # only for commands: the run itself has the batch size that was found
         "run_dir",
         "storage",
         "resume",
@@ -45,14 +45,14 @@ NOT_OF_THE_TRAJECTORY = ONLY_OF_THE_SPEED | frozenset(
         "log_every",
         "checkpoint",
         "data_dir",
-        "data_identity",  # no field, but a key of config.json that `toolkit.run.data` compares
+        "data_identity",  # not a field: a key of config.json that `toolkit.run.data` compares
     }
 )
-"""Fields that may change when a run is resumed, because they do not change what is learned."""
+"""Fields that can change when a run is resumed, because they do not affect results."""
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by dotted name, such as `optimizer.weight_decay`."""
+    """Yield the values of nested mappings by dotted name, such as `optimizer.weight_decay`."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
@@ -61,12 +61,12 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def differing_names(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names whose values, JSON's, differ between the mappings. One that a mapping lacks is no difference: a later
-    version may have added it."""
+    """Return the names with different JSON values in the mappings. Missing names do not differ: a later version can
+    have added them."""
     names = dict.fromkeys(name for values in found for name in values)
     return [name for name in names if len({json.dumps(values[name]) for values in found if name in values}) > 1]
 
 
 def decides_what_is_learned(setting: str) -> bool:
-    """Whether training results depend on `setting`, a name of config.json or a dotted one."""
+    """Return whether training results depend on `setting`, a name of config.json or a dotted name."""
     return setting.partition(".")[0] not in NOT_OF_THE_TRAJECTORY

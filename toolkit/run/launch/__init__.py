@@ -1,1 +1,1 @@
-"""Launching processes, checking what another launcher started, and exiting with a code."""
+"""Process launch, checks of other launchers, and exit codes."""

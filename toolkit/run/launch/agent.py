@@ -1,7 +1,7 @@
-"""Launching the ranks of `--num-processes` with torch's elastic agent, and again after a crash (`--max-restarts`).
+"""Launch of the ranks of `--num-processes` with torch's elastic agent, and restarts after crashes (`--max-restarts`).
 
-The agent starts, watches and ends processes. It counts no restarts here, because it would also restart after bad input
-and preemption, and it keeps no exit code after a signal.
+The agent starts, watches and ends processes. Its own restarts are off, because it would also restart after bad input
+and preemption, and it loses the exit code after a signal.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ POLL_S = 0.05
 
 
 def must_start_processes(config: RunConfig) -> bool:
-    """Return whether this process has to launch ranks and is not one of them."""
+    """Return whether this process has to launch ranks and is not a rank itself."""
     return launched_world() is None and ((config.num_processes or 1) > 1 or config.max_restarts > 0)
 
 
 def start_processes(config: RunConfig) -> int:
-    """Run this command as each of `config.num_processes` ranks of one world; returns the exit code for this process.
+    """Run this command on `config.num_processes` ranks, and return the exit code for this process.
 
-    Signals are passed on to every rank. After a crash all ranks are restarted, up to `config.max_restarts` times, and
-    continue from the newest checkpoint. After a step that ran out of memory they are restarted with smaller
-    micro-batches, which does not count.
+    Signals are forwarded to every rank. After a crash, all ranks are restarted from the newest checkpoint, up to
+    `config.max_restarts` times. After a step ran out of memory, they are restarted with smaller micro-batches, which
+    does not count.
     """
     from toolkit.run.folder import is_finished
 
@@ -61,7 +61,7 @@ def start_processes(config: RunConfig) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     if config.cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    logging.disable(logging.CRITICAL)  # the agent's own account of each failure
+    logging.disable(logging.CRITICAL)  # the agent logs each failure itself
     received: list[int] = []
     handle_signals(lambda number, _: received.append(number))
     reasons: list[str] = []
@@ -101,9 +101,9 @@ def start_processes(config: RunConfig) -> int:
 
 
 def _run_ranks(count: int, launch: Path, received: Sequence[int]) -> tuple[int, ProcessFailure] | None:
-    """Run this command as each of `count` ranks; returns the rank whose failure ended the others, and the failure.
+    """Run this command on `count` ranks, and return the rank whose failure ended the others, and the failure.
 
-    The agent runs in a thread that has signals blocked, so that ranks inherit that.
+    The agent runs in a thread with blocked signals, which ranks inherit.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -130,7 +130,7 @@ def _run_ranks(count: int, launch: Path, received: Sequence[int]) -> tuple[int, 
         try:
             running.result()
         except ChildFailedError as failed:
-            # In the order in which the agent noticed them. Ranks that wait for a lost one fail at almost the same time.
+            # In order of detection. Ranks that wait for a lost rank fail at almost the same time.
             failures = failed.failures.items()
             causes = (item for item in failures if item[1].exitcode < 0 or _told(item[1]) not in ("", LOST))
             return next(causes, next(iter(failures)))
@@ -138,7 +138,7 @@ def _run_ranks(count: int, launch: Path, received: Sequence[int]) -> tuple[int, 
 
 
 def _pass_on(received: Sequence[int], running: Future[object]) -> None:
-    """Send each signal of `received` to each rank once, until the agent is done; a second Ctrl-C kills the ranks."""
+    """Forward each signal in `received` to each rank once until the agent is done; a second Ctrl-C kills the ranks."""
     sent: dict[int, int] = {}
     while not wait([running], POLL_S).done:
         for rank in psutil.Process().children() if received else ():
@@ -152,7 +152,7 @@ def _pass_on(received: Sequence[int], running: Future[object]) -> None:
 
 
 def _told(failure: ProcessFailure) -> str:
-    """Return what the rank wrote with `tell`, if anything."""
+    """Return the rank's message from `tell`, if any."""
     return failure.message if failure.error_file != "<N/A>" else ""
 
 

@@ -1,4 +1,4 @@
-"""How a process of a run exits: one line for the whole world, and an exit code."""
+"""Exit of a process: one line for all ranks, and an exit code."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from toolkit.run.launch.restarts import LAUNCH, past_restarts, restarted, tell
 from toolkit.run.launch.signals import STOP_SIGNALS, ignore_stop_signals
 
 GRACE_S = 5.0
-"""How long a rank of another launcher waits for that launcher to end it, in seconds."""
+"""Seconds that a rank of another launcher waits for the launcher to end it."""
 STOPPED = "stopped by Ctrl-C."
 LOST = "error: another process has ended, and this one cannot go on without it."
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this rank when the process that launched it ends (on Linux).
+    """Let the kernel kill this rank when its launcher ends (on Linux).
 
-    Torch's agent leaves ranks behind when it is killed, and they would keep the run's folder locked.
+    A killed torch agent leaves ranks behind, which would keep the run folder locked.
     """
     if LAUNCH in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -43,8 +43,8 @@ def report(message: str, label: str = "error: ") -> None:
     if tell(line):
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # Another launcher ends all ranks as soon as one leaves: let rank 0 write. If this rank still runs after that
-        # time, then it alone has something to report.
+        # Other launchers end all ranks as soon as one exits: let rank 0 write. If this rank is still running after the
+        # grace period, only this rank has an error to report.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(GRACE_S)
@@ -52,7 +52,7 @@ def report(message: str, label: str = "error: ") -> None:
 
 
 def report_bug(error: Exception) -> None:
-    """Write the traceback, once for all ranks that `--num-processes` started."""
+    """Write the traceback, once for all ranks of `--num-processes`."""
     ignore_stop_signals()
     if not tell("".join(traceback.format_exception(error))):
         sys.excepthook(type(error), error, error.__traceback__)
@@ -66,7 +66,7 @@ def end_from_a_thread(line: str) -> NoReturn:
 
 
 def lost_process(error: Exception) -> str | None:
-    """Return what `error` says of another process that hangs or has ended, by the words of gloo and NCCL; else None."""
+    """Return a message if `error` of gloo or NCCL means that another process hangs or has ended; else None."""
     if not isinstance(error, RuntimeError):
         return None
     if re.search(r"timed out waiting|collective operation timeout", str(error), re.IGNORECASE):
@@ -78,17 +78,17 @@ def lost_process(error: Exception) -> str | None:
 
 
 def start_again(error: StepOutOfMemory) -> NoReturn:
-    """Have this run restarted, with the smaller micro-batches that its folder knows of.
+    """Restart this run with the smaller micro-batches recorded in its folder.
 
-    The process that launched the ranks restarts them. A process on its own is replaced by a new one, which frees all
-    memory. A rank of another launcher leaves with `EXIT_PREEMPTED`: the launcher, or the same command, restarts it.
+    Ranks of `--num-processes` are restarted by their launcher. A single process is replaced by a new one, which frees
+    all memory. A rank of another launcher exits with `EXIT_PREEMPTED`: the launcher or the same command restarts it.
     """
     if tell(str(error)):
         leave(EXIT_SMALLER_BATCHES)
     if launched_world() is not None:
         report(f"{error} Run the same command again.", label="")
         leave(EXIT_PREEMPTED)
-    for worker in multiprocessing.active_children():  # of a data loader: they would outlive this program
+    for worker in multiprocessing.active_children():  # data loader workers would outlive this process
         worker.kill()
     _write(f"restart: {error}")
     environment = os.environ | restarted(error.folder, [*past_restarts(), str(error)])
@@ -96,7 +96,7 @@ def start_again(error: StepOutOfMemory) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code`; with an error, without waiting for ranks that may be gone."""
+    """Exit with `code`; after an error, without waiting for ranks that can be gone."""
     ignore_stop_signals()
     with contextlib.suppress(OSError):
         sys.stdout.flush()

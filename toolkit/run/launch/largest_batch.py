@@ -1,4 +1,4 @@
-"""The largest batch that memory takes, found by trial runs of the same command (`--auto-batch-size`)."""
+"""Search for the largest batch that fits in memory, by trial runs of the same command (`--auto-batch-size`)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from toolkit.run.tracking.jsonl import read_metrics
 OFF = "--no-auto-batch-size"
 TRIAL = (OFF, "--log-every", "1", "--tracker", "none", "--storage", "none", "--max-restarts", "0")
 STEPS = 2
-"""The first step makes the optimizer's states, and the second has them next to its activations."""
+"""Steps per trial: the first allocates optimizer states, the second has them next to its activations."""
 POLL_S = 0.05
 
 
 def start_with_largest_batch(config: RunConfig) -> NoReturn:
-    """Find the largest batch, and replace this process by this command with that batch.
+    """Find the largest batch size, and replace this process by the same command with this batch size.
 
-    Trials are runs of this command in a temporary folder. The batch doubles until a trial does not get through two
-    steps, or might need more than the host's memory. A continued run keeps its batch. The learning rate grows with the
-    square root of the batch, the rule for Adam (Malladi et al. 2022, arXiv 2205.10287), or as `scale_lr` says.
+    Trials are runs of this command in a temporary folder. The batch doubles until a trial fails within two steps or
+    might exceed host memory. A continued run keeps its batch size. The learning rate scales with the square root of the
+    batch size, the rule for Adam (Malladi et al. 2022, arXiv 2205.10287), or with `scale_lr`.
     """
     recorded = None if config.run_dir is None else _recorded(config.run_dir)
     if recorded is None:
@@ -57,7 +57,7 @@ def _recorded(folder: Path) -> tuple[int, float] | None:
 
 
 def _largest(config: RunConfig) -> tuple[int, str]:
-    """Return the largest batch that fits, at least that of `config`, and in a sentence why the next does not."""
+    """Return the largest batch that fits, at least the batch of `config`, and why the next does not fit."""
     limit = memory_limit_bytes() or psutil.virtual_memory().total
     size = config.batch_size
     while True:
@@ -70,8 +70,8 @@ def _largest(config: RunConfig) -> tuple[int, str]:
 
 
 def _try(size: int) -> int | str:
-    """Return how many bytes of host memory a run with batches of `size` takes; or, as the end of a sentence, why it
-    does not get through its first steps."""
+    """Return the host memory in bytes of a run with batches of `size`; or, as the end of a sentence, why its first
+    steps fail."""
     with tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as folder:
         run = Path(folder) / "run"
         words = [*sys.orig_argv[1:], *TRIAL, "--run-dir", str(run), "--batch-size", str(size)]
@@ -96,7 +96,7 @@ def _try(size: int) -> int | str:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the memory of a process and of all that it has started."""
+    """Return the resident memory of a process and its descendants."""
     with suppress(psutil.Error):
         parent = psutil.Process(pid)
         return sum(each.memory_info().rss for each in (parent, *parent.children(recursive=True)))

@@ -1,4 +1,4 @@
-"""What a rank and the process that launched it tell each other, through the environment and files."""
+"""Communication between ranks and their launcher, through the environment and files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from toolkit.experts.parallel.nodes import launched_world
 LAUNCH = "TOOLKIT_LAUNCH"
 """Folder of one launch by `--num-processes` or `--max-restarts`, set in its ranks."""
 RESTARTED = "TOOLKIT_RESTARTED"
-"""JSON for restarted ranks: the folder of the run, None if they had none yet, and `past_restarts`."""
+"""JSON for restarted ranks: run folder (None if there was none yet) and `past_restarts`."""
 RUN = "run"
-"""File in the folder of a launch: the path of the run's folder."""
+"""File in the launch folder that holds the path of the run folder."""
 
 
 def tell(message: str) -> bool:
-    """Write why this rank exits, for the process that launched it; False if there is none.
+    """Write the reason of this exit for the launcher; return False without a launcher.
 
     Torch's agent reads this file (`torch.distributed.elastic.multiprocessing.errors`).
     """
@@ -33,23 +33,23 @@ def tell(message: str) -> bool:
 
 
 def tell_folder(folder: Path) -> None:
-    """Tell the process that launched this rank, if any, the folder of the run."""
+    """Send the run folder to the launcher, if any."""
     if LAUNCH in os.environ:
         Path(os.environ[LAUNCH], RUN).write_text(str(folder))
 
 
 def told_folder(launch: Path) -> Path | None:
-    """Return the folder of the run that a rank of `launch` told, or None."""
+    """Return the run folder sent by a rank of `launch`, or None."""
     return Path((launch / RUN).read_text()) if (launch / RUN).exists() else None
 
 
 def restarted(folder: Path | None, reasons: Sequence[str]) -> dict[str, str]:
-    """Return the environment of ranks that are restarted because of the last of `reasons`."""
+    """Return the environment of ranks restarted for the last of `reasons`."""
     return {RESTARTED: json.dumps({"folder": folder and str(folder), "reasons": list(reasons)})}
 
 
 def command_to_continue(run_dir: Path | None, folder: Path) -> str:
-    """Return how to continue the run in `folder`: this command, with the folder unless `run_dir` names it."""
+    """Return how to continue the run in `folder`: this command, plus the folder unless `run_dir` is given."""
     more = [] if run_dir is not None else ["--run-dir", str(folder)]
     if launched_world() is not None and LAUNCH not in os.environ:  # another launcher's command is not known
         return f"run the same command with {' '.join(more)}" if more else "run the same command again"

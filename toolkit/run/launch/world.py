@@ -1,4 +1,4 @@
-"""What another launcher started, compared with what was asked for. Imports torch only if GPUs have to be counted."""
+"""Checks of the world started by another launcher. Imports torch only to count GPUs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ OF_A_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"),
     *("PMI_", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", LAUNCH, RESTARTED),
 )
-"""Prefixes of environment variables that make a process a rank of a world, or a restarted one."""
+"""Prefixes of environment variables that make a process a rank of a world, or a restarted rank."""
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without the variables of a launcher, for a program that is no rank of this world."""
+    """Return `environment` without launcher variables, for a program that is not a rank of this world."""
     return {name: value for name, value in environment.items() if not name.startswith(OF_A_LAUNCHER)}
 
 
 def check_world(config: RunConfig) -> None:
-    """Raise UserError unless as many processes run as were asked for, on devices of their own."""
+    """Raise UserError unless the world size matches `config` and each process has its own device."""
     for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
@@ -64,7 +64,7 @@ def _check_devices(ranks: int) -> None:
 
     devices = torch.accelerator.device_count()
     if devices == 0:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # otherwise Accelerate lets each process train on its own
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, Accelerate trains each process on its own
     elif "LOCAL_RANK" not in os.environ:
         raise UserError("WORLD_SIZE is set but LOCAL_RANK is not, so each process would train on its own: set both.")
     elif devices < ranks:
@@ -75,16 +75,16 @@ def _check_devices(ranks: int) -> None:
 
 
 def is_set(name: str) -> bool:
-    """Return whether the environment says yes to `name`."""
+    """Return whether the environment variable `name` is true."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
 def _told_processes() -> int:
-    """Return how many processes the `accelerate launch` above this one was told to start; 1 if there is none.
+    """Return the number of processes requested from a parent `accelerate launch`; 1 if there is none.
 
-    The number is not in the environment if `accelerate launch` starts only one.
+    The number is not in the environment if `accelerate launch` starts one process.
     """
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # which it always sets
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # `accelerate launch` always sets it
         return 1
     import psutil
 
@@ -100,7 +100,7 @@ def _told_processes() -> int:
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--config_file", "--config-file")
     parser.add_argument("--cpu", action="store_true")
-    # The command of the launcher ends with ours.
+    # The launcher's command ends with the command of this process.
     told, _ = parser.parse_known_args(words[: len(words) - len(sys.argv[1:])])
     config = None if told.cpu and not told.config_file else launch_config(told.config_file)
     return told.num_processes or getattr(config, "num_processes", 1)

@@ -1,4 +1,4 @@
-"""Plots of a run, drawn from metrics.jsonl. matplotlib is loaded only when there is something to draw."""
+"""Plots of a run from metrics.jsonl. matplotlib is imported only to draw a plot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TRAIN, VALIDATION, EVAL, GREY, INK = "#4269d0", "#3ca951", "#ff725c", "#9aa1ab", "#30343b"
 CURVES = {"train": ("training", TRAIN), "validation": ("validation", VALIDATION), "eval": ("test", EVAL)}
-"""Groups of metrics, and how their curves are called and coloured."""
+"""Label and colour of each metric group."""
 STYLE: Any = {
     "figure.dpi": 120,
     "figure.constrained_layout.use": True,
@@ -39,13 +39,13 @@ STYLE: Any = {
 }
 LOAD_PREFIX, RANK_LOAD_PREFIX, PLACEMENT_PREFIX = "moe/load/", "moe/rank_load/", "moe/placement/"
 MOST_LAYERS, MOST_MAPS = 8, 4
-"""Layers in the plots of loads, and in those of placements; evenly spaced layers of a deeper model."""
+"""Maximum layers in load plots and in placement plots; evenly spaced in deeper models."""
 MOST_LINES = 12
-"""Experts or ranks that are drawn as lines; more are a heat map."""
+"""Maximum experts or ranks drawn as lines, not as a heat map."""
 MOST_NAMED = 9
-"""Rows of a heat map that have the number of their expert."""
+"""Maximum labelled rows of a heat map."""
 MOST_IDS = 32
-"""Experts per rank up to which their ids are written out in the placement plot."""
+"""Maximum experts per rank with ids in the placement plot."""
 
 Placement = Sequence[Sequence[int]]
 """The experts on each rank."""
@@ -59,11 +59,11 @@ class Experts:
 
     loads: Loads
     placement: Mapping[str, Placement]
-    """At the end."""
+    """Final placement."""
     before: Mapping[str, Placement] = field(default_factory=dict)
     """Before the first move; empty if no expert moved."""
     moves: Mapping[str, Sequence[tuple[int, Placement]]] = field(default_factory=dict)
-    """Log steps and the placement from each of them on."""
+    """Log steps, each with the placement from this step on."""
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> Self:
@@ -85,11 +85,11 @@ class Experts:
 
 
 def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
-    """Write what `draw` puts on an empty figure as a PNG at `path`, in the toolkit's style. Makes its folder.
+    """Call `draw` on an empty figure and save it as a PNG at `path`, in the toolkit's style. Creates the folder.
 
-    A kill leaves the picture that was there, or the new one.
+    The file is replaced atomically.
     """
-    # The object API draws with Agg and leaves the caller's backend, style and open figures alone.
+    # The object API draws with Agg and does not change the caller's backend, style and open figures.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -204,7 +204,7 @@ def _draw_loads(
         active = {expert for row in placement.get(layer, [range(known)]) for expert in row}
         ids = [e for e in range(known) if e in active or any(shares[e] for _, shares in points if len(shares) > e)]
         experts = len(ids)
-        # A layer may have grown, and what is not a number is null in JSON.
+        # Layers can grow, and non-finite numbers are null in JSON.
         table = [[_percent(shares[e] if e < len(shares) else None) for e in ids] for _, shares in points]
         fair = 100 / len(active)
         if experts <= MOST_LINES:
@@ -336,12 +336,12 @@ def _draw_moves(figure: Figure, *, experts: Experts, lines: Sequence[Mapping[str
 
 
 def ink_on(colour: Mapping[int, float] | Sequence[float]) -> str:
-    """A text colour that is readable on `colour`."""
+    """Return a text colour that is readable on `colour`."""
     return "white" if 0.3 * colour[0] + 0.6 * colour[1] + 0.1 * colour[2] < 0.6 else INK
 
 
 def short_names(layers: Sequence[str]) -> dict[str, str]:
-    """Each layer's name without what all have in common: `layers.3` of `model.layers.3.mlp.experts`."""
+    """Strip the common prefix and suffix of layer names: `layers.3` for `model.layers.3.mlp.experts`."""
     if len(layers) < 2:
         return {layer: layer for layer in layers}
     parts = [layer.split(".") for layer in layers]
@@ -352,20 +352,20 @@ def short_names(layers: Sequence[str]) -> dict[str, str]:
 
 
 def _shared(rows: Sequence[Sequence[str]]) -> int:
-    """How many entries all rows begin with."""
+    """Return the length of the common prefix."""
     columns = zip(*rows, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of `items`, evenly, the first and the last among them."""
+    """Return at most `most` evenly spaced `items`, with first and last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def palette(count: int) -> list[Any]:
-    """`count` colours that can be told apart as far as that is possible."""
+    """Return `count` colours, as distinct as possible."""
     from matplotlib import colormaps
 
     if count <= 10:
@@ -383,12 +383,12 @@ def step_axis(axes: Axes) -> None:
 
 
 def points_of(lines: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, Any]]:
-    """(step, value) of each line that has a value for `name`."""
+    """Return (step, value) of each log step with a value for `name`."""
     return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
 
 def _edges(steps: Sequence[int]) -> list[float]:
-    """The borders of cells around `steps`."""
+    """Return cell edges around `steps`."""
     if len(steps) == 1:
         return [steps[0] - 0.5, steps[0] + 0.5]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(steps)]
@@ -396,7 +396,7 @@ def _edges(steps: Sequence[int]) -> list[float]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
+    """Sort layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.replace("/", ".").split(".")]
 
 

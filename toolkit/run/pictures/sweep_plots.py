@@ -1,4 +1,4 @@
-"""The picture of a sweep: a metric over the first field with numbers, a line per combination of the other fields."""
+"""The plot of a sweep: a metric over the first numeric field, a line per combination of the other fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 def draw_sweep(path: Path, metric: str, fields: Sequence[str], runs: Sequence[Row], means: Sequence[Row]) -> None:
-    """Draw means with bars of one standard deviation, and a dot per run; nothing where no field has several numbers.
+    """Draw means with bars of one standard deviation, and a dot per run; nothing if no field has several numbers.
 
     `fields` differ between `runs`; `means` has a row per combination of them with `METRIC mean` and `METRIC sd`.
     """
@@ -62,6 +62,6 @@ def _draw(figure: Figure, metric: str, axis: str, fields: Sequence[str], runs: S
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
-    """Whether `values` are numbers, and not all the same."""
+    """Return whether `values` are numbers and not all equal."""
     distinct = {json.dumps(value): value for value in values}.values()
     return len(distinct) > 1 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in distinct)

@@ -1,1 +1,1 @@
-"""Where metrics go: a JSON Lines file, W&B and TensorBoard."""
+"""Metric outputs: a JSON Lines file, W&B and TensorBoard."""

@@ -1,4 +1,4 @@
-"""A wrapper that keeps failures of a tracker away from training."""
+"""A wrapper that isolates training from tracker failures."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any, Protocol
 from toolkit.errors import one_line
 
 QUEUE_LENGTH = 2000
-"""Calls that are queued for a slow tracker before it is turned off."""
+"""Maximum queued calls before a slow tracker is turned off."""
 CLOSE_S = 10.0
-"""How long the end of a run waits for a tracker, in seconds."""
+"""Seconds that the end of a run waits for a tracker."""
 LONGEST_LIST = 64
-"""Numbers of a list, such as the load of each expert, that become a metric each."""
+"""Maximum items of a list, such as expert loads, that become separate metrics."""
 
 Table = Sequence[Sequence[float]]
 
 
 class Backend(Protocol):
-    """A tracker that may fail in any way. All but `kill` are called on one thread."""
+    """A tracker that can fail in any way. One thread calls all methods except `kill`."""
 
     name: str
 
     def start(self) -> str | None:
-        """Begin; returns what the user should know, if anything."""
+        """Start, and return a notice for the user, if any."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
@@ -35,7 +35,7 @@ class Backend(Protocol):
     def log_images(self, images: Mapping[str, Path]) -> None: ...
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        """Note the final numbers of a run, and tables of numbers, a list per row."""
+        """Log the final numbers of a run, and tables of numbers, a list per row."""
         ...
 
     def finish(self, *, failed: bool) -> None:
@@ -43,19 +43,19 @@ class Backend(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Release what would disturb the end of this process. The last call, also after a failure."""
+        """Release resources that would disturb process exit. The last call, also after a failure."""
         ...
 
     def kill(self) -> None:
-        """Make a call that hangs on the other thread return, if there is a way."""
+        """Unblock a call that hangs on the other thread, if possible."""
         ...
 
 
 class GuardedTracker:
-    """Runs a backend on a thread of its own, from start to end.
+    """A backend on its own thread.
 
-    Training only puts calls into a bounded queue. Any failure turns the tracker off and prints one line. Closing takes
-    `CLOSE_S` at most, and two seconds more for a tracker that hangs. metrics.jsonl has every line in any case.
+    Training only adds calls to a bounded queue. Any failure turns the tracker off and prints one line. Closing takes at
+    most `CLOSE_S`, plus two seconds if the tracker hangs. metrics.jsonl is not affected.
     """
 
     def __init__(self, backend: Backend, say: Callable[[str], None]):
@@ -66,15 +66,15 @@ class GuardedTracker:
         self._thread.start()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Have one line of metrics logged."""
+        """Log one step."""
         self._call(lambda: self.backend.log(expand(values), step))
 
     def log_images(self, images: Mapping[str, Path]) -> None:
-        """Have picture files logged under their names."""
+        """Log image files by name."""
         self._call(lambda: self.backend.log_images(images))
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        """Have the final numbers of the run noted, and its tables."""
+        """Log the final numbers and tables of the run."""
         self._call(lambda: self.backend.log_results(results, tables))
 
     def close(self, *, failed: bool = False) -> None:
@@ -97,7 +97,7 @@ class GuardedTracker:
             self._turn_off("too slow")
 
     def _work(self) -> None:
-        # BaseException: a library that calls sys.exit, or an interrupt meant for it, must not end the thread loudly.
+        # BaseException: sys.exit in a library, or an interrupt, must not end the thread with a traceback.
         try:
             if notice := self.backend.start():
                 self._say(notice)
@@ -115,7 +115,7 @@ class GuardedTracker:
 
 
 def expand(values: Mapping[str, Any]) -> dict[str, float]:
-    """`values` with each list as one metric per item: name/00, name/01, ... up to `LONGEST_LIST`; without tables."""
+    """Expand each list to one metric per item: name/00, name/01, ... up to `LONGEST_LIST`; drop tables."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Sequence) and not isinstance(value, str):

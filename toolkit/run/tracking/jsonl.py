@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per logged step; pictures and tables are made from it."""
+"""metrics.jsonl: one JSON object per log step, the source of plots and tables."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 MOST_STEPS = 2**31 - 1
-"""Which plots hold as int32."""
+"""Maximum of int32 in plots."""
 MOST_NESTED = 100
-"""Levels of lists and mappings. What is written has few; Python itself reads more than it can write again."""
+"""Maximum nesting of lists and mappings. Python can parse deeper JSON than it can serialize."""
 
 
 class MetricsFile:
-    """Appends lines, each flushed, so that a kill costs at most the line that was being written.
+    """Append-only metrics file. Each line is flushed, so a kill loses at most the line in progress.
 
-    Steps ascend. A run that resumes from an earlier step removes the lines after it first. While the disk is full,
-    lines are kept in memory and written once there is room. A file that is deleted is written again by `restore`. Of
-    each, and of lines that cannot be read or are not those that were written, `say` is told once.
+    Steps ascend. A run that resumes from an earlier step first removes the lines after that step. While the disk is
+    full, lines are buffered in memory. `restore` rewrites a deleted file. `say` gets one warning for each of these, and
+    for unreadable or changed lines.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]):
@@ -35,7 +35,7 @@ class MetricsFile:
         self._cut_before_append = path.stat().st_size > 0
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line. The first one after a restart removes what an earlier process wrote from this step on."""
+        """Write one line. After a restart, the first call removes the lines of earlier processes from this step on."""
         if self._cut_before_append:
             self.truncate(step - 1)
         line = to_json({"step": step, **values}).encode() + b"\n"
@@ -47,18 +47,18 @@ class MetricsFile:
             self._tell(f"warning: {self.path} was removed or replaced: it is written again when the run ends.")
 
     def seal(self) -> dict[str, Any]:
-        """The size of all lines and their digest, by which `truncate` knows them again."""
+        """Return the size and digest of all lines, for `truncate` to verify."""
         return {"bytes": self._bytes, "sha256": self._content.hexdigest()}
 
     def truncate(self, step: int, seal: Mapping[str, Any] | None = None) -> None:
-        """Remove the lines after `step`, and a last line that a kill left incomplete.
+        """Remove the lines after `step`, and an incomplete last line.
 
-        `seal` is that of the lines up to `step`, perhaps without the last of them.
+        `seal` covers the lines up to `step`, possibly without the last one.
         """
         self._cut_before_append = False
         end = place = 0
         damaged = []
-        # The open file: its name may be one that cannot be opened for writing any more.
+        # Use the open file, because its path may no longer be writable.
         self._file.seek(0)
         content = self._file.read()
         for number, line in enumerate(io.BytesIO(content), start=1):
@@ -84,7 +84,7 @@ class MetricsFile:
             )
 
     def restore(self) -> None:
-        """Write the file again where it was removed."""
+        """Rewrite the file if it was removed."""
         if self._is_in_place():
             return
         self._file.seek(0)
@@ -96,7 +96,7 @@ class MetricsFile:
         self._write()
 
     def close(self) -> None:
-        """Write what is left, as far as the disk takes it."""
+        """Write buffered lines, if they fit, and close the file."""
         try:
             self.restore()
             self._write()
@@ -108,7 +108,7 @@ class MetricsFile:
         self._file.close()
 
     def _write(self) -> None:
-        """Write as much as fits; the rest, from the middle of a line perhaps, goes first the next time."""
+        """Write as much as fits. The next call continues with the rest, possibly in the middle of a line."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -119,7 +119,7 @@ class MetricsFile:
             )
 
     def _is_in_place(self) -> bool:
-        """Whether the open file is the one under its name."""
+        """Return whether the path still points to the open file."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
         except FileNotFoundError:
@@ -132,14 +132,14 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a metrics file, in order; none where there is no file."""
+    """Yield the complete lines of a metrics file in order, if it exists."""
     if path.exists():
         with path.open("rb") as lines:
             yield from (record for line in lines if (record := _parse(line)) is not None)
 
 
 def last_tables(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """The last table of evaluations under each name, such as `eval/confusion`: a list of rows on a line of metrics."""
+    """Return the last table (list of rows) logged under each `eval/` name, such as `eval/confusion`."""
     return {
         name: value
         for line in lines
@@ -149,7 +149,7 @@ def last_tables(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float
 
 
 def unreadable_lines(path: Path) -> list[int]:
-    """The numbers, from 1, of the lines that `read_metrics` leaves out, but for a last one that is being written."""
+    """Return the line numbers, from 1, that `read_metrics` skips, except an incomplete last line."""
     if not path.exists():
         return []
     with path.open("rb") as lines:
@@ -157,7 +157,7 @@ def unreadable_lines(path: Path) -> list[int]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A line as a record; None where a kill left it unfinished."""
+    """Parse a line; None if it is incomplete or invalid."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -169,7 +169,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def from_json(text: str | bytes) -> Any:
-    """Returns what `text` holds. Raises ValueError where it is no JSON, or nested more than `MOST_NESTED` times."""
+    """Parse JSON. Raises ValueError if `text` is not JSON or has more than `MOST_NESTED` levels."""
     too_deep = "it is nested too deeply"
     try:
         value = json.loads(text)
@@ -185,7 +185,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as strict JSON: NaN and infinity become null."""
+    """Serialize `value` as strict JSON: NaN and infinity become null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: W&B and TensorBoard, through Accelerate's trackers."""
+"""W&B and TensorBoard trackers, through Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from toolkit.run.folder import write_text
 from toolkit.run.tracking.guard import Backend, GuardedTracker, Table
 
 WANDB_START_S = WANDB_FINISH_S = 8.0
-"""Seconds after which W&B is given up."""
+"""Seconds before W&B is turned off."""
 LONGEST_TAG = 64
-"""Characters that W&B takes."""
+"""Maximum characters of a W&B tag."""
 PROBE_S = 2.0
-"""How long a W&B server may take to answer before the run stays offline, in seconds."""
+"""Timeout of the W&B server before the run stays offline, in seconds."""
 
 
 def check_installed(tracker: str) -> None:
-    """Raise UserError where a tracker was asked for by name and is not installed. W&B, the default, may be missing."""
+    """Raise UserError if TensorBoard is requested and not installed. W&B, the default, can be missing."""
     if tracker in ("tensorboard", "all") and importlib.util.find_spec("tensorboard") is None:
         raise UserError(f"tracker='{tracker}': TensorBoard is missing: pip install 'moe-toolkit[tensorboard]'.")
 
@@ -43,7 +43,7 @@ def check_installed(tracker: str) -> None:
 def start_trackers(
     config: RunConfig, recipe: str, folder: Path, recorded: Mapping[str, Any], say: Callable[[str], None]
 ) -> list[GuardedTracker]:
-    """The trackers that `config.tracker` names, which get `recorded` as the config; they start on their own threads."""
+    """Start the trackers in `config.tracker`, each on its own thread, with `recorded` as their config."""
     backends: list[Backend] = []
     tracker, labels = config.tracker, labels_of(config, recipe, folder)
     if tracker in ("wandb", "all"):
@@ -57,7 +57,7 @@ def start_trackers(
 
 
 class WandB:
-    """Online with a key and a server that answers, offline otherwise. Never asks, never prints."""
+    """W&B tracker: online with an API key and a reachable server, else offline. Never prompts or prints."""
 
     name = "W&B"
 
@@ -76,15 +76,15 @@ class WandB:
                 return f"W&B: {self._init('online').url}"
             except Exception as error:
                 reason = one_line(error)
-                self._id_file.unlink()  # its service does not start a second run of one id
+                self._id_file.unlink()  # the W&B service does not start a second run with the same id
         self._init("offline")
         folder = self._run_folder()
-        if not folder.is_relative_to(self.folder):  # which W&B leaves when it cannot write there
+        if not folder.is_relative_to(self.folder):  # W&B falls back to another folder if it cannot write there
             return f"W&B is offline ({reason}), and {self.folder} takes no files of it; metrics.jsonl has every line."
         return f"W&B is offline ({reason}); wandb sync {shlex.quote(str(folder))} uploads the run."
 
     def _init(self, mode: str) -> Any:
-        """A W&B run whose metrics have the step as their axis."""
+        """Start a W&B run with the step as the axis of all metrics."""
         self._tracker = WandBTracker(
             self.labels.project,
             dir=str(self.folder),
@@ -114,7 +114,7 @@ class WandB:
         return self.folder / "wandb" / "id"
 
     def _id(self) -> str:
-        """Stays with the folder, so that a run that is continued goes on in the same place."""
+        """Return the W&B id, stored in the run folder so that a continued run keeps its W&B run."""
         path = self._id_file
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -127,7 +127,7 @@ class WandB:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         assert self._tracker is not None
-        # The step is a value, not W&B's own counter, because that one refuses to go back when a run is continued.
+        # Log the step as a value: W&B's own step cannot go back when a run is continued.
         self._tracker.log({**values, "step": step})
 
     def log_images(self, images: Mapping[str, Path]) -> None:
@@ -135,7 +135,7 @@ class WandB:
         self._tracker.log_images({name: [_pixels(path)] for name, path in images.items()})
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        """In the run's summary, by which W&B compares runs, and as tables."""
+        """Log to the W&B summary, which compares runs, and as tables."""
         assert self._tracker is not None
         numbers = {name: value for name, value in results.items() if isinstance(value, (int, float))}
         self._tracker.tracker.summary.update(numbers)
@@ -151,7 +151,7 @@ class WandB:
         self._tracker.tracker.finish(exit_code=int(failed))
 
     def abandon(self) -> None:
-        """End wandb's service now: left to its atexit hook, a dead one prints a traceback and a stuck one blocks."""
+        """Stop the W&B service now: in its atexit hook, a dead service prints a traceback and a stuck one blocks."""
         if (wandb := sys.modules.get("wandb")) is not None:
             wandb.teardown()
 
@@ -193,7 +193,7 @@ class TensorBoard:
 
 
 class Labels(NamedTuple):
-    """Where a run is filed, and under which name."""
+    """W&B project, name, group and tags of a run."""
 
     project: str
     name: str
@@ -202,7 +202,7 @@ class Labels(NamedTuple):
 
 
 def labels_of(config: RunConfig, recipe: str, folder: Path) -> Labels:
-    """Return the labels of the recipe, its preset and the folder, or those of W&B's environment variables."""
+    """Return the labels from W&B's environment variables, else from the recipe, its preset and the folder."""
     words = [word for word in (recipe, config.preset) if word]
     tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
     return Labels(
@@ -214,7 +214,7 @@ def labels_of(config: RunConfig, recipe: str, folder: Path) -> Labels:
 
 
 def why_offline() -> str | None:
-    """Why W&B cannot be online; None with a key and a server that answers. The key itself is neither kept nor shown."""
+    """Return why W&B is offline; None with an API key and a reachable server. The key is not stored or printed."""
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "dryrun"):
         return f"WANDB_MODE={mode}"
@@ -241,7 +241,7 @@ def _has_key(server: str) -> bool:
 
 
 def _pixels(path: Path) -> np.ndarray:
-    """A picture file as (height, width, 3) bytes."""
+    """Read an image file as (height, width, 3) bytes."""
     from PIL import Image
 
     with Image.open(path) as image:
@@ -249,5 +249,5 @@ def _pixels(path: Path) -> np.ndarray:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values under dotted names, as types that TensorBoard takes."""
+    """Flatten nested values to dotted names and types that TensorBoard accepts."""
     return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in leaves(values)}
