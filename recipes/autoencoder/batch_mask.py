@@ -23,7 +23,7 @@ class WholeBatches(tk.data.BatchOrder):
         return self.num_samples // self.batch_size
 
     def epoch(self, epoch: int) -> torch.Tensor:
-        """All row numbers in the order of `epoch`, without those of a short last batch."""
+        """Return all row numbers in the order of `epoch`, without a short last batch."""
         return super().epoch(epoch)[: self.steps_per_epoch * self.batch_size]
 
     def samples_before(self, step: int) -> int:

@@ -74,7 +74,7 @@ def mutual_information(a: NDArray[np.integer], b: NDArray[np.integer]) -> float:
 
 
 def variance_ratio(styles: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
-    """Between over within: 0 where all classes have the same mean style."""
+    """Between over within: 0 if all classes have the same mean style."""
     classes = np.unique(labels)
     means = np.stack([styles[labels == label].mean(0) for label in classes])
     within = np.stack([styles[labels == label].var(0) for label in classes]).mean(0)

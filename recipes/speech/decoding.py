@@ -32,11 +32,11 @@ class Lexicon:
             self._next.setdefault(word, set()).add(space)
 
     def last_word(self, labels: Labels) -> Labels:
-        """What follows the last space."""
+        """Return the last word's labels."""
         return labels[len(labels) - labels[::-1].index(self.space) :] if self.space in labels else labels
 
     def next(self, labels: Labels) -> set[int]:
-        """What may follow."""
+        """Return allowed labels."""
         return self._next[self.last_word(labels)]
 
     def has(self, labels: Labels) -> bool:
@@ -88,13 +88,13 @@ def beam_search(
             either = _log_add(ends_blank, ends_label)
             add(prefix, either + step[blank], ends_label + step[prefix[-1]] if prefix else -math.inf, grown)
             for label in lexicon.next(prefix) if lexicon else range(len(step)):
-                if label != blank:  # the same label comes anew only after a blank
+                if label != blank:  # a label repeats only after a blank
                     before = ends_blank if prefix and label == prefix[-1] else either
                     add((*prefix, label), -math.inf, before + step[label], grown)
         best = sorted(grown.items(), key=lambda entry: _log_add(*entry[1]), reverse=True)[:beam_size]
         beam = dict(best)
     path = best_path(log_probs[None], torch.tensor([len(log_probs)]), blank)[0]
-    # Scored anew, because a beam forgets alignments of prefixes that it dropped on the way.
+    # Scored again, because a beam loses alignments of the prefixes that it drops.
     found = {labels for labels in {(), *beam, tuple(path)} if lexicon is None or not labels or lexicon.has(labels)}
     scored = {labels: log_probability(log_probs, labels, blank) for labels in found}
     labels = max(scored, key=lambda labels: (scored[labels], labels))

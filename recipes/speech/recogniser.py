@@ -47,8 +47,8 @@ class Recogniser:
 
 
 class Listener:
-    """Turns sound into text as it comes: memory and features are kept from piece to piece, whatever their sizes. The
-    text of a stream equals that of best-path decoding of the whole.
+    """Streaming recogniser: memory and features are kept between chunks of any size. The text of a stream equals
+    best-path decoding of all samples at once.
     """
 
     def __init__(self, recogniser: Recogniser):
@@ -87,7 +87,7 @@ class Listener:
 
 
 def save_recogniser(folder: Path, model: nn.Module, features: LogMel, characters: Characters, tail_s: float) -> bool:
-    """Write a model that `load_recogniser` can read; False, with nothing written, where the model is not causal."""
+    """Write a model for `load_recogniser`; returns False and writes nothing if the model is not causal."""
     if not isinstance(model, SpeechRecogniser) or not isinstance(model.encoder, MemoryEncoder):
         return False
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def save_recogniser(folder: Path, model: nn.Module, features: LogMel, characters
 
 
 def load_recogniser(folder: Path) -> Recogniser:
-    """Read what `save_recogniser` wrote. Raises UserError for anything else."""
+    """Read the files of `save_recogniser`. Raises UserError for others."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         features = LogMel(**config["features"])

@@ -84,7 +84,7 @@ class MemoryEncoder(nn.Module):
         super().__init__()
         self.stride, self.width = stride, width
         self.sizes = {"width": width, "channels": channels, "order": order, "thetas": thetas, "stride": stride}
-        """What the same encoder is made with again."""
+        """Constructor arguments of this encoder."""
         self.stem = nn.Linear(stride * num_mels, width)
         self.blocks = nn.ModuleList(
             MemoryBlock(width, channels=channels, order=order, theta=theta, dropout=dropout) for theta in thetas
