@@ -18,7 +18,7 @@ class HostWait(NamedTuple):
 
     operation: str
     place: str
-    """The file of the innermost call within the toolkit or a library other than torch; empty where there is none."""
+    """File of the innermost call within the toolkit or a library other than torch, or empty."""
 
 
 def innermost_place() -> str:
@@ -40,7 +40,7 @@ def _place(file: str) -> str:
 
 
 def restart_process_group(backend: str) -> None:
-    """Start the process group of `run_distributed` anew, with `backend`."""
+    """Restart the process group of `run_distributed`, with `backend`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=False)

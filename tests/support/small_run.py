@@ -1,4 +1,4 @@
-"""A whole run in miniature, with everything that has a state: what the tests of stopping and continuing train."""
+"""A complete run in miniature, with everything that has a state, for the tests of interruption and resume."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def small_trainer(
 
 @dataclass
 class Outcome:
-    """What a run has learned and written; equal for two runs that are the same."""
+    """Weights and outputs of a run; equal for two identical runs."""
 
     weights: dict[str, Tensor]
     moments: dict[int, dict[str, Tensor]]
