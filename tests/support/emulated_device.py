@@ -99,7 +99,7 @@ class EmulatedDevice(TorchDispatchMode):
         self.device = torch.device("emulated", 0)
         self.waits: list[HostWait] = []
         self.keep: list[torch.library.Library] = []
-        """Kept alive, as their registrations are."""
+        """Kept alive for their registrations."""
 
     def note(self, operation: Any) -> None:
         place = innermost_place()

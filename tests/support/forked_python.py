@@ -122,7 +122,7 @@ def forked_commands(folder: Path) -> Iterator[None]:
 
 
 def _serve(server: socket.socket, python: str) -> None:
-    """Serve each command in a thread: commands of a pipe wait for each other."""
+    """Serve commands in threads: in a pipe, they wait for each other."""
     threads = []
     while True:
         try:

@@ -128,7 +128,7 @@ def planted(link: Path) -> Path:
 
 
 def program_environment(**more: str) -> dict[str, str]:
-    """Return this environment without the toolkit's settings: offline, on one thread per process."""
+    """Return this environment without run settings: offline, on one thread per process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOOLKIT_", "ACCELERATE_", "WANDB_"))}
     return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
 
