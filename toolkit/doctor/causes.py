@@ -239,7 +239,7 @@ LOST_IN_MOVE = Rule(
 )
 
 RULES = [
-    # What a rank sees by itself, and what saving loses.
+    # Faults that a rank sees locally, and losses on save.
     Rule(
         "one routing decision",
         REDECIDED,

@@ -178,7 +178,7 @@ class Recorder:
         self.record.modules.setdefault(name, type(module).__name__)
 
     def _listen_to_routing(self, name: str, module: nn.Module) -> None:
-        """Hook early into a layer's forward pass: recomputation in the backward pass can stop before its end."""
+        """Hook early into a layer's forward pass: recomputation in the backward can stop before its end."""
         router = getattr(module, "router", None)
         if isinstance(router, nn.Module):
             router.register_forward_hook(lambda m, _, routing: self._see_choice(name, m, routing.expert_ids_TK))
