@@ -73,7 +73,7 @@ def reset_accelerator_state() -> None:
 
 
 def launch_config(path: str | None) -> Any:
-    """The file that `accelerate config` wrote, or the one at `path`; None where `path` is None and there is none."""
+    """Load the file of `accelerate config`, or the one at `path`; None without `path` if there is none."""
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
     return load_config_from_file(path) if path or os.path.isfile(default_config_file) else None

@@ -55,7 +55,7 @@ def _adapted_layers(base: nn.Module) -> Mapping[str, tuple[nn.Module, list[Any]]
 
 
 def _plain_name(base: nn.Module, name: str) -> str | None:
-    """The name in a model without adapters; None for what such a model does not have."""
+    """Return the name in a model without adapters, or None if it has no such tensor."""
     parent, _, _ = name.partition(".original_module.")
     if parent != name:
         wrapper: Any = base.get_submodule(parent)
@@ -71,7 +71,7 @@ def _plain_name(base: nn.Module, name: str) -> str | None:
 
 @contextmanager
 def _merged(layer: nn.Module, wrappers: list[Any]) -> Iterator[None]:
-    """Have PEFT add the active adapters to what `layer` holds, for a while, and without rounding it."""
+    """Have PEFT add the active adapters to the weights of `layer`, temporarily and without rounding."""
     stack = vars(layer).get("expert_stack")
     before = [(name, parameter, parameter.data) for name, parameter in layer.named_parameters(recurse=False)]
     merged = [list(wrapper.merged_adapters) for wrapper in wrappers]

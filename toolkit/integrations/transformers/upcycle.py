@@ -1,7 +1,7 @@
 """Upcycling: an MoE model made from a trained dense model (Komatsuzaki et al. 2022, arXiv 2212.05055).
 
 `shards=1` copies the dense feed-forward network to every expert. `shards=n` splits its hidden width into n parts and
-assigns them to the experts in turn; router rows start equal within a set of n experts, so a token chooses whole sets
+assigns them to the experts in turn; router rows start equal within a set of n experts, so a token chooses full sets
 ("virtual groups", He et al. 2024, arXiv 2410.07524). In both cases the weights of a token's experts add up to 1, so the
 output equals the dense model's up to rounding.
 """
