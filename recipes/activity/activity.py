@@ -153,7 +153,7 @@ def load_activity(
 
 
 def _held_out(volunteer: Tensor, part: Tensor, fold: int | None, folds: int) -> tuple[Tensor, Tensor]:
-    """(volunteers,) bool: who is tested on, and on whose windows choices are made, as far as the publisher says."""
+    """Return the test and the validation volunteers, (volunteers,) bool, by official splits or folds."""
     count = int(volunteer.max()) + 1
     test, validation = (
         volunteer[part == PARTS.index(which)].bincount(minlength=count) > 0 for which in ("test", "validation")
@@ -167,7 +167,7 @@ def _held_out(volunteer: Tensor, part: Tensor, fold: int | None, folds: int) -> 
 
 
 def _fold(volunteer: Tensor, fold: int, folds: int, count: int) -> Tensor:
-    """(count,) bool: who is in one of `folds` parts, which have about the same number of windows."""
+    """Return a mask (count,) of one of `folds` parts, with about equal numbers of windows."""
     from sklearn.model_selection import GroupKFold
 
     parts = GroupKFold(folds).split(np.empty(len(volunteer)), groups=volunteer.numpy())

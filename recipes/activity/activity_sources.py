@@ -82,8 +82,8 @@ class Recordings:
 
 
 def locate(names: Sequence[str], data_dir: Path | None) -> Recordings:
-    """The files of the first of `names` that is found: in `data_dir` and nowhere else, if given; else in
-    $TOOLKIT_DATA_DIR; UCI-HAR also in the Hub's cache and on the Hub. Raises NotFoundHere naming every place.
+    """Find the first available set of `names`: only in `data_dir`, if given; else in $TOOLKIT_DATA_DIR, and UCI-HAR
+    also in the Hub's cache and on the Hub. Raises NotFoundHere naming every place.
     """
     looks: list[Callable[[], Recordings]] = [
         partial(lambda name: find_in_folder(tk.data.data_folder(data_dir), name), name) for name in names
@@ -303,8 +303,8 @@ def read_hmp(paths: Iterable[Path]) -> list[Trial]:
 
 
 def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
-    """Windows of `steps` readings that begin every `steps * (1 - overlap)`; none spans two trials. A trial that is
-    shorter than a window is one, with its last reading repeated.
+    """Cut each trial to windows of `steps` readings that begin every `steps * (1 - overlap)`. A shorter trial is one
+    window, with its last reading repeated.
     """
     trials = list(trials)
     classes = tuple(sorted({trial.activity for trial in trials}))
@@ -330,8 +330,8 @@ def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
 
 
 def generate_trials() -> list[Trial]:
-    """Made-up wrist signals: each activity is gravity from one side and a movement of one frequency and direction;
-    each volunteer is a little faster, stronger and more tilted than the next. Always the same.
+    """Generate fixed wrist signals: each activity is gravity from one side and a movement of one frequency and
+    direction; volunteers differ in speed, strength and tilt.
     """
     random = np.random.default_rng(2013)
     frequencies = {"stir": 0.7, "walk": 1.9, "run": 2.9, "wave": 1.2, "rest": 0.0, "brush": 4.0}

@@ -61,15 +61,15 @@ class Characters:
         return "".join(self.vocabulary[i] for i in ids)
 
     def unknown(self, text: str) -> set[str]:
-        """The characters of `text` that cannot be encoded."""
+        """Return characters of `text` not in `vocabulary`."""
         return set(text) - set(self.vocabulary)
 
 
 def min_frames(target: Sequence[object]) -> int:
-    """How many outputs CTC needs for `target`: one for each id, and a blank between equal neighbours."""
+    """Return the steps that CTC needs for `target`: one per id, and a blank between equal neighbours."""
     return len(target) + sum(a == b for a, b in itertools.pairwise(target))
 
 
 def without_tags(text: str) -> str:
-    """A transcript of GigaSpeech without its tags of punctuation and noise, such as <COMMA> and <SIL>."""
+    """Remove GigaSpeech's tags of punctuation and noise, such as <COMMA> and <SIL>."""
     return " ".join(re.sub(r"<[A-Z]+>", " ", text).split())

@@ -40,7 +40,7 @@ class Lexicon:
         return self._next[self.last_word(labels)]
 
     def has(self, labels: Labels) -> bool:
-        """Returns whether `labels` are words of the list, one space between any two."""
+        """Whether `labels` are words of the list, one space between any two."""
         while self.space in labels:
             end = labels.index(self.space)
             if labels[:end] not in self.words:
@@ -50,7 +50,7 @@ class Lexicon:
 
 
 def best_path(log_probs: Float[Tensor, "B T V"], steps: Int[Tensor, " B"], blank: int) -> list[list[int]]:
-    """The most probable label of each step of (B, T, V), repetitions merged, blanks left out."""
+    """Return the best label per step of (B, T, V), repetitions merged, blanks removed."""
     ids = log_probs.argmax(-1)
     repeated = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
     within = torch.arange(ids.shape[1], device=ids.device) < steps[:, None]
@@ -59,7 +59,7 @@ def best_path(log_probs: Float[Tensor, "B T V"], steps: Int[Tensor, " B"], blank
 
 
 def log_probability(log_probs: Float[Tensor, "T V"], labels: Sequence[int], blank: int) -> float:
-    """The log-probability of `labels` given (T, V), summed over all alignments."""
+    """Return log p(`labels`) given (T, V), summed over all alignments."""
     target = torch.tensor([list(labels)], dtype=torch.long)
     lengths = torch.tensor([len(log_probs)]), torch.tensor([len(labels)])
     return -F.ctc_loss(log_probs[:, None].cpu(), target, *lengths, blank=blank, reduction="sum").item()
@@ -68,7 +68,7 @@ def log_probability(log_probs: Float[Tensor, "T V"], labels: Sequence[int], blan
 def beam_search(
     log_probs: Float[Tensor, "T V"], blank: int, beam_size: int, lexicon: Lexicon | None = None
 ) -> tuple[list[int], float]:
-    """The most probable labels for (T, V) among those that a beam of prefixes finds, with their log-probability.
+    """Find the most probable labels for (T, V) in a beam of prefixes, with their log-probability.
 
     Alignments of the same prefix are one entry, whose probability is their sum (Graves and Jaitly 2014, ICML,
     algorithm 1, without a language model). The best path is a candidate too, so the result is never less probable,

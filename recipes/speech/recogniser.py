@@ -41,7 +41,7 @@ class Recogniser:
         return Listener(self)
 
     def transcribe(self, samples: np.ndarray) -> str:
-        """The text of samples (N,) at `features.sample_rate`, all at once."""
+        """Transcribe samples (N,) at `features.sample_rate`, all at once."""
         listener = self.listen()
         return listener.hear(samples) + listener.finish()
 
@@ -60,7 +60,7 @@ class Listener:
 
     @torch.inference_mode()
     def hear(self, samples: np.ndarray) -> str:
-        """The characters that are final after the next samples (N,)."""
+        """Return the new final characters for the next samples (N,)."""
         features, characters = self.recogniser.features, self.recogniser.characters
         self._sound = torch.cat([self._sound, torch.from_numpy(np.asarray(samples, np.float32))])
         frames = features(self._sound)
@@ -81,7 +81,7 @@ class Listener:
         return characters.decode(new)
 
     def finish(self) -> str:
-        """The remaining characters, from silence after the end of the sound."""
+        """Return the remaining characters, after appending silence."""
         rate = self.recogniser.features.sample_rate
         return self.hear(np.zeros(round(self.recogniser.tail_s * rate), np.float32))
 

@@ -55,7 +55,7 @@ class SpeechData:
         return int(labels.max()) + 1
 
     def words(self, space: int) -> set[tuple[int, ...]]:
-        """The words of the training transcripts, as ids of their characters."""
+        """Return the words of training transcripts, as ids of characters."""
         target = self.train.ragged["target"]
         every = target.values.tolist()
         places = zip(target.starts.tolist(), target.lengths.tolist(), strict=True)

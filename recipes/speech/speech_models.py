@@ -101,7 +101,7 @@ class MemoryEncoder(nn.Module):
     def advance(
         self, features: Shaped[Tensor, "B T M"], states: States | None
     ) -> tuple[Float[Tensor, "B steps H"], States]:
-        """The steps of the next frames of a stream, a multiple of `stride`, and the memories after them."""
+        """Encode the next frames of a stream, a multiple of `stride`; returns steps and new memories."""
         x = self.stem(features.unflatten(1, (-1, self.stride)).flatten(2))
         after = []
         for index, block in enumerate(self.blocks):

@@ -63,7 +63,7 @@ def _sound(path: Path, folder: Path) -> tuple[np.ndarray, int]:
 
 
 def find_digits(folder: Path) -> Source:
-    """The Free Spoken Digit Dataset as Parquet files, or as its authors publish it: recordings/7_theo_12.wav.
+    """Find the Free Spoken Digit Dataset as Parquet files, or as published: recordings/7_theo_12.wav.
 
     Recordings 0 to 4 of each digit and speaker are the test set, as the authors define it. Raises NotFoundHere if
     `folder` has neither, and UserError for an unreadable file; reading raises it for a damaged file.
@@ -116,7 +116,7 @@ def validation(digits: Source, recordings: int = 5) -> Source:
 
 
 def connect(digits: Source, counts: dict[str, int]) -> Source:
-    """Utterances of 3 to 7 digits of one speaker, 50 to 350 ms of silence between them; test digits for testing."""
+    """Join 3 to 7 digits of a speaker, with 50 to 350 ms of silence in between; test digits for testing."""
 
     def read(split: str) -> Iterator[Utterance]:
         draws = np.random.default_rng([20, split == "test"])
@@ -139,7 +139,7 @@ def connect(digits: Source, counts: dict[str, int]) -> Source:
 
 
 def tones() -> Source:
-    """Synthetic stand-ins for spoken digits: the two tones of a telephone key, at six pitches, in noise."""
+    """Synthesise stand-ins for spoken digits: two tones of a telephone key, at six pitches, in noise."""
 
     def read(split: str) -> Iterator[Utterance]:
         draws = np.random.default_rng([21, split == "test"])
@@ -164,7 +164,7 @@ def tones() -> Source:
 
 
 def find_manifest(folder: Path) -> Source:
-    """train.jsonl and test.jsonl, a line per utterance: {"audio": "a.wav", "text": "...", "speaker": "..."}.
+    """Find train.jsonl and test.jsonl with {"audio": "a.wav", "text": "...", "speaker": "..."} per line.
 
     Raises NotFoundHere if `folder` does not have both, and UserError for an unreadable file; reading raises it for an
     invalid line or sound.
@@ -279,7 +279,7 @@ def _recordings_in(folder: Path) -> tuple[Any, str] | None:
 
 
 def find_librispeech(folder: Path) -> Source:
-    """LibriSpeech as its authors publish it: all of train-*/<speaker>/<chapter>/, tested on test-clean or dev-clean.
+    """Find LibriSpeech as published: all of train-*/<speaker>/<chapter>/, tested on test-clean or dev-clean.
 
     Raises NotFoundHere if `folder` does not have both, and UserError for an unreadable file; reading raises it for a
     missing or damaged sound.
@@ -307,7 +307,7 @@ def find_librispeech(folder: Path) -> Source:
 
 
 def find_gigaspeech(folder: Path, subset: str) -> Source:
-    """GigaSpeech as its authors publish it: GigaSpeech.json and audio/; trains on `subset` (xs, s, m, ...).
+    """Find GigaSpeech as published: GigaSpeech.json and audio/; trains on `subset` (xs, s, m, ...).
 
     Raises NotFoundHere if `folder` has no GigaSpeech.json, and UserError if it is unreadable; reading raises it for a
     damaged sound.

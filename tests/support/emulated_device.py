@@ -220,7 +220,7 @@ class _Event:
 
 
 def emulate() -> EmulatedDevice:
-    """The emulated device, which Accelerate takes from now on. For a process of its own, once, before any backward."""
+    """Have Accelerate use the emulated device from now on. For a process of its own, once, before any backward."""
     from accelerate.state import AcceleratorState, PartialState
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -245,7 +245,7 @@ def emulate() -> EmulatedDevice:
 
 
 def _keeping_attributes(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """`swap` that leaves the first tensor's attributes and hooks with it, as setting its `data` does."""
+    """Have `swap` keep the first tensor's attributes and hooks, as setting its `data` does."""
 
     def swap_tensors(first: Any, second: Any) -> None:
         kept = {name: value for name, value in vars(first).items() if name != "on_cpu"}

@@ -107,7 +107,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def peak_bytes(profile: torch.profiler.profile) -> int:
-    """Most bytes that were allocated at one time since `profile`, made with `profile_memory`, began."""
+    """Return the peak of allocated bytes in `profile`, made with `profile_memory`."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
@@ -120,7 +120,7 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
 
 
 def planted(link: Path) -> Path:
-    """A file of which nothing may change, to which `link` leads."""
+    """Return a file that must not change, the target of `link`."""
     precious = link.with_name(f"{link.name}.precious")
     precious.write_text("precious")
     link.symlink_to(precious)
@@ -136,8 +136,7 @@ def program_environment(**more: str) -> dict[str, str]:
 def run_recipe(
     recipe: str, *args: str, env: dict[str, str] | None = None, timeout_s: float = 300, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """`python recipes/<recipe>.py *args` from the repository root, in a new process (others:
-    `tests.support.forked_python`)."""
+    """Run `recipes/<recipe>.py` from the repository root, in a new process (others: `tests.support.forked_python`)."""
     command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *args]
     environment = program_environment(**(env or {}))
     return subprocess.run(

@@ -22,13 +22,13 @@ class HostWait(NamedTuple):
 
 
 def innermost_place() -> str:
-    """The `place` of a wait that is noted now."""
+    """Return the `place` of a current wait."""
     places = [place for frame in traceback.extract_stack() if (place := _place(frame.filename))]
     return places[-1] if places else ""
 
 
 def _place(file: str) -> str:
-    """`file` from the name of its package on, if that is the toolkit or one of `LIBRARIES`; else empty."""
+    """Return `file` relative to its package's parent, for the toolkit and `LIBRARIES`; else empty."""
     path = Path(file)
     if path.is_relative_to(ROOT / "toolkit"):
         return str(path.relative_to(ROOT))

@@ -60,7 +60,7 @@ def magic(words: str) -> None:
 
 @contextmanager
 def printed() -> Iterator[list[str]]:
-    """The lines that this process and those that it starts print, without the path of the folder."""
+    """Collect printed lines of this process and its children, without the path of the folder."""
     lines: list[str] = []
     whole = os.dup(1)
     with open("printed.txt", "w+") as file:
@@ -78,7 +78,7 @@ def printed() -> Iterator[list[str]]:
 
 
 def shown(picture: bytes) -> dict[str, Any]:
-    """The output of a cell that shows a picture, in 64 colours, which is a third of the bytes."""
+    """Return a cell's output for a figure, in 64 colours: a third of the bytes."""
     assert picture.startswith(PNG)
     smaller = io.BytesIO()
     Picture.open(io.BytesIO(picture)).convert("RGB").quantize(64).save(smaller, "png", optimize=True)
@@ -87,7 +87,7 @@ def shown(picture: bytes) -> dict[str, Any]:
 
 
 def drawn() -> Iterator[bytes]:
-    """Figures of matplotlib that a cell leaves open, as PNG."""
+    """Yield a cell's open matplotlib figures, as PNG."""
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     for number in pyplot.get_fignums() if pyplot else ():
         picture = io.BytesIO()

@@ -51,6 +51,6 @@ class TaskAfterTask:
             yield next(self.orders[task].batches(steps)) + task * self.samples_per_task
 
     def _place(self, step: int) -> tuple[int, int]:
-        """The task, and its steps before this one."""
+        """Return the task, and its steps so far."""
         epoch, steps = divmod(step, self.steps_per_epoch)
         return steps // self.steps_per_task, epoch * self.steps_per_task + steps % self.steps_per_task

@@ -50,7 +50,7 @@ class SmallModel(nn.Module):
 
 
 class Stop(tk.Callback):
-    """Ends the run at `step`, the way that `how` says, on `rank`; notes the samples of each step."""
+    """Ends the run at `step` on `rank`, in the way `how`; records the samples of each step."""
 
     def __init__(self, step: int | None = None, how: str = "", rank: int = 0):
         self.step, self.how, self.rank = step, how, rank

@@ -120,7 +120,7 @@ def _equal_samples(c: Comparison, check: Check) -> Facts | None:
 
 
 def _in_module(applies: Callable[[Comparison, str, str], bool]) -> Callable[[Comparison, Check], Facts | None]:
-    """The first module whose output differs at the step of the check, if `applies` (comparison, name, type) to it."""
+    """Find the first module whose output differs at the check's step, if `applies` (comparison, name, type) to it."""
 
     def when(c: Comparison, check: Check) -> Facts | None:
         for name, kind in c.one.first.modules.items():
@@ -147,7 +147,7 @@ def _unequal_gradients(c: Comparison, check: Check) -> Facts | None:
 def _scaled(
     applies: Callable[[float, int], bool] = lambda _, __: True,
 ) -> Callable[[Comparison, Check], Facts | None]:
-    """All differing gradients are off by one factor, and `applies` (factor, ranks) is true."""
+    """Test that one factor explains all differing gradients, and `applies` (factor, ranks)."""
 
     def when(c: Comparison, check: Check) -> Facts | None:
         differing = _differing(c, check)

@@ -160,7 +160,7 @@ def sample_digests(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _unpadded(part: Tensor) -> Tensor:
-    """`part` (T, ...) up to its last step that is not all padding of one kind."""
+    """Strip trailing steps of `part` (T, ...) with only one kind of padding."""
     if not part.ndim:
         return part
     steps = part.reshape(len(part), -1)

@@ -161,7 +161,7 @@ class Recorder:
         self._unreached -= 1
 
     def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
-        """Records a fingerprint of each module's output for each sample, the first of a forward of the model."""
+        """Record a fingerprint of each module's first output in a forward pass of the model, per sample."""
         if not (self.step.samples and module.training and torch.is_grad_enabled()) or self.in_backward:
             return
         output = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)

@@ -78,7 +78,7 @@ def _refuse(name: str, wrapper: Any) -> None:
 
 
 def _with_adapters(experts: Any) -> Any:
-    """Return the forward of `experts`, with the low-rank products of adapters that are in use during the call."""
+    """Return the forward of `experts`, with the low-rank products of adapters in use during the call."""
     signature = inspect.signature(experts.forward)
     # No closure: `copy.deepcopy` gives copied experts their own.
     forward: Any = partial(_forward, experts, experts.forward, signature)

@@ -92,7 +92,7 @@ def _differing(checks: dict[str, int]) -> list[str]:
 
 
 def _norms(parameter: Tensor, num_experts: int) -> Tensor:
-    """(E): of each expert's rows, from the rank that owns them."""
+    """Return norms (E,) of experts' rows, from their owners."""
     ownership = ownership_of(parameter)
     assert ownership is not None
     norms_E = parameter.new_zeros(num_experts)
@@ -283,7 +283,7 @@ def _check_record(folder: Path, model: Any, found: Verification) -> None:
 
 
 def _norms_of(model: nn.Module, name: str) -> Tensor | None:
-    """(E): of one matrix of adapters in PEFT's layout."""
+    """Return norms (E,) of a matrix in PEFT's layout."""
     place, _, matrix = name.rpartition(".lora_")
     try:
         experts, weight = int(model.get_submodule(place).num_experts), model.get_parameter(name)  # type: ignore[arg-type]

@@ -302,7 +302,7 @@ class RolloutRoutes:
     Weights change between a rollout and the steps that train on it, so a router would choose other experts for some
     tokens, and the ratio of new and old probabilities would compare two different networks.
 
-    Routes are replayed in every forward pass of `model` on these texts, which are known by their tokens. Only the last
+    Every forward pass of `model` on these texts, identified by their tokens, replays the routes. Only the last
     call of `generate` is kept. Raises UserError in a forward pass with gradients on other texts.
     """
 

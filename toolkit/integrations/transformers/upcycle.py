@@ -115,8 +115,8 @@ def _mixture_config(dense: PreTrainedConfig, num_experts: int, top_k: int, width
 def _fill_experts(
     experts: nn.Module, feed_forward: nn.Module, shards: int, redraw: float, seed: int, name: str
 ) -> None:
-    """Expert e gets part e % shards of the hidden units; its output is scaled by `shards`, because each of a set's
-    members carries only that share of the set's weight."""
+    """Give expert e part e % shards of the hidden units, with its output scaled by `shards`, because it has only
+    1 / shards of its set's weight."""
     gate_FD, up_FD, down_DF = (feed_forward.get_parameter(f"{n}_proj.weight") for n in ("gate", "up", "down"))
     gate_up_EHD, down_EDF = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
     width = down_EDF.shape[2]
