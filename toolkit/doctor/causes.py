@@ -41,7 +41,7 @@ class Rule:
     cause: str
     remedy: str
     when: Callable[[Comparison, Check], Facts | None] = lambda _, __: {}
-    """Returns the facts, or None if the rule does not apply."""
+    """Function that returns the facts, or None if not applicable."""
 
     def finding(self, c: Comparison) -> Finding | None:
         """Return the finding, or None if this rule does not apply."""

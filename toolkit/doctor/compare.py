@@ -185,7 +185,7 @@ class Evidence:
         return _mean([loss for record in self.records for loss in record.steps[step].losses])
 
     def balance_loss(self, step: int) -> float | None:
-        """Return the aux loss: a sum over ranks for `RouterPenalty`, a mean for transformers."""
+        """Return the router loss: a sum over ranks for `RouterPenalty`, a mean for transformers."""
         if self.first.steps[step].penalties:
             return sum(sum(r.steps[step].penalties) for r in self.records) / len(self.first.steps[step].penalties)
         losses = [value for record in self.records for value in record.steps[step].balance_losses]
