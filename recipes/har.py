@@ -86,7 +86,7 @@ def first() -> Config:
 
 
 def build_model(config: Config, data: ActivityData) -> nn.Module:
-    """A convolutional encoder of what it sees at a time, and a classifier behind it."""
+    """Build a convolutional encoder of windows and a classifier on top of it."""
     encoder = WindowEncoder(view_channels(config.mode, data.num_channels), width=config.width)
     classifier = tk.MLP(encoder.width_out, *config.hidden_dims, len(data.classes))
     head = nn.Sequential(nn.Dropout(config.dropout), classifier)

@@ -69,7 +69,7 @@ def dynamic() -> Config:
 
 
 def build_model(config: Config, data: tk.data.ImageData, groups: tk.experts.ExpertGroups) -> nn.Module:
-    """Pixels, a linear stem, a residual block (the mixture, or its dense control), a linear head."""
+    """Build pixels, linear stem, residual block (MoE layer or its dense control) and linear head."""
     hidden = config.expert_hidden_size
     if config.experts == 0:
         block: nn.Module = tk.MLP(config.dim, 2 * hidden, config.dim)

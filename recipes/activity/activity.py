@@ -28,7 +28,7 @@ from activity.activity_sources import (
 
 MADE_UP = "made-up volunteers say nothing about people."
 CACHE_FORMAT = 3
-"""Goes up when what is cached for the same files changes."""
+"""Version of the cached content."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ActivityData:
     """Two tables with the columns "input" (N, channels, readings) float32 and "label" (N,) int64."""
 
     name: str
-    """The name of the set: hmp, uci_har, generated, or that of your own."""
+    """hmp, uci_har, generated, or the name of your own set."""
     train: tk.TensorTable
     test: tk.TensorTable
     classes: tuple[str, ...]
@@ -58,7 +58,7 @@ class ActivityData:
         return len(self.mean)
 
     def facts(self) -> dict[str, Any]:
-        """What results.json is to say about the data."""
+        """Return the data's entries in results.json."""
         counts = dict(zip(self.classes, self.class_counts.tolist(), strict=True))
         return {
             "dataset": self.name,
@@ -96,23 +96,23 @@ def load_activity(
     """Load windows of sensor signals.
 
     Args:
-        dataset: "hmp", "uci_har", "generated", or "auto" for the first of them that can be had; or a file, a folder or
+        dataset: "hmp", "uci_har", "generated", or "auto" for the first that is available; or a file, a folder or
             "owner/name" of the Hub with columns for subject, activity and signals, see `find_own`.
         data_dir: The folder of a named set, or one above it; None looks in $TOOLKIT_DATA_DIR and on the Hub.
         on_main: `Run.on_main_and_share`.
         window_seconds: Length of a window; None means 4, or the publisher's windows.
         overlap: Fraction of a window that the next one shares.
-        fold: Whose windows are the test data, of `folds` parts of the volunteers; None means those of the official
-            splits, or of fold 0 where there are none.
+        fold: Which of `folds` parts of the volunteers is the test data. Default: the official splits, or fold 0
+            without official splits.
         folds: Parts into which volunteers are divided.
         rate_hz: Readings per second of a set of your own.
-        validation: Hold out a part of the training volunteers, too; those of an official split always are.
+        validation: Hold out a part of the training volunteers, too; an official validation split always is.
 
     Returns:
-        Its tables, and what a model has to know of them.
+        Its tables, and the facts that a model needs.
 
     Raises:
-        UserError: On every rank, the set is not there, or holds what cannot be.
+        UserError: On every rank, the set is missing or invalid.
     """
     name, notice, columns = tk.data.shared_columns(
         dataset, lambda: _find(dataset, data_dir, window_seconds, overlap, rate_hz), on_main
@@ -153,7 +153,7 @@ def load_activity(
 
 
 def _held_out(volunteer: Tensor, part: Tensor, fold: int | None, folds: int) -> tuple[Tensor, Tensor]:
-    """(volunteers,) bool: who is tested on, and on whose windows choices are made, as far as the publisher says."""
+    """Return the test and the validation volunteers, (volunteers,) bool, by official splits or folds."""
     count = int(volunteer.max()) + 1
     test, validation = (
         volunteer[part == PARTS.index(which)].bincount(minlength=count) > 0 for which in ("test", "validation")
@@ -167,7 +167,7 @@ def _held_out(volunteer: Tensor, part: Tensor, fold: int | None, folds: int) -> 
 
 
 def _fold(volunteer: Tensor, fold: int, folds: int, count: int) -> Tensor:
-    """(count,) bool: who is in one of `folds` parts, which have about the same number of windows."""
+    """Return a mask (count,) of one of `folds` parts, with about equal numbers of windows."""
     from sklearn.model_selection import GroupKFold
 
     parts = GroupKFold(folds).split(np.empty(len(volunteer)), groups=volunteer.numpy())

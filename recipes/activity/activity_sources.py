@@ -15,7 +15,7 @@ import toolkit as tk
 
 Name = Literal["hmp", "uci_har", "generated"]
 PARTS = ("train", "test", "validation")
-"""For what a publisher made a recording."""
+"""Splits that a publisher can assign."""
 
 UCI_HAR_REPO = "udayl/UCI_HAR"
 UCI_HAR_SIGNALS = tuple(
@@ -51,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of equal length with what was done in them; the columns of a cache entry, apart from the names."""
+    """Labelled windows of equal length; the columns of a cache entry, apart from the names."""
 
     signal: np.ndarray
     """(windows, channels, readings) float32."""
@@ -60,7 +60,7 @@ class Windows:
     volunteer: np.ndarray
     """(windows,) int64, indices into `volunteers`."""
     part: np.ndarray
-    """(windows,) int64, indices into `PARTS`; zeros where the set has no official split."""
+    """(windows,) int64, indices into `PARTS`; zeros if the set has no official split."""
     classes: tuple[str, ...]
     volunteers: tuple[str, ...]
 
@@ -75,15 +75,15 @@ class Recordings:
     rate_hz: float
     read: Callable[[], list[Trial] | Windows]
     notice: str | None = None
-    """What the user is told of how it is read."""
+    """Message for the user on how it is read."""
 
 
-# --- where sets lie ----------------------------------------------------------------------------------------------
+# --- locations ---------------------------------------------------------------------------------------------------
 
 
 def locate(names: Sequence[str], data_dir: Path | None) -> Recordings:
-    """The files of the first of `names` that is found: in `data_dir` and nowhere else, if given; else in
-    $TOOLKIT_DATA_DIR; UCI-HAR also in the Hub's cache and on the Hub. Raises NotFoundHere naming every place.
+    """Find the first available set of `names`: only in `data_dir`, if given; else in $TOOLKIT_DATA_DIR, and UCI-HAR
+    also in the Hub's cache and on the Hub. Raises NotFoundHere naming every place.
     """
     looks: list[Callable[[], Recordings]] = [
         partial(lambda name: find_in_folder(tk.data.data_folder(data_dir), name), name) for name in names
@@ -101,9 +101,9 @@ def locate(names: Sequence[str], data_dir: Path | None) -> Recordings:
 
 
 def find_in_folder(folder: Path, name: str) -> Recordings:
-    """The files of `name` in a folder that is called after the set and lies in `folder`, or is `folder`.
+    """Find the files of `name` in `folder`, or in its subfolder that is named after the set.
 
-    Raises NotFoundHere where there are none, or not all.
+    Raises NotFoundHere if files are missing.
     """
     if name == "hmp":
         for place in (folder / "hmp", folder):
@@ -137,19 +137,19 @@ def _uci_har_files(folder: Path) -> Recordings:
 SUBJECT = ("subject", "volunteer", "participant", "user")
 ACTIVITY = ("activity", "label")
 TRIAL, NO_SIGNALS = "trial", ("time", "timestamp", "index", "Unnamed: 0")
-"""Names of columns of your own data; the last is what pandas calls the numbers of rows that it wrote."""
+"""Column names of your own data; the last is pandas' name for the row numbers that it writes."""
 
 
 def find_own(dataset: str, rate_hz: float | None) -> Recordings:
     """Find trials of your own: a file, a folder or a data set of the Hub, read by `datasets`.
 
-    A row is a reading, and neighbouring rows of one subject, one activity and, where there is such a column, one
-    `trial` are one trial; or a row is a trial, and its signals are lists. The columns of subject and activity have one
-    of the names `SUBJECT` and `ACTIVITY`; all others with numbers are signals, except `NO_SIGNALS`.
+    A row is a reading, and consecutive rows with the same subject, activity and `trial` (if there is such a column) are
+    one trial; or a row is a trial, and its signals are lists. Subject and activity columns are named as in `SUBJECT`
+    and `ACTIVITY`; all other numeric columns are signals, except `NO_SIGNALS`.
 
     Args:
-        dataset: What `load_splits` takes; the subjects in its split `test` are held out, and those in `validation`,
-            which is the test split where there is no other.
+        dataset: Argument of `load_splits`; the subjects in its splits `test` and `validation` are held out. Without a
+            test split, `validation` is the test split.
         rate_hz: Readings per second.
 
     Raises:
@@ -231,7 +231,7 @@ def _own_trials(dataset: str, splits: Any, subject: str, activity: str, signals:
 
 
 def read_uci_har(folder: Path) -> Windows:
-    """The raw signals of both splits, in the publisher's layout: a row a window, 128 readings in each row.
+    """Read the raw signals of both splits, in the publisher's layout: a window of 128 readings per row.
 
     Raises UserError for a file that is damaged or cannot be read.
     """
@@ -267,7 +267,7 @@ def read_uci_har(folder: Path) -> Windows:
 def _read_table(path: Path, columns: int) -> np.ndarray:
     """(rows, columns) float32 from numbers with spaces between."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of an empty file, which is refused below
+        with warnings.catch_warnings(action="ignore"):  # of an empty file, which raises below
             table = np.loadtxt(path, dtype=np.float32, ndmin=2)
     except (OSError, ValueError) as error:
         raise tk.data.damaged(path, f"cannot be read as rows of numbers ({error})") from None
@@ -281,7 +281,7 @@ def _read_table(path: Path, columns: int) -> np.ndarray:
 
 
 def read_hmp(paths: Iterable[Path]) -> list[Trial]:
-    """The trials of the wrist accelerometer set (Bruno et al. 2013), in g.
+    """Read trials of the wrist accelerometer set (Bruno et al. 2013), in g.
 
     Raises UserError for a file that is damaged or cannot be read.
     """
@@ -303,8 +303,8 @@ def read_hmp(paths: Iterable[Path]) -> list[Trial]:
 
 
 def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
-    """Windows of `steps` readings that begin every `steps * (1 - overlap)`; none spans two trials. A trial that is
-    shorter than a window is one, with its last reading repeated.
+    """Cut each trial to windows of `steps` readings that begin every `steps * (1 - overlap)`. A shorter trial is one
+    window, with its last reading repeated.
     """
     trials = list(trials)
     classes = tuple(sorted({trial.activity for trial in trials}))
@@ -330,8 +330,8 @@ def cut(trials: Iterable[Trial], *, steps: int, overlap: float) -> Windows:
 
 
 def generate_trials() -> list[Trial]:
-    """Made-up wrist signals: each activity is gravity from one side and a movement of one frequency and direction;
-    each volunteer is a little faster, stronger and more tilted than the next. Always the same.
+    """Generate fixed wrist signals: each activity is gravity from one side and a movement of one frequency and
+    direction; volunteers differ in speed, strength and tilt.
     """
     random = np.random.default_rng(2013)
     frequencies = {"stir": 0.7, "walk": 1.9, "run": 2.9, "wave": 1.2, "rest": 0.0, "brush": 4.0}

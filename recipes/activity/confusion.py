@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class ConfusionPicture(tk.Callback):
-    """Draws confusion.png when the run ends, from the last evaluation of a `VotedClassification`.
+    """Plot of the last evaluation of a `VotedClassification`, confusion.png, drawn when the run ends.
 
-    Labels are the facts `classes` and `test_examples` of the run, where they were described.
+    Its labels are the facts `classes` and `test_examples` of the run, if described.
     """
 
     def on_fit_start(self, trainer: tk.Trainer) -> None:
@@ -23,7 +23,7 @@ class ConfusionPicture(tk.Callback):
 
 
 def draw_last_confusion(folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:
-    """Draw the last `eval/confusion` of the run in `folder`; returns the picture by name, none where there is none."""
+    """Plot the last `eval/confusion` of the run in `folder`, if any; returns the figure by name."""
     lines = tk.read_metrics(folder / "metrics.jsonl")
     evaluations = [line["eval/confusion"] for line in lines if "eval/confusion" in line]
     if not evaluations:

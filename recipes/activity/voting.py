@@ -21,9 +21,9 @@ Balance = Literal["none", "sqrt", "inverse"]
 class VotedClassification:
     """Cross-entropy and votes of a model whose logits are (examples, views, classes).
 
-    Trains every view on its example's label. Evaluates whole examples: the vote of the views is the mean of their
-    probabilities, its cross-entropy is in nats. Reports accuracy, macro-F1, and the confusion matrix (truth, vote) as
-    shares of all examples, all from counts that are added up over ranks.
+    Trains every view on its example's label. Evaluates examples: the vote is the mean of the views' probabilities, its
+    cross-entropy is in nats. Reports accuracy, macro-F1, and the confusion matrix (truth, vote) as shares of all
+    examples, from counts summed over ranks.
 
     `class_weights` (classes,) and `label_smoothing` apply to training only.
     """

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 Mode = Literal["all_channels", "flatten", "average", "first"]
-"""What the encoder sees at a time: all channels; each channel by itself; their mean; only the first."""
+"""Input of the encoder: all channels; each channel separately; their mean; only the first."""
 GROUPS = 8
-"""Groups of the group normalisation, which knows one window alone: batch size and number of ranks change nothing."""
+"""Groups of the group normalisation, which is independent of batch size and number of ranks."""
 
 
 class ResidualBlock(nn.Module):
@@ -65,8 +65,8 @@ class WindowClassifier(nn.Module):
     """Logits (B, views, classes) for windows (B, channels, T): one view, or one per channel in the mode `flatten`.
 
     `encoder` maps (N, `view_channels`, T) to (N, F), and `head` (N, F) to (N, classes). `mean` and `std` (channels,)
-    standardise the signals, here and not in the data, so that the model takes what a sensor says. Raises UserError for
-    an unknown `mode`.
+    standardise the signals in the model, not in the data, so that it takes raw readings. Raises UserError for an
+    unknown `mode`.
     """
 
     mean: Tensor
@@ -99,9 +99,9 @@ def view_channels(mode: Mode, channels: int) -> int:
 
 
 def load_encoder(model: nn.Module, path: Path) -> None:
-    """Take the weights of `model.encoder` from a `model.safetensors` of another run, or of one such encoder.
+    """Load the weights of `model.encoder` from a `model.safetensors` of another run, or of one such encoder.
 
-    Raises UserError where the file is none or does not fit.
+    Raises UserError if the file is invalid or does not fit.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

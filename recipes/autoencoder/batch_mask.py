@@ -23,11 +23,11 @@ class WholeBatches(tk.data.BatchOrder):
         return self.num_samples // self.batch_size
 
     def epoch(self, epoch: int) -> torch.Tensor:
-        """All row numbers in the order of `epoch`, without those of a short last batch."""
+        """Return all row numbers in the order of `epoch`, without a short last batch."""
         return super().epoch(epoch)[: self.steps_per_epoch * self.batch_size]
 
     def samples_before(self, step: int) -> int:
-        """How many examples the steps before `step` took."""
+        """Return the number of samples before `step`."""
         return step * self.batch_size
 
 
@@ -44,7 +44,7 @@ class BatchMask(tk.Callback):
 
 
 def reference_mask(num_samples: int, labels: int, batch_size: int, *, seed: int) -> tuple[WholeBatches, BatchMask]:
-    """The order of the data, and the mask for `labels` expected ones, as Python's generator draws it from `seed`."""
+    """Return the data order, and a mask with `labels` expected labels, from Python's generator with `seed`."""
     order = WholeBatches(num_samples=num_samples, batch_size=batch_size, seed=seed)
     draws = random.Random(seed)
     chosen = [place for place in range(order.steps_per_epoch) if draws.random() < labels / num_samples]

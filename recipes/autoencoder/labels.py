@@ -1,4 +1,4 @@
-"""Few labels, some of them wrong: which images have one, and what is drawn at each visit."""
+"""Few labels, some of them wrong: the labelled images, and the draws of each visit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 Corruption = Literal["fixed", "resampled"]
 UNLABELLED = -1
 BANK_SIZES = {"noise": 65_521, "pairs": 65_519, "corruption": 65_497, "direction": 4_093}
-"""Draws that are made once and then looked up. Primes, so that visits run through all of them; different ones, so that
-what is drawn for one purpose says nothing about the others."""
+"""Sizes of tables of precomputed draws: primes, so that visits run through all rows, and different, so that the draws
+for one purpose are independent of the others."""
 
 
 def balanced_rows(labels: Integer[Tensor, " N"], count: int, num_classes: int, *, seed: int) -> Tensor:
-    """Rows of `count` of `labels` (N,), as many of each class as can be: fixed by `seed`, sorted.
+    """Return sorted rows of `count` of `labels` (N,), balanced by class, fixed by `seed`.
 
-    Raises UserError where there are not that many, or not one for each class.
+    Raises UserError if there are too few, or `count` is less than one per class.
     """
     if not num_classes <= count <= len(labels):
         raise tk.UserError(f"labels={count}: take {num_classes} to {len(labels)}, at least one of each class.")
@@ -95,7 +95,7 @@ class FewLabels:
         self.shift_pair = tk.data.VisitDraws(shift[1])
         self.noise = _normal_draws(*noise_shape, seed=seed, purpose="noise") if noise_shape else None
         pixels = images[0].numel()
-        # Fewer rows: where a power iteration begins matters little, and an image is long.
+        # Fewer rows: the start of a power iteration matters little, and an image is long.
         self.direction = _normal_draws(pixels, seed=seed, purpose="direction") if directions else None
 
     def __call__(self, batch: tk.Batch, visits: Tensor) -> tk.Batch:

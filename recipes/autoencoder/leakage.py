@@ -44,7 +44,7 @@ class StyleLeakage(tk.Callback):
 def measure_leakage(
     styles: NDArray[np.floating], answers: NDArray[np.integer], labels: NDArray[np.integer]
 ) -> dict[str, float]:
-    """Measures of mean styles (N, S), inferred classes (N,) and true classes (N,).
+    """Measure mean styles (N, S), inferred classes (N,) and true classes (N,).
 
     mig                 mutual information gap (Chen et al. 2018, NeurIPS, eq. 6) of the one known factor, the class:
                         the inferred class and each style are latent variables, and the best two are compared
@@ -74,7 +74,7 @@ def mutual_information(a: NDArray[np.integer], b: NDArray[np.integer]) -> float:
 
 
 def variance_ratio(styles: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
-    """Between over within: 0 where all classes have the same mean style."""
+    """Between over within: 0 if all classes have the same mean style."""
     classes = np.unique(labels)
     means = np.stack([styles[labels == label].mean(0) for label in classes])
     within = np.stack([styles[labels == label].var(0) for label in classes]).mean(0)
@@ -93,7 +93,7 @@ def _binned(values: NDArray[np.floating]) -> NDArray[np.integer]:
 
 
 def _probe(features: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
-    """Fitted on one half of the images, judged on the other; never below 0."""
+    """Fit on one half of the images, score on the other; never below 0."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 

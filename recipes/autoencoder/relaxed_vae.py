@@ -34,13 +34,13 @@ class RelaxedVAE(nn.Module):
     def forward(
         self, images: Tensor, noise: Tensor, *, label: Tensor | None = None, styles: bool = False
     ) -> dict[str, Tensor]:
-        """`noise` (B, S, C + D) standard normal; `label` (B,), -1 where it is not known, and then drawn.
+        """Return `logits` (B, C), `log_weight` (B, S) and `mean_class` (B, C).
 
-        Gives `logits` (B, C), `log_weight` (B, S), which is log p(x, z | y) / q(z | x, y) in nats, and `mean_class`
-        (B, C), the samples of y averaged by weight.
+        `noise` (B, S, C + D) is standard normal; an unknown `label` (B,), -1, is drawn. `log_weight` is
+        log p(x, z | y) / q(z | x, y) in nats, `mean_class` the weighted mean of the samples of y.
 
-        The class costs nothing: with its divergence from the prior in the bound the study's figures cannot be reached,
-        as unlabelled images then do not use it; without, they are (docs/recipes/vae.md).
+        The bound omits the divergence of the class from its prior: with it, unlabelled images do not use the class, and
+        the study's figures cannot be reached (docs/recipes/vae.md).
         """
         x = to_unit(images)
         hidden = self.stem(x).relu()
@@ -77,9 +77,8 @@ class RelaxedBound:
     """The bound of `RelaxedVAE`: the reference's objective, for comparison with `SemiSupervised`.
 
     A known class adds 1 + `supervision_weight` times its log probability. (After Narayanaswamy et al. 2017, NeurIPS,
-    with one weight.) With the class given, all samples weigh the same. Labels are those of the batch, -1 where there is
-    none. An image's answer is the best class in the weighted mean of its samples, as the study has it; `logit_accuracy`
-    asks the logits.
+    with one weight.) With a known class, all samples have equal weight. Labels come from the batch, -1 if unknown. The
+    prediction is the best class in the weighted mean of the samples, as in the study; `logit_accuracy` uses the logits.
     """
 
     def __init__(self, supervision_weight: float):

@@ -20,10 +20,9 @@ CONFIDENT = 0.95
 class SemiSupervised:
     """The objective of M2 with exact inference (Kingma et al. 2014, eq. 9).
 
-    For `SemiSupervisedVAE`. Each image of a batch gives its bound in nats: of the pair (x,
-    y) where `label` is not -1, else of x with all classes weighed by q(y | x). Beside it comes a labelled image
-    `paired_input` with `paired_label`, whose cross-entropy counts `supervision_weight` times. Virtual adversarial
-    smoothness of q(y | x) counts `smoothness_weight` times.
+    For `SemiSupervisedVAE`. Each image of a batch gives its bound in nats: of the pair (x, y) if `label` is not -1,
+    else of x with all classes weighed by q(y | x). `supervision_weight` scales the cross-entropy of a labelled image
+    `paired_input` with `paired_label`, `smoothness_weight` the virtual adversarial smoothness of q(y | x).
     """
 
     def __init__(self, supervision_weight: float, *, smoothness_weight: float):
@@ -45,7 +44,7 @@ class SemiSupervised:
         return tk.Loss(total, len(batch["input"]), sums=sums)
 
     def evaluate(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
-        """The loss is the negative evidence bound of x alone, in nats per image; labels judge the accuracy only."""
+        """Return the negative evidence bound of x, in nats per image; labels are used for accuracy only."""
         out = model(batch["input"], batch["noise"])
         unknown = torch.full_like(batch["label"], UNLABELLED)
         elbo = evidence_bound(out["logits"], out["bounds"], unknown).sum()
@@ -55,7 +54,7 @@ class SemiSupervised:
 def evidence_bound(
     logits: Float[Tensor, "B C"], bounds: Float[Tensor, "B C"], labels: Integer[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """-U(x) of eq. 7, or -L(x, y) where `labels` (B,) is not -1, in nats: (B,); `logits` and `bounds` are (B, C)."""
+    """-U(x) of eq. 7, or -L(x, y) if `labels` (B,) is not -1, in nats: (B,); `logits` and `bounds` are (B, C)."""
     log_q = logits.log_softmax(-1)
     unlabelled = (log_q.exp() * (bounds - log_q)).sum(-1)
     labelled = bounds.gather(1, labels.clamp_min(0)[:, None])[:, 0]
@@ -63,9 +62,9 @@ def evidence_bound(
 
 
 class LabelledOnly:
-    """The controls: the classifier alone, on the labelled images, and with `pseudo_label_weight` on its own answers.
+    """Control: only the classifier, on labelled images, and with `pseudo_label_weight` on its own predictions.
 
-    A pseudo-label (Lee 2013) is the class that q(y | x) gives more than 0.95.
+    A pseudo-label (Lee 2013) is a class with a probability q(y | x) above 0.95.
     """
 
     def __init__(self, *, pseudo_label_weight: float = 0.0):

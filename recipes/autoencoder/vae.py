@@ -43,7 +43,7 @@ class StyleAutoencoder(nn.Module):
         return mean, log_std
 
     def decode(self, z: Float[Tensor, "B C S"]) -> Float[Tensor, "B C H"]:
-        """What the pixels' logits are linear in, (B, C, hidden), of styles (B, C, S); `to_pixels` gives the logits."""
+        """Map styles (B, C, S) to the last hidden units (B, C, hidden); `to_pixels` maps these to logits."""
         hidden = (self.from_style(z) + self.from_class).relu()
         return self.to_hidden(hidden).relu()
 
@@ -100,10 +100,10 @@ class SemiSupervisedVAE(nn.Module):
         directions: Float[Tensor, "B P"] | None = None,
         styles: bool = False,
     ) -> dict[str, Tensor]:
-        """`logits` (B, C) of q(y | x) for uint8 `images` (B, ...), and what else was asked for.
+        """Return `logits` (B, C) of q(y | x) for uint8 `images` (B, ...), and optional outputs.
 
         `noise` (B, S) gives `bounds` (B, C), see `StyleAutoencoder`; `paired` uint8 images give `paired_logits`;
-        `directions` (B, P), where a power iteration begins, give `divergence` (B,), the local KL in nats; `styles`
+        `directions` (B, P), the start of a power iteration, give `divergence` (B,), the local KL in nats; `styles`
         gives `style` (B, S), the mean under the likeliest class.
         """
         x = to_unit(images)

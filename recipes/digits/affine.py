@@ -39,7 +39,7 @@ def warp(images: UInt8[Tensor, "N ..."], draws: Float[Tensor, "N 5"], largest: A
     """`images`, each under the affine map that its row of `draws` (N, 5) gives: angle, scale, shear, and the shifts
     along x and y, each between -1 and 1 in units of `largest`. Bilinear, black beyond the border.
     """
-    if not len(images):  # which torch refuses
+    if not len(images):  # torch raises
         return images
     angle = draws[:, 0] * math.radians(largest.degrees)
     scale = 1 + draws[:, 1] * largest.scale

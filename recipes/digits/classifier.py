@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class ConvolutionalClassifier(nn.Module):
     """Four convolutions, the first with stride 2, max-pooling after the second and fourth, and a linear head.
 
-    For images of `shape`, with channels first where there are several. `width` channels in the first two convolutions,
-    twice as many in the others: 75,754 parameters at 32. Nothing depends on the
-    other images of a batch. `average` has the same layers with averaged weights, see `WeightAverage`, and answers in
-    evaluation. `smoothness_radius` is the 2-norm of the perturbations of `local_divergence`.
+    `shape` is (H, W) or (channels, H, W). The first two convolutions have `width` channels, the others twice that:
+    75,754 parameters at 32. Nothing depends on the other images of a batch. `average` has the same layers with averaged
+    weights, see `WeightAverage`, and is used in evaluation. `smoothness_radius` is the 2-norm of the perturbations of
+    `local_divergence`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ConvolutionalClassifier(nn.Module):
         super().__init__()
         *channels, height, size = shape
         depth = channels[0] if channels else 1
-        # What the convolution with a stride, the pooling that rounds down and the one that rounds up leave.
+        # Sizes after the strided convolution, the pooling that rounds down and the pooling that rounds up.
         area = math.prod(-(-((side + 1) // 2 // 2) // 2) for side in (height, size))
         self.layers = nn.Sequential(
             nn.Unflatten(1, (depth, height, size)),
@@ -68,10 +68,10 @@ class ConvolutionalClassifier(nn.Module):
         strong: UInt8[Tensor, "B ..."] | None = None,
         directions: Float[Tensor, "B P"] | None = None,
     ) -> dict[str, Tensor]:
-        """`logits` (B, C) of uint8 `images`, in evaluation or where `averaged` those of the averaged weights.
+        """Return `logits` (B, C) of uint8 `images`, from the averaged weights in evaluation or if `averaged`.
 
-        With `paired` images, `paired_logits` (B2, C) and what else is asked for: `strong_logits` (B, C) of the views
-        `strong`; for `directions` (B, H * W), where a power iteration begins, `divergence` (B,) in nats and `logits`.
+        With `paired` images, return `paired_logits` (B2, C) instead, and `strong_logits` (B, C) of the views `strong`;
+        with `directions` (B, H * W), the start of a power iteration, also `divergence` (B,) in nats and `logits`.
         """
         if paired is None:
             layers = self.average if averaged or not self.training else self.layers
@@ -93,10 +93,10 @@ class ConvolutionalClassifier(nn.Module):
 
 
 class WeightAverage(tk.Callback):
-    """After each step, moves the averaged weights of a `ConvolutionalClassifier` by 1 - `decay` towards the weights.
+    """Exponential moving average of the weights of a `ConvolutionalClassifier`, updated after each step.
 
-    At step t the decay is (t + 1) / (t + 10) where that is smaller, so that the initial weights are soon forgotten.
-    Checkpoints have the averaged weights beside the others.
+    At step t the decay is at most (t + 1) / (t + 10), so that the initial weights are soon forgotten. Checkpoints
+    contain both sets of weights.
     """
 
     def __init__(self, decay: float):

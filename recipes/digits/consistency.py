@@ -1,4 +1,4 @@
-"""What a classifier learns from images without a label: answers that stay the same where the image changes."""
+"""Consistency regularization: learning from unlabelled images by predictions stable under perturbations."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from autoencoder.semi_supervised import LabelledOnly
 
 
 class ConsistencyRegularization(LabelledOnly):
-    """Cross-entropy of labelled images, and terms of images without a label, each where its weight is not 0.
+    """Cross-entropy of labelled images, and unlabelled loss terms whose weight is not 0.
 
-    FixMatch (Sohn et al. 2020, eq. 4), `pseudo_label_weight`: the answer for `input`, the weak view of an image, is
-    taken for the label of `strong`, its other view, where its probability is at least `confidence`. It is the answer of
-    the averaged weights, as in a mean teacher (Tarvainen and Valpola 2017); in the paper, of the weights themselves.
+    FixMatch (Sohn et al. 2020, eq. 4), `pseudo_label_weight`: the prediction for `input`, the weak view of an image, is
+    the label of `strong`, its other view, if its probability is at least `confidence`. The averaged weights predict it,
+    as in a mean teacher (Tarvainen and Valpola 2017); in the paper, the weights themselves.
 
     Virtual adversarial training (Miyato et al. 2019), `smoothness_weight`: the local divergence at `input`, and
-    `entropy_weight` times the entropy of the answer there, as in their VAT+EntMin.
+    `entropy_weight` times the entropy of the prediction, as in their VAT+EntMin.
 
-    All sums are divided by the images of the batch, which has as many labelled ones (`paired_input`, `paired_label`).
+    All sums are divided by the images of the batch; each comes with a labelled one (`paired_input`, `paired_label`).
     """
 
     def __init__(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, UInt8
 
 BANK_SIZES = {"weak view": 65_479, "strong view": 65_449, "labelled view": 65_447}
-"""Views that are drawn once and then looked up: primes, other ones than those of `FewLabels`."""
+"""Sizes of tables of precomputed views: primes that `FewLabels` does not use."""
 
 
 class Views:

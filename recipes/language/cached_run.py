@@ -19,11 +19,11 @@ BUILD_TIMEOUT_S = 600
 
 
 def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "") -> Path:
-    """The folder of the finished run of `recipe` with `flags`: in the cache, or made there now, by one process.
+    """Return the cached folder of the finished run of `recipe` with `flags`; run it in one process if there is none.
 
-    It is known by the recipe's text, the flags, and `key`, which should change when its data do; it is made anew where
-    it lacks the file or folder `needs`. A run that was interrupted is continued. To be called on one process. Raises
-    UserError if the run fails.
+    The cache key is the recipe's text, the flags, and `key`, which should change with the data. A run without the file
+    or folder `needs` is repeated; an interrupted run is resumed. Call it on one rank. Raises UserError if the run
+    fails.
     """
     known = repr((recipe.read_text(encoding="utf-8"), list(flags), key, tk.__version__))
     folder = tk.data.cache_dir() / f"{recipe.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
@@ -41,7 +41,7 @@ def cached_run(recipe: Path, flags: Sequence[str], *, needs: str, key: str = "")
 
 
 def _train(recipe: Path, words: Sequence[str]) -> None:
-    # What `accelerate launch` sets is for the run that asks: this one has its flags.
+    # The variables of `accelerate launch` are for the calling run; this one has flags.
     own = tk.without_launcher(os.environ)
     environment = {name: value for name, value in own.items() if not name.startswith("ACCELERATE_")}
     if code := subprocess.call([sys.executable, str(recipe), *words], env=environment):

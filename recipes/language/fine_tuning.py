@@ -1,4 +1,4 @@
-"""What fine-tuning a language model adds to a run: the text that it knew, what is written, and a table of controls."""
+"""Parts of a fine-tuning run: evaluation on the old text, export, and a table of controls."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def make_base(run: tk.Run, config: Config, old: tk.data.TextData | None, recipe: Path) -> str:
-    """The folder of the model that `recipe`, lm_moe, has trained on the text `old`, in this run or for an earlier one.
+    """Return the folder of the model that `recipe`, lm_moe, trained on the text `old`, now or for an earlier run.
 
-    Its sizes are those of `config`: `experts`, `top_k`, `expert_hidden_size` and `context`. A collective. Raises
-    UserError without a text.
+    `config` gives its `experts`, `top_k`, `expert_hidden_size` and `context`. A collective. Raises UserError without a
+    text.
     """
     if old is None:
         raise tk.UserError(
@@ -39,9 +39,9 @@ def make_base(run: tk.Run, config: Config, old: tk.data.TextData | None, recipe:
 
 
 def foresee_memory(run: tk.Run, config: Config, base: str, build_optimizer: Callable[[nn.Module], Optimizer]) -> None:
-    """Print what each process is expected to take, before the model in `base` is loaded. A collective.
+    """Print the expected memory of each rank, before the model in `base` is loaded. A collective.
 
-    Raises UserError if that is more than there is, unless `config.force`. Says nothing if non-expert parameters are
+    Raises UserError if it exceeds the free memory, unless `config.force`. Does nothing if non-expert parameters are
     sharded.
     """
     if config.dense_parallel != "ddp":
@@ -64,13 +64,13 @@ def foresee_memory(run: tk.Run, config: Config, base: str, build_optimizer: Call
 
 
 def eval_batch_size(run: tk.Run) -> int:
-    """Sequences that all processes evaluate at a time: no more than a micro-batch has, so that memory suffices."""
+    """Return the global evaluation batch size: at most a micro-batch, so that memory suffices."""
     return run.config.batch_size // run.accumulation
 
 
 def evaluate_known_text(run: tk.Run, text: tk.data.TextData | None, blocks: int | None) -> list[tk.Evaluation]:
-    """Bits per byte of the held-out part of a text that the model knows, or of some of its blocks, at start and at each
-    epoch's end: `old_bits_per_byte_at_start`, `old_bits_per_byte`. Empty without `text`."""
+    """Evaluate the held-out part of a known text, or some of its blocks, in bits per byte, at start and at each epoch's
+    end: `old_bits_per_byte_at_start`, `old_bits_per_byte`. Empty without `text`."""
     if text is None:
         return []
     run.describe(old_dataset=text.name)
@@ -80,10 +80,10 @@ def evaluate_known_text(run: tk.Run, text: tk.data.TextData | None, blocks: int 
 
 
 def save_trained(model: nn.Module, folder: Path, options: tk.peft.AdapterOptions, tokenizer: tk.data.Tokenizer) -> None:
-    """Write what was trained below the run's `folder`: `adapter/` as stock PEFT reads it, with `merge` also `merged/`;
-    or `model/`, where there are no adapters. The latter two are of transformers, with the tokenizer. A collective.
+    """Save the trained weights in the run's `folder`: `adapter/` for unmodified PEFT, with `merge` also `merged/`; or
+    `model/` without adapters. The latter two are for transformers, with the tokenizer. A collective.
 
-    Raises UserError on every rank alike where a folder cannot be written.
+    Raises UserError on every rank if a folder cannot be written.
     """
     whole = folder / ("merged" if options.lora_rank else "model")
     tk.transformers.save_pretrained(model, folder / "adapter" if options.lora_rank else whole)
@@ -100,10 +100,10 @@ def compare(
     main: Callable[[Config], Mapping[str, Any]],
     controls: Sequence[Callable[[Config], Config]],
 ) -> list[dict[str, Any]]:
-    """Return a row for the model as it was, for this run, and for each of `controls`, which changes `config`.
+    """Return a row for the model before training, for this run, and for each of `controls`, which changes `config`.
 
-    A control is a run of `main` in `controls/NAME` of this run's folder; a finished one is not run again, and one that
-    was stopped is continued. A collective.
+    A control is a run of `main` in `controls/NAME` of this run's folder. Finished controls are reused, stopped controls
+    are resumed. A collective.
     """
     rows = [_row("nothing", 0, results, "_at_start"), _row(results["trained"], results["trained_parameters"], results)]
     for change in controls:

@@ -1,4 +1,4 @@
-"""What travels with exported weights: the tokenizer, and a README.md that says what the model is and how good."""
+"""Files that accompany exported weights: the tokenizer, and a README.md that describes the model."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def export_language_model(
     facts: Mapping[str, Any],
     samples: Sequence[str],
 ) -> None:
-    """Write weights that any `from_pretrained` reads, the tokenizer, and a model card of `facts`, which are the fields
-    of `CARD`. A collective. Raises UserError on every rank alike where the folder cannot be written."""
+    """Write weights for `from_pretrained`, the tokenizer, and a model card of `facts`, the fields of `CARD`. A
+    collective. Raises UserError on every rank if the folder cannot be written."""
 
     def write(new: Path) -> None:
         tokenizer.save_pretrained(new)

@@ -1,4 +1,4 @@
-"""Small language models of transformers: configurations of a mixture or its dense sibling, facts, and samples."""
+"""Small transformers language models: configurations of an MoE model or its dense sibling, facts, and samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def language_model_config(
     """Return the configuration of a small language model, in which the weights of a token's experts add up to 1.
 
     Args:
-        architecture: The mixture's; with 0 experts its dense sibling is taken, Qwen3 or Mistral.
+        architecture: MoE architecture; with 0 experts, its dense sibling, Qwen3 or Mistral.
         vocab_size: Ids that the text has.
         dim: Width of the residual stream.
         layers: Blocks, each with attention and a feed-forward.
@@ -103,18 +103,17 @@ def sample_tokens(
     temperature: float = TEMPERATURE,
     seed: int = 0,
 ) -> Tensor:
-    """Return `prompts` and the text with which `model` continues them. A collective.
+    """Return `prompts` and their continuation by `model`. A collective.
 
-    All ranks draw, and take what rank 0 drew. It is not transformers' `generate`, in which each rank goes on with its
-    own draw: a difference in the last digit would send ranks different ways, and forwards of experts that are spread
-    have to go together.
+    All ranks draw, and use the draw of rank 0. In transformers' `generate`, each rank uses its own draw: ranks could
+    diverge by a rounding error, and forward passes of sharded experts are collectives.
 
     Args:
-        model: A causal language model, whose experts may be spread over ranks.
+        model: A causal language model, whose experts can be sharded.
         prompts: int64 (B, T), the same on all ranks.
         length: Tokens to add to each.
-        temperature: What logits are divided by.
-        seed: What the draws depend on, alone.
+        temperature: Divisor of the logits.
+        seed: Seed of the draws.
 
     Returns:
         int64 (B, T + length).

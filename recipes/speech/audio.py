@@ -26,8 +26,8 @@ STREAMED = 0x7FFF0000
 
 
 def decode(content: bytes, name: str | Path) -> tuple[np.ndarray, int]:
-    """Mono samples (N,) float32 from -1 to 1, and their rate in Hz. Raises UserError naming the file, for sound without
-    samples, with one that is not finite, or at a rate at which nobody records, too.
+    """Decode to mono samples (N,) float32 from -1 to 1, and their rate in Hz. Raises UserError naming the file, also
+    for no samples, samples that are not finite, or a rate outside `RATES_HZ`.
     """
     samples, rate = _decode_any(content, name)
     fault = None
@@ -101,7 +101,7 @@ def resample(samples: np.ndarray, rate: int, to_rate: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LogMel:
-    """Samples to log-mel features: a frame per hop, made of its own window alone, so that sound may come in pieces."""
+    """Samples to log-mel features: a frame per hop depends only on its window, so that sound can be streamed."""
 
     sample_rate: int = 8000
     """Hz."""
@@ -143,7 +143,7 @@ class LogMel:
         return torch.hann_window(self.window)
 
     def __call__(self, samples: Float[Tensor, " N"]) -> Float[Tensor, "T M"]:
-        """(N,) to (frames, num_mels); samples after the last whole window are left out."""
+        """Map (N,) to (frames, num_mels); samples after the last window are dropped."""
         if len(samples) < self.window:
             return samples.new_zeros(0, self.num_mels)
         frames = samples.unfold(0, self.window, self.hop) * self.taper

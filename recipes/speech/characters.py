@@ -35,7 +35,7 @@ class Characters:
 
     @property
     def space(self) -> int:
-        """Its id. Raises ValueError for a vocabulary without one."""
+        """Id of the space. Raises ValueError if there is none."""
         return self.vocabulary.index(" ")
 
     @cached_property
@@ -43,12 +43,12 @@ class Characters:
         return {character: i for i, character in enumerate(self.vocabulary)}
 
     def normalise(self, text: str) -> str:
-        """Upper case, without accents, one space between words: what a transcript is written in."""
+        """Convert to a transcript: upper case, without accents, one space between words."""
         plain = unicodedata.normalize("NFKD", text.replace("\u2019", "'").upper())
         return " ".join("".join(c for c in plain if not unicodedata.combining(c)).split())
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the characters of a normalised text. Raises UserError for one that is not in the vocabulary."""
+        """Return character ids of a normalised text. Raises UserError for characters not in the vocabulary."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
@@ -61,15 +61,15 @@ class Characters:
         return "".join(self.vocabulary[i] for i in ids)
 
     def unknown(self, text: str) -> set[str]:
-        """The characters of `text` that cannot be encoded."""
+        """Return characters of `text` not in `vocabulary`."""
         return set(text) - set(self.vocabulary)
 
 
 def min_frames(target: Sequence[object]) -> int:
-    """How many outputs CTC needs for `target`: one for each id, and a blank between equal neighbours."""
+    """Return the steps that CTC needs for `target`: one per id, and a blank between equal neighbours."""
     return len(target) + sum(a == b for a, b in itertools.pairwise(target))
 
 
 def without_tags(text: str) -> str:
-    """A transcript of GigaSpeech without its tags of punctuation and noise, such as <COMMA> and <SIL>."""
+    """Remove GigaSpeech's tags of punctuation and noise, such as <COMMA> and <SIL>."""
     return " ".join(re.sub(r"<[A-Z]+>", " ", text).split())

@@ -67,7 +67,7 @@ class CTC:
         ]
 
     def summarise(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Error rates from the mean numbers of errors, words and characters per utterance."""
+        """Compute error rates from mean errors, words and characters per utterance."""
         return {
             "loss": means["loss"],
             "wer": means["word_errors"] / means["words"],
@@ -89,8 +89,8 @@ class CTC:
 
 
 def count_errors(said: Sequence[str], heard: Sequence[str]) -> dict[str, int]:
-    """Substitutions, deletions and insertions of words and of characters, and the numbers of words and characters of
-    the references."""
+    """Count substitutions, deletions and insertions of words and characters, and words and characters of the
+    references."""
     import jiwer
 
     counts = dict.fromkeys(("word_errors", "words", "character_errors", "characters", "correct"), 0)

@@ -32,15 +32,15 @@ class Lexicon:
             self._next.setdefault(word, set()).add(space)
 
     def last_word(self, labels: Labels) -> Labels:
-        """What follows the last space."""
+        """Return the last word's labels."""
         return labels[len(labels) - labels[::-1].index(self.space) :] if self.space in labels else labels
 
     def next(self, labels: Labels) -> set[int]:
-        """What may follow."""
+        """Return allowed labels."""
         return self._next[self.last_word(labels)]
 
     def has(self, labels: Labels) -> bool:
-        """Returns whether `labels` are words of the list, one space between any two."""
+        """Whether `labels` are words of the list, one space between any two."""
         while self.space in labels:
             end = labels.index(self.space)
             if labels[:end] not in self.words:
@@ -50,7 +50,7 @@ class Lexicon:
 
 
 def best_path(log_probs: Float[Tensor, "B T V"], steps: Int[Tensor, " B"], blank: int) -> list[list[int]]:
-    """The most probable label of each step of (B, T, V), repetitions merged, blanks left out."""
+    """Return the best label per step of (B, T, V), repetitions merged, blanks removed."""
     ids = log_probs.argmax(-1)
     repeated = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
     within = torch.arange(ids.shape[1], device=ids.device) < steps[:, None]
@@ -59,7 +59,7 @@ def best_path(log_probs: Float[Tensor, "B T V"], steps: Int[Tensor, " B"], blank
 
 
 def log_probability(log_probs: Float[Tensor, "T V"], labels: Sequence[int], blank: int) -> float:
-    """The log-probability of `labels` given (T, V), summed over all alignments."""
+    """Return log p(`labels`) given (T, V), summed over all alignments."""
     target = torch.tensor([list(labels)], dtype=torch.long)
     lengths = torch.tensor([len(log_probs)]), torch.tensor([len(labels)])
     return -F.ctc_loss(log_probs[:, None].cpu(), target, *lengths, blank=blank, reduction="sum").item()
@@ -68,7 +68,7 @@ def log_probability(log_probs: Float[Tensor, "T V"], labels: Sequence[int], blan
 def beam_search(
     log_probs: Float[Tensor, "T V"], blank: int, beam_size: int, lexicon: Lexicon | None = None
 ) -> tuple[list[int], float]:
-    """The most probable labels for (T, V) among those that a beam of prefixes finds, with their log-probability.
+    """Find the most probable labels for (T, V) in a beam of prefixes, with their log-probability.
 
     Alignments of the same prefix are one entry, whose probability is their sum (Graves and Jaitly 2014, ICML,
     algorithm 1, without a language model). The best path is a candidate too, so the result is never less probable,
@@ -88,13 +88,13 @@ def beam_search(
             either = _log_add(ends_blank, ends_label)
             add(prefix, either + step[blank], ends_label + step[prefix[-1]] if prefix else -math.inf, grown)
             for label in lexicon.next(prefix) if lexicon else range(len(step)):
-                if label != blank:  # the same label comes anew only after a blank
+                if label != blank:  # a label repeats only after a blank
                     before = ends_blank if prefix and label == prefix[-1] else either
                     add((*prefix, label), -math.inf, before + step[label], grown)
         best = sorted(grown.items(), key=lambda entry: _log_add(*entry[1]), reverse=True)[:beam_size]
         beam = dict(best)
     path = best_path(log_probs[None], torch.tensor([len(log_probs)]), blank)[0]
-    # Scored anew, because a beam forgets alignments of prefixes that it dropped on the way.
+    # Scored again, because a beam loses alignments of the prefixes that it drops.
     found = {labels for labels in {(), *beam, tuple(path)} if lexicon is None or not labels or lexicon.has(labels)}
     scored = {labels: log_probability(log_probs, labels, blank) for labels in found}
     labels = max(scored, key=lambda labels: (scored[labels], labels))

@@ -37,7 +37,7 @@ def delay_system(order: int, theta: float) -> tuple[Float[Tensor, "D D"], Float[
 
 
 def impulse_response(a: Float[Tensor, "D D"], b: Float[Tensor, " D"], length: int) -> Float[Tensor, "T D"]:
-    """(length, D): A^t B for t = 0, 1, ... Doubles what it has with each product."""
+    """(length, D): A^t B for t = 0, 1, ... Each product doubles the length."""
     response = b[None]
     power = a
     while len(response) < length:
@@ -84,7 +84,7 @@ class LegendreMemory(nn.Module):
     def forward(
         self, u: Float[Tensor, "B T C"], state: Float[Tensor, "B C D"] | None = None
     ) -> tuple[Float[Tensor, "B T C D"], Float[Tensor, "B C D"]]:
-        """The memory after each step (B, T, C, D), and after the last (B, C, D): the `state` of what comes next."""
+        """Return the memory after each step (B, T, C, D), and after the last (B, C, D): the next call's `state`."""
         with torch.autocast(u.device.type, enabled=False):  # half the digits would not carry a window of 1000 steps
             u = u.float()
             before = self.B.new_zeros(u.shape[0], u.shape[2], self.order) if state is None else state
@@ -96,12 +96,12 @@ class LegendreMemory(nn.Module):
                 memory = self._by_steps(u, before)
             else:
                 memory = self._by_fft(u)
-                if state is not None:  # what was remembered fades by A^(t+1), which has no cheap form
+                if state is not None:  # the state decays by A^(t+1), which has no cheap form
                     memory = memory + self._by_steps(torch.zeros_like(u), state)
         return memory, memory[:, -1]
 
     def last(self, u: Float[Tensor, "B T C"]) -> Float[Tensor, "B C D"]:
-        """The memory after the last step alone, (B, C, D), at the cost of one matrix product."""
+        """Return only the memory after the last step, (B, C, D), by one matrix product."""
         weights = self.response(u.shape[1]).flip(0)
         return torch.einsum("btc,td->bcd", u, weights)
 

@@ -67,15 +67,15 @@ class LMU(nn.Module):
             return h.transpose(0, 1), (h[-1], m[-1])
 
     def last(self, x: Float[Tensor, "B T I"]) -> Float[Tensor, "B H"]:
-        """(B, H) after the last step alone."""
+        """(B, H) after the last step only."""
         return self(x)[1][0]
 
 
 class _Recurrence(torch.autograd.Function):
     """The loop of `LMU`, time first, with its backward written out.
 
-    A gradient of the weights is then one product over all steps instead of T small ones that are added up: half the
-    time of what autograd makes of the same loop.
+    A weight gradient is then one product over all steps instead of a sum of T small ones: half the time of autograd on
+    the same loop.
     """
 
     @staticmethod
@@ -134,7 +134,7 @@ def _lecun_uniform(fan_in: int) -> Tensor:
 
 
 class ParallelLMU(nn.Module):
-    """Writes C signals that depend on the input alone, and reads all memories at once.
+    """Writes C signals that depend only on the input, and reads all memories at once.
 
     Chilkuri and Eliasmith 2021, section 3:
 
@@ -161,7 +161,7 @@ class ParallelLMU(nn.Module):
         return (self.read(memory.flatten(2)) + self.skip(x)).relu(), state
 
     def last(self, x: Float[Tensor, "B T I"]) -> Float[Tensor, "B H"]:
-        """(B, H) after the last step alone."""
+        """(B, H) after the last step only."""
         return (self.read(self.memory.last(self.write(x)).flatten(1)) + self.skip(x[:, -1])).relu()
 
 

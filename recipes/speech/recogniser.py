@@ -41,14 +41,14 @@ class Recogniser:
         return Listener(self)
 
     def transcribe(self, samples: np.ndarray) -> str:
-        """The text of samples (N,) at `features.sample_rate`, all at once."""
+        """Transcribe samples (N,) at `features.sample_rate`, all at once."""
         listener = self.listen()
         return listener.hear(samples) + listener.finish()
 
 
 class Listener:
-    """Turns sound into text as it comes: memory and features are kept from piece to piece, whatever their sizes. The
-    text of a stream equals that of best-path decoding of the whole.
+    """Streaming recogniser: memory and features are kept between chunks of any size. The text of a stream equals
+    best-path decoding of all samples at once.
     """
 
     def __init__(self, recogniser: Recogniser):
@@ -60,7 +60,7 @@ class Listener:
 
     @torch.inference_mode()
     def hear(self, samples: np.ndarray) -> str:
-        """The characters that are final after the next samples (N,)."""
+        """Return the new final characters for the next samples (N,)."""
         features, characters = self.recogniser.features, self.recogniser.characters
         self._sound = torch.cat([self._sound, torch.from_numpy(np.asarray(samples, np.float32))])
         frames = features(self._sound)
@@ -81,13 +81,13 @@ class Listener:
         return characters.decode(new)
 
     def finish(self) -> str:
-        """The remaining characters, from silence after the end of the sound."""
+        """Return the remaining characters, after appending silence."""
         rate = self.recogniser.features.sample_rate
         return self.hear(np.zeros(round(self.recogniser.tail_s * rate), np.float32))
 
 
 def save_recogniser(folder: Path, model: nn.Module, features: LogMel, characters: Characters, tail_s: float) -> bool:
-    """Write a model that `load_recogniser` can read; False, with nothing written, where the model is not causal."""
+    """Write a model for `load_recogniser`; returns False and writes nothing if the model is not causal."""
     if not isinstance(model, SpeechRecogniser) or not isinstance(model.encoder, MemoryEncoder):
         return False
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def save_recogniser(folder: Path, model: nn.Module, features: LogMel, characters
 
 
 def load_recogniser(folder: Path) -> Recogniser:
-    """Read what `save_recogniser` wrote. Raises UserError for anything else."""
+    """Read the files of `save_recogniser`. Raises UserError for others."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         features = LogMel(**config["features"])

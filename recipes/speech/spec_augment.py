@@ -13,8 +13,8 @@ class SpecAugment:
 
     Each of `masks` pairs hides up to `band_fraction` of the bands and up to `time_fraction` of the frames. Beyond
     the paper, `gain` adds up to so many nats to the log power, and `shift` moves an utterance by up to so many bands,
-    as a higher or lower voice would. What is done is a function of (seed, visit), a visit being one utterance
-    in one epoch, so a run's loss curve does not depend on the number of processes.
+    as a higher or lower voice would. The changes are a function of (seed, visit), a visit being one utterance in one
+    epoch, so a run's loss curve does not depend on the number of processes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SpecAugment:
 
 
 def _stretch(size: int, width: Tensor, start: Tensor, length: Tensor | int) -> Tensor:
-    """(B, size): true from `start` (0 to 1 of where it fits into `length`) for `width` places; both (B, 1)."""
+    """(B, size): true from `start` (0 to 1 of `length` - `width`) for `width` places; both (B, 1)."""
     places = torch.arange(size)
     first = (start * (length - width)).floor()
     return (places >= first) & (places < first + width.floor())

@@ -19,7 +19,7 @@ from speech.characters import Characters, min_frames
 from speech.speech_sources import Source, Utterance
 
 CACHE_FORMAT = 2
-"""Goes up when what is cached for the same files changes."""
+"""Version of the cached content."""
 KNOWN = ("auto", "fsdd", "connected_digits", "librispeech", "gigaspeech", "manifest", "tones")
 SPLITS = ("train", "test", "validation")
 CONNECTED = {"train": 4000, "test": 500}
@@ -29,7 +29,7 @@ CONNECTED = {"train": 4000, "test": 500}
 @dataclass(frozen=True)
 class SpeechData:
     """Two tables with the columns "input" (frames, num_mels) and "target" (characters), both ragged, "label" (the
-    digit, -1 where an utterance is not one) and "speaker" (a place in `speakers`)."""
+    digit, else -1) and "speaker" (an index into `speakers`)."""
 
     name: str
     train: tk.data.RaggedTable
@@ -48,14 +48,14 @@ class SpeechData:
         return len(self.mean)
 
     def num_digits(self) -> int:
-        """How many classes there are. Raises UserError where an utterance is not a single digit."""
+        """Return the number of classes. Raises UserError if an utterance is not a single digit."""
         labels = self.train.columns["label"]
         if int(labels.min()) < 0:
             raise tk.UserError(f"target='digits': {self.name} is not made of single digits: use target='characters'.")
         return int(labels.max()) + 1
 
     def words(self, space: int) -> set[tuple[int, ...]]:
-        """The words of the training transcripts, as ids of their characters."""
+        """Return the words of training transcripts, as ids of characters."""
         target = self.train.ragged["target"]
         every = target.values.tolist()
         places = zip(target.starts.tolist(), target.lengths.tolist(), strict=True)
@@ -94,19 +94,19 @@ def load_speech(
     Args:
         dataset: "fsdd" (or "fsdd:validation", which tests on a part of its training split), "connected_digits",
             "librispeech", "gigaspeech" (with ":s" or the like for another subset), "manifest", "tones"; "auto": spoken
-            digits where they are available, else tones; or a set of your own, see `speech_sources.find_own`.
+            digits if available, else tones; or a set of your own, see `speech_sources.find_own`.
         data_dir: The folder of the set; None is $TOOLKIT_DATA_DIR.
         features: Makes frames of sound.
         characters: The vocabulary of transcripts.
         tail_s: Seconds of silence after each utterance, so that a causal model has time to output the last characters.
         stride: Frames per step of the model.
-        held_out_speaker: Test on this speaker alone, and train on the others.
+        held_out_speaker: Test on this speaker only, and train on the others.
         validation: Hold out a part of the training utterances, too: the split `validation` of a set that has one,
             else a tenth, always the same.
         on_main: `Run.on_main_and_share`.
 
     Returns:
-        Its two tables, and what a model has to know of them.
+        Its two tables, and the facts that a model needs.
 
     Raises:
         UserError: On every rank, the set is not there or cannot be read.

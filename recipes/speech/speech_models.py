@@ -84,7 +84,7 @@ class MemoryEncoder(nn.Module):
         super().__init__()
         self.stride, self.width = stride, width
         self.sizes = {"width": width, "channels": channels, "order": order, "thetas": thetas, "stride": stride}
-        """What the same encoder is made with again."""
+        """Constructor arguments of this encoder."""
         self.stem = nn.Linear(stride * num_mels, width)
         self.blocks = nn.ModuleList(
             MemoryBlock(width, channels=channels, order=order, theta=theta, dropout=dropout) for theta in thetas
@@ -101,7 +101,7 @@ class MemoryEncoder(nn.Module):
     def advance(
         self, features: Shaped[Tensor, "B T M"], states: States | None
     ) -> tuple[Float[Tensor, "B steps H"], States]:
-        """The steps of the next frames of a stream, a multiple of `stride`, and the memories after them."""
+        """Encode the next frames of a stream, a multiple of `stride`; returns steps and new memories."""
         x = self.stem(features.unflatten(1, (-1, self.stride)).flatten(2))
         after = []
         for index, block in enumerate(self.blocks):

@@ -39,7 +39,7 @@ class Utterance:
     text: str
     speaker: str
     label: int = -1
-    """The digit, where it is one."""
+    """The spoken digit, or -1."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def _sound(path: Path, folder: Path) -> tuple[np.ndarray, int]:
 
 
 def find_digits(folder: Path) -> Source:
-    """The Free Spoken Digit Dataset as Parquet files, or as its authors publish it: recordings/7_theo_12.wav.
+    """Find the Free Spoken Digit Dataset as Parquet files, or as published: recordings/7_theo_12.wav.
 
-    Recordings 0 to 4 of each digit and speaker are the test set, as the authors define it. Raises NotHere where
-    `folder` has neither, and UserError for a file that cannot be read; reading raises it for one that is damaged.
+    Recordings 0 to 4 of each digit and speaker are the test set, as the authors define it. Raises NotFoundHere if
+    `folder` has neither, and UserError for an unreadable file; reading raises it for a damaged file.
     """
     for place in (folder / "fsdd", folder / "free-spoken-digit-dataset", folder):
         if files := tk.data.parquet_splits(place):
@@ -103,7 +103,7 @@ def _digits_in_folder(recordings: Sequence[Path], split: str) -> Iterator[Uttera
 
 
 def validation(digits: Source, recordings: int = 5) -> Source:
-    """The training split alone: the first `recordings` of each digit and speaker are the validation set."""
+    """Split the training set: the first `recordings` of each digit and speaker become the test split."""
 
     def read(split: str) -> Iterator[Utterance]:
         seen: Counter[tuple[int, str]] = Counter()
@@ -116,7 +116,7 @@ def validation(digits: Source, recordings: int = 5) -> Source:
 
 
 def connect(digits: Source, counts: dict[str, int]) -> Source:
-    """Utterances of 3 to 7 digits of one speaker, 50 to 350 ms of silence between them; test digits for testing."""
+    """Join 3 to 7 digits of a speaker, with 50 to 350 ms of silence in between; test digits for testing."""
 
     def read(split: str) -> Iterator[Utterance]:
         draws = np.random.default_rng([20, split == "test"])
@@ -139,7 +139,7 @@ def connect(digits: Source, counts: dict[str, int]) -> Source:
 
 
 def tones() -> Source:
-    """Synthetic stand-ins for spoken digits: the two tones of a telephone key, at six pitches, in noise."""
+    """Synthesise stand-ins for spoken digits: two tones of a telephone key, at six pitches, in noise."""
 
     def read(split: str) -> Iterator[Utterance]:
         draws = np.random.default_rng([21, split == "test"])
@@ -164,10 +164,10 @@ def tones() -> Source:
 
 
 def find_manifest(folder: Path) -> Source:
-    """train.jsonl and test.jsonl, a line per utterance: {"audio": "a.wav", "text": "...", "speaker": "..."}.
+    """Find train.jsonl and test.jsonl with {"audio": "a.wav", "text": "...", "speaker": "..."} per line.
 
-    Raises NotHere where `folder` has not both, and UserError for a file that cannot be read; reading raises it for a
-    line or a sound that is not right.
+    Raises NotFoundHere if `folder` does not have both, and UserError for an unreadable file; reading raises it for an
+    invalid line or sound.
     """
     manifests = {split: folder / f"{split}.jsonl" for split in ("train", "test")}
     if not all(path.is_file() for path in manifests.values()):
@@ -193,7 +193,7 @@ def find_manifest(folder: Path) -> Source:
 
 
 def _sounds_of(manifests: Iterable[Path]) -> list[Path]:
-    """The sound files that lines of `manifests` name and that are there; what is wrong is said when they are read."""
+    """Return the existing sound files that `manifests` name; errors are reported when they are read."""
     named = []
     for path in manifests:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -209,10 +209,10 @@ SPEAKER = ("speaker", "speaker_id", "client_id")
 
 
 def find_own(dataset: str) -> tuple[Source, str | None]:
-    """Recordings of your own: Parquet files or a data set of the Hub with a column of sound and one of text; or a
-    folder of recordings with `metadata.csv`, whose columns are `file_name` and `text`, or with a folder for each word.
+    """Find recordings of your own: Parquet files or a data set of the Hub with an audio and a text column; or a folder
+    of recordings with `metadata.csv`, whose columns are `file_name` and `text`, or with a folder for each word.
 
-    Returns the source, and how it was split where it does not say. Raises UserError where it cannot be loaded.
+    Returns the source, and how it was split if it has no test split. Raises UserError if it cannot be loaded.
     """
     import datasets
 
@@ -250,8 +250,8 @@ def find_own(dataset: str) -> tuple[Source, str | None]:
 
 
 def _recordings_in(folder: Path) -> tuple[Any, str] | None:
-    """The splits of a folder of recordings, in the layout of `datasets`' audiofolder, which itself needs torchcodec,
-    and a key of its content; None where there are no recordings."""
+    """Return the splits of a folder in the layout of `datasets`' audiofolder, which itself needs torchcodec, and a key
+    of its content; None without recordings."""
     import datasets
 
     sounds = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SOUNDS)
@@ -279,10 +279,10 @@ def _recordings_in(folder: Path) -> tuple[Any, str] | None:
 
 
 def find_librispeech(folder: Path) -> Source:
-    """LibriSpeech as its authors publish it: all of train-*/<speaker>/<chapter>/, tested on test-clean or dev-clean.
+    """Find LibriSpeech as published: all of train-*/<speaker>/<chapter>/, tested on test-clean or dev-clean.
 
-    Raises NotHere where `folder` has not both, and UserError for a file that cannot be read; reading raises it for a
-    sound that is missing or damaged.
+    Raises NotFoundHere if `folder` does not have both, and UserError for an unreadable file; reading raises it for a
+    missing or damaged sound.
     """
     for place in (folder / "LibriSpeech", folder / "librispeech", folder):
         train = sorted(place.glob("train-*/*/*/*.trans.txt"))
@@ -307,10 +307,10 @@ def find_librispeech(folder: Path) -> Source:
 
 
 def find_gigaspeech(folder: Path, subset: str) -> Source:
-    """GigaSpeech as its authors publish it: GigaSpeech.json and audio/; trains on `subset` (xs, s, m, ...).
+    """Find GigaSpeech as published: GigaSpeech.json and audio/; trains on `subset` (xs, s, m, ...).
 
-    Raises NotHere where `folder` has no GigaSpeech.json, and UserError where that cannot be read; reading raises it for
-    a sound that is damaged.
+    Raises NotFoundHere if `folder` has no GigaSpeech.json, and UserError if it is unreadable; reading raises it for a
+    damaged sound.
     """
     index = folder / "GigaSpeech.json"
     if not index.is_file():
@@ -335,9 +335,9 @@ def find_gigaspeech(folder: Path, subset: str) -> Source:
 
 
 def on_hub(name: str, subset: str | None) -> Source:
-    """LibriSpeech or GigaSpeech from the Hub, streamed; GigaSpeech asks for an account that agreed to its terms.
+    """Stream LibriSpeech or GigaSpeech from the Hub; GigaSpeech needs an account that agreed to its terms.
 
-    Reading raises UserError where the Hub does not give the set.
+    Reading raises UserError if the Hub does not serve the set.
     """
     import datasets
     from huggingface_hub import constants

@@ -42,7 +42,7 @@ def transcribe(folder: Path, sound: Path, *, piece_s: float, as_json: bool) -> N
         folder: The folder `recogniser` of a run, or the run.
         sound: A sound file.
         piece_s: Seconds of sound that the recogniser hears at a time.
-        as_json: Print a JSON line per chunk with new text in place of the text alone.
+        as_json: Print a JSON line per chunk with new text instead of plain text.
 
     Raises:
         UserError: There is no recogniser in `folder`, or `sound` cannot be read.

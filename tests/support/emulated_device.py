@@ -1,21 +1,20 @@
-"""A device emulated on the CPU, to which the rules of a GPU apply: for tests where there is no GPU.
+"""A device emulated on the CPU, to which the rules of a GPU apply: for tests without a GPU.
 
-    def on_the_device() -> None:              # in a process of its own: what `emulate` changes cannot be undone
+    def on_the_device() -> None:              # in a process of its own: `emulate` cannot be undone
         device = emulate()
         with device:
             model.to(device.device)
             ...
         assert device.waits == []
 
-Its tensors are computed by the CPU, so results are those of a CPU. What a GPU adds to that is checked or noted:
+The CPU computes its tensors, so results equal CPU results. Constraints of a GPU are checked or noted:
 
-- An operation refuses tensors of two devices, but for scalars and indices of the CPU.
-- Whatever makes the host wait for a GPU is noted, with the file that does it: reading a value, copying
-  from or to memory that is not pinned unless it is `non_blocking`, operations whose result has a size that depends on
-  values.
+- Operations on tensors of two devices raise, except for CPU scalars and CPU indices.
+- Host syncs are noted, with the file that causes them: reading a value, copying from or to memory that is not pinned
+  unless it is `non_blocking`, operations whose result size depends on values.
 
-It has no kernels, streams, memory or random numbers of its own, and autocast casts only what the toolkit casts itself.
-The interfaces of torch that it takes are experimental, as a backend written in Python is.
+It has no kernels, streams, memory or random numbers of its own, and autocast casts only as the toolkit does. torch's
+interfaces for a backend written in Python are experimental.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ WAITS = {
     aten.unique_dim.default,
     aten._unique2.default,
 }
-"""Operations whose result or its size the host reads. Those that do so for some arguments are in `_waits`."""
+"""Operations whose result or its size the host reads. `_waits` has further operations, for some arguments."""
 COPIES = {aten._to_copy.default, aten.copy_.default}
 BY_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
@@ -93,19 +92,19 @@ class EmulatedTensor(Tensor):
 
 
 class EmulatedDevice(TorchDispatchMode):
-    """The device, while it is entered. `waits`: what made the host wait."""
+    """The device, while it is entered. `waits`: the host syncs so far."""
 
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("emulated", 0)
         self.waits: list[HostWait] = []
         self.keep: list[torch.library.Library] = []
-        """What they registered is lost with them."""
+        """Kept alive for their registrations."""
 
     def note(self, operation: Any) -> None:
         place = innermost_place()
         if not place and operation is aten.copy_.default:
-            return  # by DDP, of what gloo returned: those are tensors of the CPU
+            return  # by DDP, of gloo's results, which are CPU tensors
         self.waits.append(HostWait(str(operation), place))
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,7 +167,7 @@ def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours:
 
 
 class _Backend:
-    """What torch asks the module of a device, `torch.emulated`."""
+    """Interface of a device module in torch, `torch.emulated`."""
 
     def is_available(self) -> bool:
         return True
@@ -221,7 +220,7 @@ class _Event:
 
 
 def emulate() -> EmulatedDevice:
-    """The emulated device, which Accelerate takes from now on. For a process of its own, once, before any backward."""
+    """Have Accelerate use the emulated device from now on. For a process of its own, once, before any backward."""
     from accelerate.state import AcceleratorState, PartialState
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -239,14 +238,14 @@ def emulate() -> EmulatedDevice:
     states: list[Any] = [PartialState, AcceleratorState]
     for state in states:
         state.device = property(lambda _: device.device, lambda *_: None)
-        state._check_initialized = lambda *_, **__: None  # which refuses a device other than the CPU's
+        state._check_initialized = lambda *_, **__: None  # it raises for devices other than the CPU
     if dist.is_initialized():
         restart_process_group("cpu:gloo,emulated:gloo")
     return device
 
 
 def _keeping_attributes(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """`swap` that leaves the first tensor's attributes and hooks with it, as setting its `data` does."""
+    """Have `swap` keep the first tensor's attributes and hooks, as setting its `data` does."""
 
     def swap_tensors(first: Any, second: Any) -> None:
         kept = {name: value for name, value in vars(first).items() if name != "on_cpu"}

@@ -1,4 +1,4 @@
-"""What is equal up to rounding: one measure for all comparisons of many processes with one."""
+"""Equality up to rounding: one measure for all comparisons of many processes with one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ IN_FLOAT64 = 1e-9
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """What is made and trained here is float64, also where data are float32 or code asks for that by `Tensor.float`.
+    """Create and train in float64, even if data are float32 or code calls `Tensor.float`.
 
-    In float32, processors round differently, and an optimizer that divides by the gradient's size makes whole steps of
-    the differences: within some steps two runs that are both right are further apart than many a fault would bring
-    them. In float64 the same errors are a billion times smaller.
+    In float32, processors round differently, and an optimizer that divides by the gradient's size amplifies the
+    differences to full steps: after some steps two correct runs are further apart than many bugs would bring them. In
+    float64 the errors are a billion times smaller.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -47,7 +47,7 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Each row, "<parameter>/<id>", differs by no more than `tolerance` times the norm of its whole parameter."""
+    """Assert that each row, "<parameter>/<id>", differs by at most `tolerance` times its parameter's norm."""
     assert found.keys() == expected.keys()
     squares: dict[str, float] = {}
     for name, value in expected.items():

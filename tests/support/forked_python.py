@@ -1,7 +1,7 @@
-"""Python programs in forks of a process that has imported the slow libraries, for tests of what a program does.
+"""Python programs in forks of a process that has imported the slow libraries, for end-to-end tests.
 
-Such a program begins to train within a tenth of a second, where a new process imports for several seconds first. What a
-program imports, and how processes are started, is tested with `subprocess`.
+A fork begins to train within a tenth of a second, a new process imports for several seconds first. Imports and process
+start-up are tested with `subprocess`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tests.support.helpers import ROOT, fork_context, program_environment
 
 
 class ForkedPython:
-    """`python *words`, as `subprocess.Popen` has it, with its output in files, or in `output` alone. Ranks that it
-    starts are forks of it. Launchers start `python`: the command of `forked_commands` has them start forks, too."""
+    """`python *words` with the interface of `subprocess.Popen`, and output in files, or only in `output`. Its ranks are
+    forks of it. Launchers start `python`: with the command of `forked_commands`, these are forks, too."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ForkedPython:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Its stdout and stderr, once it has ended. Raises `subprocess.TimeoutExpired`."""
+        """Wait for stdout and stderr. Raises `subprocess.TimeoutExpired`."""
         self._process.join(timeout)
         out, err = (path.read_text() if path.exists() else "" for path in self._streams)
         if self.returncode is None:
@@ -80,7 +80,7 @@ def run_forked(
     timeout_s: float = 300,
     python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run` would return of `python *words`."""
+    """Run `python *words` as `subprocess.run` does."""
     program = ForkedPython(*words, env=env, cwd=cwd, python=python)
     try:
         out, err = program.communicate(timeout_s)
@@ -98,13 +98,13 @@ client.sendall(repr((os.getpid(), words, os.getcwd(), dict(os.environ))).encode(
 client.shutdown(socket.SHUT_WR)
 os._exit(int(client.recv(9)))
 """
-"""What stands in for a command: another process does its work, on its input and output."""
+"""Stand-in for a command: another process does its work, on its input and output."""
 
 
 @contextmanager
 def forked_commands(folder: Path) -> Iterator[None]:
-    """Makes `folder` hold the commands `python`, `toolkit`, `accelerate` and `torchrun`, for the PATH of a shell: they
-    are run in forks, and so is what they start as `sys.executable`."""
+    """Write the commands `python`, `toolkit`, `accelerate` and `torchrun` to `folder`, for the PATH of a shell: they
+    and the processes that they start as `sys.executable` run in forks."""
     address = str(folder / "socket")
     launchers = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
     modules = {name: ["-m", module] for name, module in {"toolkit": "toolkit", **launchers}.items()}
@@ -122,7 +122,7 @@ def forked_commands(folder: Path) -> Iterator[None]:
 
 
 def _serve(server: socket.socket, python: str) -> None:
-    """Each command in a thread: those of a pipe wait for each other."""
+    """Serve commands in threads: in a pipe, they wait for each other."""
     threads = []
     while True:
         try:
@@ -147,7 +147,7 @@ def _serve_one(client: socket.socket, python: str) -> None:
 
 
 class Fork:
-    """A fork of this process that runs `run`, with what the launcher uses of `subprocess.Popen`."""
+    """A fork of this process that runs `run`, with the launcher's subset of `subprocess.Popen`."""
 
     def __init__(self, run: Callable[[], NoReturn]):
         self.returncode: int | None = None
@@ -190,8 +190,7 @@ def fork_rank(
     stderr: IO[str] | int | None = None,
     start_new_session: bool = False,
 ) -> Fork:
-    """In place of `subprocess.Popen` of `python *words`: `run` takes the words and the environment, and returns the
-    exit code."""
+    """Replace `subprocess.Popen` of `python *words`: `run` takes words and environment, and returns the exit code."""
 
     def begin() -> NoReturn:
         if start_new_session:

@@ -1,4 +1,4 @@
-"""A GPU for tests, with the interface of the emulated device: `with device:` notes what makes the host wait for it.
+"""A GPU for tests, with the interface of the emulated device: `with device:` notes host syncs.
 
     def on_the_device() -> None:              # in a process of its own
         device = use_gpu()
@@ -7,10 +7,9 @@
             ...
         assert device.waits == []
 
-Where there are as many GPUs as processes of `run_distributed`, each takes its own, and they exchange with NCCL. Where
-there are fewer all take the first one, and exchange with gloo, because NCCL refuses that: most collectives of tensors
-on a GPU gloo computes on the CPU, sends of them are staged there by `stage_sends`, and it has none that scatters sums,
-which FSDP2 needs.
+With a GPU for each process of `run_distributed`, each takes its own and the backend is NCCL. With fewer, all share the
+first one and the backend is gloo, because NCCL does not support shared GPUs: gloo runs most collectives of GPU tensors
+on the CPU, `stage_sends` stages sends there, and there is no reduce-scatter, which FSDP2 needs.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from tests.support.host_waits import HostWait, innermost_place, restart_process_
 
 
 class Gpu:
-    """A GPU. While it is entered, `waits` gets what makes the host wait for it, but for what torch's grouped products
-    do: they read where slots end, unless in bfloat16 on Hopper or data-center Blackwell (`has_grouped_kernel`)."""
+    """A GPU. While it is entered, `waits` collects host syncs, except in torch's grouped products: they read the
+    slots' ends, unless in bfloat16 on Hopper or data-center Blackwell (`has_grouped_kernel`)."""
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
@@ -66,7 +65,7 @@ def skip_without_gpus(count: int) -> None:
 
 
 def use_gpu() -> Gpu:
-    """A GPU, which Accelerate takes from now on. For a process of its own, once."""
+    """Have Accelerate use a GPU from now on. For a process of its own, once."""
     os.environ["ACCELERATE_USE_CPU"] = "false"
     if not dist.is_initialized():
         torch.cuda.set_device(0)

@@ -61,7 +61,7 @@ def _rank_main(pipe: Connection, rank: int, world_size: int, port: int, fn: Call
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300) -> list[Any]:
-    """Call module-level `fn(*args)` on `world_size` fresh gloo processes; returns what each rank returned.
+    """Call module-level `fn(*args)` on `world_size` fresh gloo processes; returns each rank's result.
 
     The process group is initialised; `fn` reads its rank from it. The first rank that raises fails the call with that
     rank's traceback and the others are killed, as they are when `timeout_s` runs out.
@@ -70,7 +70,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 
     store, port = None, 0  # a process by itself takes whatever is free when it asks
     if world_size > 1:
-        # A store of ours has its port: one that was only found to be free may be taken by whoever starts next.
+        # The store holds its port: another process could take a port that was only found to be free.
         store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
         port = store.port
     pipes, ranks = [], []
@@ -107,7 +107,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def peak_bytes(profile: torch.profiler.profile) -> int:
-    """Most bytes that were allocated at one time since `profile`, made with `profile_memory`, began."""
+    """Return the peak of allocated bytes in `profile`, made with `profile_memory`."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
@@ -120,7 +120,7 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
 
 
 def planted(link: Path) -> Path:
-    """A file of which nothing may change, to which `link` leads."""
+    """Return a file that must not change, the target of `link`."""
     precious = link.with_name(f"{link.name}.precious")
     precious.write_text("precious")
     link.symlink_to(precious)
@@ -128,7 +128,7 @@ def planted(link: Path) -> Path:
 
 
 def program_environment(**more: str) -> dict[str, str]:
-    """This process's, without what would steer a run: offline, on one thread per process."""
+    """Return this environment without run settings: offline, on one thread per process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOOLKIT_", "ACCELERATE_", "WANDB_"))}
     return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
 
@@ -136,8 +136,7 @@ def program_environment(**more: str) -> dict[str, str]:
 def run_recipe(
     recipe: str, *args: str, env: dict[str, str] | None = None, timeout_s: float = 300, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """`python recipes/<recipe>.py *args` from the repository root, in a new process (others:
-    `tests.support.forked_python`)."""
+    """Run `recipes/<recipe>.py` from the repository root, in a new process (others: `tests.support.forked_python`)."""
     command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *args]
     environment = program_environment(**(env or {}))
     return subprocess.run(

@@ -18,17 +18,17 @@ class HostWait(NamedTuple):
 
     operation: str
     place: str
-    """The file of the innermost call within the toolkit or a library other than torch; empty where there is none."""
+    """File of the innermost call within the toolkit or a library other than torch, or empty."""
 
 
 def innermost_place() -> str:
-    """The `place` of a wait that is noted now."""
+    """Return the `place` of a current wait."""
     places = [place for frame in traceback.extract_stack() if (place := _place(frame.filename))]
     return places[-1] if places else ""
 
 
 def _place(file: str) -> str:
-    """`file` from the name of its package on, if that is the toolkit or one of `LIBRARIES`; else empty."""
+    """Return `file` relative to its package's parent, for the toolkit and `LIBRARIES`; else empty."""
     path = Path(file)
     if path.is_relative_to(ROOT / "toolkit"):
         return str(path.relative_to(ROOT))
@@ -40,7 +40,7 @@ def _place(file: str) -> str:
 
 
 def restart_process_group(backend: str) -> None:
-    """Start the process group of `run_distributed` anew, with `backend`."""
+    """Restart the process group of `run_distributed`, with `backend`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=False)

@@ -1,11 +1,11 @@
-"""Runs a notebook as IPython would, where there is no IPython: `python notebook.py FILE` in an empty folder.
+"""Runs a notebook without IPython: `python notebook.py FILE` in an empty folder.
 
-`--store` puts what the cells print and draw into FILE (`make notebooks`).
+`--store` writes the cells' text and figures to FILE (`make notebooks`).
 
-The cells run one after another in one namespace. `%%writefile NAME` writes the rest of its cell; a shell runs what
-begins with `!`. Here a command that fails ends the program, where IPython would go on. `%pip` is an error, as
-everything is installed, and so are other magics. At the end, what JSON can hold of the namespace is written to
-values.json, with the outputs of each cell.
+The cells run one after another in one namespace. `%%writefile NAME` writes the rest of its cell; a shell runs lines
+that begin with `!`. Unlike in IPython, a command that fails ends the program. `%pip` raises, as everything is
+installed, and other magics, too. At the end, the JSON-serialisable part of the namespace is written to values.json,
+with the outputs of each cell.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PNG = b"\x89PNG\r\n"
 
 
 def code_of(cell: str) -> str:
-    """What Python runs of a cell."""
+    """Return a cell's Python code."""
     if cell.startswith("%%writefile "):
         first, _, text = cell.partition("\n")
         return f"_write({first.split()[1]!r}, {text!r})"
@@ -60,7 +60,7 @@ def magic(words: str) -> None:
 
 @contextmanager
 def printed() -> Iterator[list[str]]:
-    """The lines that this process and those that it starts print, without the path of the folder."""
+    """Collect printed lines of this process and its children, without the path of the folder."""
     lines: list[str] = []
     whole = os.dup(1)
     with open("printed.txt", "w+") as file:
@@ -78,7 +78,7 @@ def printed() -> Iterator[list[str]]:
 
 
 def shown(picture: bytes) -> dict[str, Any]:
-    """The output of a cell that shows a picture, in 64 colours, which is a third of the bytes."""
+    """Return a cell's output for a figure, in 64 colours: a third of the bytes."""
     assert picture.startswith(PNG)
     smaller = io.BytesIO()
     Picture.open(io.BytesIO(picture)).convert("RGB").quantize(64).save(smaller, "png", optimize=True)
@@ -87,7 +87,7 @@ def shown(picture: bytes) -> dict[str, Any]:
 
 
 def drawn() -> Iterator[bytes]:
-    """Figures of matplotlib that a cell leaves open, as PNG."""
+    """Yield a cell's open matplotlib figures, as PNG."""
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     for number in pyplot.get_fignums() if pyplot else ():
         picture = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The order of a stream of tasks, which is what makes dynamic experts grow."""
+"""The order of a stream of tasks, which makes dynamic experts grow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TaskAfterTask:
 
     tasks: int
     samples_per_task: int
-    """Rows of each task, which follow those of the task before."""
+    """Rows of each task, which follow the previous task's."""
     batch_size: int
     seed: int
     epochs_per_task: int
@@ -51,6 +51,6 @@ class TaskAfterTask:
             yield next(self.orders[task].batches(steps)) + task * self.samples_per_task
 
     def _place(self, step: int) -> tuple[int, int]:
-        """The task, and its steps before this one."""
+        """Return the task, and its steps so far."""
         epoch, steps = divmod(step, self.steps_per_epoch)
         return steps // self.steps_per_task, epoch * self.steps_per_task + steps % self.steps_per_task

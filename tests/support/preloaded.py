@@ -1,6 +1,6 @@
-"""What a process that a test forks has imported already: the fork server imports this once.
+"""Modules that the fork server imports once, for all processes that tests fork.
 
-The garbage collector leaves what is here alone: else each fork would walk through it, and so copy its pages.
+The garbage collector skips the objects here: else each fork would traverse them, and copy their pages.
 """
 
 import gc
@@ -48,8 +48,8 @@ if find_spec("transformers"):
 
 
 def print_empty(canvas: FigureCanvasAgg, file: IO[bytes]) -> None:
-    """In place of `print_png`: to render the pictures of a run takes as long as its training. Tests of pictures render
-    them in their own process."""
+    """Replace `print_png`: rendering the figures of a run takes as long as its training. Tests of figures render them
+    in their own process."""
     Image.new("RGB", canvas.get_width_height()).save(file, format="png")
 
 

@@ -1,4 +1,4 @@
-"""A whole run in miniature, with everything that has a state: what the tests of stopping and continuing train."""
+"""A complete run in miniature, with everything that has a state, for the tests of interruption and resume."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SmallModel(nn.Module):
 
 
 class Stop(tk.Callback):
-    """Ends the run at `step`, the way that `how` says, on `rank`; notes the samples of each step."""
+    """Ends the run at `step` on `rank`, in the way `how`; records the samples of each step."""
 
     def __init__(self, step: int | None = None, how: str = "", rank: int = 0):
         self.step, self.how, self.rank = step, how, rank
@@ -111,7 +111,7 @@ def small_trainer(
 
 @dataclass
 class Outcome:
-    """What a run has learned and written; equal for two runs that are the same."""
+    """Weights and outputs of a run; equal for two identical runs."""
 
     weights: dict[str, Tensor]
     moments: dict[int, dict[str, Tensor]]

@@ -1,8 +1,8 @@
-"""From symptoms to causes: what a difference between one process and several means for the script.
+"""From symptoms to causes: the bugs that explain a difference between one process and several.
 
-`RULES` is a table: the quantity whose check fails, what has to be seen besides, and the finding. Quantities are in
-causal order: weights come before outputs, those before gradients, those before updates. So the first rule that applies
-at the earliest step names the cause, and what follows from it is not named.
+`RULES` is a table: the quantity whose check fails, a further condition, and the finding. Quantities are in causal
+order: weights, outputs, gradients, updates. So the first rule that applies at the earliest step names the cause, and
+its consequences are not reported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from toolkit.doctor.compare import GRADIENT_FLOOR, Check, Comparison, Key, apart
 from toolkit.doctor.record import SEEN
 
 Facts = dict[str, Any]
-"""What a rule saw, for the words in braces of its symptom and cause."""
+"""Values for the words in braces in a rule's symptom and cause."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong."""
+    """A diagnosis."""
 
     name: str
     """A few words, the same for the same cause."""
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table. Words in braces are facts: the fields of the quantity's check, and what `when` returns."""
+    """A row of the table. Words in braces are facts: fields of the quantity's check, and the result of `when`."""
 
     quantity: str
     name: str
@@ -41,10 +41,10 @@ class Rule:
     cause: str
     remedy: str
     when: Callable[[Comparison, Check], Facts | None] = lambda _, __: {}
-    """Returns the facts, or None where the rule does not apply."""
+    """Function that returns the facts, or None if not applicable."""
 
     def finding(self, c: Comparison) -> Finding | None:
-        """Returns what is wrong, or None where this rule does not apply."""
+        """Return the finding, or None if this rule does not apply."""
         check = c[self.quantity]
         facts = self.when(c, check)
         if facts is None:
@@ -54,7 +54,7 @@ class Rule:
 
 
 def diagnose(comparison: Comparison) -> list[Finding]:
-    """Returns what explains the differences, likeliest cause first; empty where there are none."""
+    """Return findings that explain the differences, likeliest cause first."""
     failed = [quantity for quantity in QUANTITIES if not comparison[quantity].ok]
     independent = [finding for quantity in failed if quantity not in CHAIN for finding in _first(comparison, quantity)]
     differing = [quantity for quantity in failed if quantity in CHAIN]
@@ -65,7 +65,7 @@ def diagnose(comparison: Comparison) -> list[Finding]:
 
 
 def _first(comparison: Comparison, quantity: str) -> list[Finding]:
-    """Returns the finding of the first rule for `quantity` that applies, if any."""
+    """Return the finding of the first rule for `quantity` that applies, if any."""
     found = (rule.finding(comparison) for rule in RULES if rule.quantity == quantity)
     return [finding for finding in found if finding is not None][:1]
 
@@ -77,7 +77,7 @@ RATE = "learning rate depends on the world"
 
 
 def recomputed_otherwise(error: str) -> Finding:
-    """Returns the finding for a script that PyTorch's activation checkpointing ended, in several processes only."""
+    """Return the finding for a script that fails in activation checkpointing, in several processes only."""
     return Finding(
         REDECIDED,
         error,
@@ -87,7 +87,7 @@ def recomputed_otherwise(error: str) -> Finding:
 
 
 def out_of_step(places: Iterable[str]) -> Finding:
-    """Returns the finding for ranks that wait for each other for ever; `places` says where each of them is."""
+    """Return the finding for a deadlock of ranks; `places` is the position of each rank."""
     return Finding(
         "ranks out of step",
         f"processes waited for each other in vain: {'; '.join(places)}",
@@ -97,7 +97,7 @@ def out_of_step(places: Iterable[str]) -> Finding:
 
 
 def unrepeatable(check_names: Iterable[str]) -> Finding:
-    """Returns the finding for a script that does not do the same twice in one process."""
+    """Return the finding for a script that is not deterministic in one process."""
     return Finding(
         "not repeatable",
         f"in one process, run twice, it differs in {', '.join(check_names)}",
@@ -106,7 +106,7 @@ def unrepeatable(check_names: Iterable[str]) -> Finding:
     )
 
 
-# --- what rules look at besides the check of their quantity --------------------------------------------------------
+# --- conditions of rules -------------------------------------------------------------------------------------------
 
 
 def _in_saving(applies: Callable[[Comparison, Check], bool]) -> Callable[[Comparison, Check], Facts | None]:
@@ -120,7 +120,7 @@ def _equal_samples(c: Comparison, check: Check) -> Facts | None:
 
 
 def _in_module(applies: Callable[[Comparison, str, str], bool]) -> Callable[[Comparison, Check], Facts | None]:
-    """The first module whose output differs at the step of the check, if `applies` (comparison, name, type) to it."""
+    """Find the first module whose output differs at the check's step, if `applies` (comparison, name, type) to it."""
 
     def when(c: Comparison, check: Check) -> Facts | None:
         for name, kind in c.one.first.modules.items():
@@ -147,11 +147,11 @@ def _unequal_gradients(c: Comparison, check: Check) -> Facts | None:
 def _scaled(
     applies: Callable[[float, int], bool] = lambda _, __: True,
 ) -> Callable[[Comparison, Check], Facts | None]:
-    """All gradients that differ are one multiple of what they should be, and `applies` (factor, ranks) to it."""
+    """Test that one factor explains all differing gradients, and `applies` (factor, ranks)."""
 
     def when(c: Comparison, check: Check) -> Facts | None:
         differing = _differing(c, check)
-        # A factor explains what differs where it is further from 1 than what it leaves unexplained may be.
+        # A factor explains a difference if it is further from 1 than the tolerated residual.
         unexplained = max(1e-3, 10 * c.tolerance)
         straight = all(rest < unexplained < abs(ratio - 1) for ratio, rest in differing.values())
         ratios = [ratio for ratio, _ in differing.values()]
@@ -166,8 +166,7 @@ def _scaled(
 
 
 def _differing(c: Comparison, check: Check) -> dict[Key, tuple[float, float]]:
-    """Returns, for each gradient that differs, its least-squares ratio to that of one process, and the distance beside
-    it."""
+    """Return, for each differing gradient, its least-squares ratio to one process, and the residual."""
     one, many = (run.tensors(check.step - 1, "gradient", c.split) for run in (c.one, c.many))
     total = torch.stack([tensor.double().norm() for tensor in one.values()]).norm().item()
     found = {}
@@ -222,7 +221,7 @@ FORWARD = [
         _in_module(lambda *_: True),
     ),
 ]
-"""What usually causes another output of a module, by its kind; for expert counts, the balance loss and the loss."""
+"""Usual causes of a different module output, by module type; for expert counts, the balance loss and the loss."""
 UNSYNCHRONISED = Rule(
     "replicas on ranks",
     "unsynchronised replica",
@@ -240,7 +239,7 @@ LOST_IN_MOVE = Rule(
 )
 
 RULES = [
-    # What a rank sees by itself, and what saving loses.
+    # Faults that a rank sees locally, and losses on save.
     Rule(
         "one routing decision",
         REDECIDED,
@@ -307,7 +306,7 @@ RULES = [
         "save with Trainer.save, ExpertParallel.save or toolkit.checkpoint.checkpoint, which write rows by their ids",
         _in_saving(lambda *_: True),
     ),
-    # What differs between one process and several.
+    # Differences between one process and several.
     Rule(
         "initial weights",
         "initial weights differ",
@@ -444,4 +443,4 @@ RULES = [
 """The table, in causal order; of the rules for one quantity the first that applies counts."""
 QUANTITIES = tuple(dict.fromkeys(rule.quantity for rule in RULES))
 CHAIN = tuple(quantity for quantity in QUANTITIES if quantity not in SEEN and quantity != "save and load")
-"""The quantities that two runs are compared by: what differs in one of them makes all later ones differ."""
+"""Quantities by which two runs are compared: a difference in one makes all later ones differ."""

@@ -14,7 +14,7 @@ from toolkit.run.console import log_line
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where all is equal, 1 where something differs, 2 for bad input."""
+    """Return 0 if all is equal, 1 if something differs, 2 for bad input."""
     parser = Parser("toolkit doctor", __doc__)
     parser.add_argument("--processes", type=count, default=2, metavar="N", help="how many are compared with one (2)")
     parser.add_argument("--steps", type=count, default=3, metavar="N", help="optimizer steps of each run (3)")

@@ -1,4 +1,4 @@
-"""How far two runs, each joined from the records of its ranks, are apart: quantity by quantity and step by step."""
+"""Distance of two runs, each joined from the records of its ranks, by quantity and step."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from toolkit.doctor.record import SEEN, Record
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 Key = tuple[str, int]
-"""A parameter and the id of one of its rows; `WHOLE` for a parameter that is not stacked by expert."""
+"""A parameter and a row id; `WHOLE` for a parameter that is not stacked by expert."""
 WHOLE = -1
 Distance = tuple[float, str]
-"""A relative difference, and where it is largest."""
+"""A relative difference, and the place of it."""
 
 TOLERANCES = {"no": 1e-6, "bf16": 5e-2, "fp16": 2e-2}
-"""Relative; what rounding does in a few steps of float32, and of mixed precision."""
+"""Relative effect of rounding in a few steps of float32, and of mixed precision."""
 GRADIENT_FLOOR = 0.1
-"""A parameter's gradient is measured against its own norm, or against this part of the norm of all gradients where that
-is more: what remains of a sum that cancels has the rounding errors of what was added."""
+"""A gradient is compared with the larger of its own norm and this part of the norm of all gradients: a sum that cancels
+has the rounding errors of its terms."""
 NOISE = 1e-5
-"""Elements whose gradient is smaller than this part of the root mean square of all gradients tell nothing about the
-weights after a step: an optimizer that divides by the gradient's size makes whole steps of their rounding errors."""
+"""Weights are not compared after a step if their gradients differ and are below this part of the root mean square of
+all gradients: an optimizer that divides by the gradient's size amplifies rounding errors to full steps."""
 
 ROUNDING_MARGIN = 10.0
-"""How much further apart two runs may be than two that differ by rounding: kernels also round inside of a module, and
-add up in parts whose number depends on the size of a batch."""
+"""Allowed distance, in multiples of the distance of runs that differ by rounding: kernels also round inside a module,
+and sum in parts whose number depends on the batch size."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Check:
 
     quantity: str
     worst: float
-    """The largest relative difference, 0 or infinity where something is equal or not."""
+    """Largest relative difference; 0 or infinity for equality checks."""
     limit: float
     step: int = 0
-    """The first step, counted from 1, at which it is beyond the limit, else the one with the largest difference; 0 is
-    before the first."""
+    """The first step, counted from 1, that exceeds the limit, else the step with the largest difference; 0 is before
+    the first."""
     where: str = ""
     """The parameter or layer with the largest difference at that step."""
 
@@ -60,7 +60,7 @@ def relative(value: float, truth: float) -> float:
 
 
 def apart(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    """2-norm of the difference, relative to the larger of truth's and `floor`; infinite where shapes differ."""
+    """Return the 2-norm of the difference over max(norm of `truth`, `floor`); infinite if shapes differ."""
     if value.shape != truth.shape:
         return math.inf
     difference = torch.linalg.vector_norm(value.double() - truth.double()).item()
@@ -71,7 +71,7 @@ def apart(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
 
 
 def worst_of(values: Mapping[Key, Tensor], truths: Mapping[Key, Tensor], floor: float = 0.0) -> tuple[float, str]:
-    """The largest relative difference and the parameter it is in; a tensor that one side lacks is zeros."""
+    """Return the largest relative difference and its parameter; a tensor that one side lacks is zeros."""
     worst, where = 0.0, ""
     for key in truths.keys() | values.keys():
         one = truths[key] if key in truths else torch.zeros_like(values[key])
@@ -110,8 +110,7 @@ class Evidence:
     # --- tensors by id ----------------------------------------------------------------------------------------
 
     def tensors(self, phase: int, kind: str, split: set[str]) -> dict[Key, Tensor]:
-        """Returns all tensors of one kind after `phase` steps, from their owning ranks; parameters in `split` row by
-        row."""
+        """Return all tensors of one kind after `phase` steps, from their owning ranks; parameters in `split` by row."""
         found: dict[Key, Tensor] = {}
         for record in self.records:
             rows = record.phases[phase].rows
@@ -131,17 +130,17 @@ class Evidence:
         return found
 
     def kinds(self, phase: int) -> set[str]:
-        """Returns the kinds of tensors that an optimizer keeps."""
+        """Return the kinds of tensors in the optimizer state."""
         found = {key.split("/")[1] for key in self.first.tensors if key.startswith(f"{phase}/")}
         return found - {"weight", "gradient", "output"}
 
     def unequal_replicated(self, phase: int) -> list[str]:
-        """Returns the replicated parameters, and replicas of experts, whose bits differ between ranks."""
+        """Return replicated parameters, and replicas of experts, that differ between ranks."""
         differing = self._unequal_digests(lambda record: record.phases[phase].digests)
         return differing + self._unequal_rows(phase, "weight", of_owners=False)
 
     def unequal_gradients(self, step: int) -> list[str]:
-        """Returns the same for gradients that are averaged over ranks, before clipping."""
+        """Return the same for gradients that are averaged over ranks, before clipping."""
         differing = self._unequal_digests(lambda record: record.steps[step].gradients)
         return differing + self._unequal_rows(step, "gradient", of_owners=True)
 
@@ -166,12 +165,12 @@ class Evidence:
         return list(differing)
 
     def has_moved(self, phase: int) -> bool:
-        """Returns whether the placement after `phase` steps is not that of one step before."""
+        """Return whether step `phase` changed the placement."""
         pairs = [(r.phases[phase - 1].rows, r.phases[phase].rows) for r in self.records if phase > 0]
         return any(before[name] != after[name] for before, after in pairs for name in before.keys() & after.keys())
 
     def unfrozen(self, phase: int) -> set[str]:
-        """Returns the parameters that are trainable after `phase` steps, and were not before the first."""
+        """Return the parameters that are trainable after `phase` steps, and were not before the first."""
         first = self.first.phases[0]
         now = self.first.phases[phase]
         return (now.rows.keys() | now.digests.keys()) - (first.rows.keys() | first.digests.keys())
@@ -182,11 +181,11 @@ class Evidence:
         return Counter(d for record in self.records for batch in record.steps[step].samples for d in batch)
 
     def loss(self, step: int) -> float:
-        """Returns the mean over ranks and micro-batches of what went backward."""
+        """Return the mean loss over ranks and micro-batches."""
         return _mean([loss for record in self.records for loss in record.steps[step].losses])
 
     def balance_loss(self, step: int) -> float | None:
-        """The router losses: ours are shares that add up over ranks, those of transformers are means."""
+        """Return the router loss: a sum over ranks for `RouterPenalty`, a mean for transformers."""
         if self.first.steps[step].penalties:
             return sum(sum(r.steps[step].penalties) for r in self.records) / len(self.first.steps[step].penalties)
         losses = [value for record in self.records for value in record.steps[step].balance_losses]
@@ -200,11 +199,11 @@ class Evidence:
         }
 
     def norms(self, step: int) -> list[float]:
-        """Returns what clipping returned, by rank."""
+        """Return the norms from clipping, by rank."""
         return [norm for record in self.records if (norm := record.steps[step].norm) is not None]
 
     def outputs(self, step: int, module: str) -> dict[str, Tensor]:
-        """Returns fingerprints of a module's outputs in a step, by sample and the size that it was padded to."""
+        """Return fingerprints of a module's outputs in a step, by sample and padded size."""
         found: dict[str, Tensor] = {}
         for record in self.records:
             for number, samples in enumerate(record.steps[step].samples):
@@ -227,7 +226,7 @@ class Comparison:
     many: Evidence
     tolerance: float
     rounding: Comparison | None = None
-    """One process against itself rounded otherwise: what that does is no difference."""
+    """One process against itself with other rounding: these distances are tolerated."""
 
     def __post_init__(self) -> None:
         self.distances: dict[tuple[str, int], float] = {}
@@ -238,7 +237,7 @@ class Comparison:
         self.checks = list(self._checks())
 
     def __getitem__(self, quantity: str) -> Check:
-        """The check of `quantity`; one that is fine where there was nothing to check."""
+        """Return the check of `quantity`, or a passing one if there is nothing to check."""
         return next((check for check in self.checks if check.quantity == quantity), Check(quantity, 0.0, 0.0))
 
     @property
@@ -250,7 +249,7 @@ class Comparison:
         yield self._over("initial weights", 0, self._initial, range(1), first=0)
         yield self._over("samples", 0, self._samples)
         if self.one.first.steps[0].counts:
-            # Where hidden states are rounded coarsely, a token between two experts may go to either.
+            # With coarse rounding of hidden states, a token between two experts can go to either.
             yield self._over("expert counts", 0 if tolerance < 1e-4 else tolerance, self._counts)
         if self.one.balance_loss(0) is not None:
             yield self._over("balance loss", tolerance, self._balance)
@@ -273,7 +272,7 @@ class Comparison:
     def _over(
         self, quantity: str, tolerance: float, at: Callable[[int], Distance], over: range | None = None, first: int = 1
     ) -> Check:
-        """The first step beyond its limit, or else the one with the largest distance. `first` is the name of step 0."""
+        """Return the first step beyond its limit, else the largest distance. `first` is the name of step 0."""
         checks = [Check(quantity, 0.0, tolerance)]
         for index in range(self.steps) if over is None else over:
             distance, where = at(index)
@@ -327,7 +326,7 @@ class Comparison:
         return worst_of(many, one)
 
     def _noise(self, phase: int) -> dict[Key, Tensor]:
-        """Where weights after `phase` steps follow the rounding errors of some step's gradients."""
+        """Return masks of weights that follow rounding errors of gradients in `phase` steps."""
         noise: dict[Key, Tensor] = {}
         for step in range(phase):
             one, many = (run.tensors(step, "gradient", self.split) for run in (self.one, self.many))
@@ -344,7 +343,7 @@ class Comparison:
         worst: Distance = (0.0, "")
         for kind in sorted(self.one.kinds(phase) | self.many.kinds(phase)):
             one = self.one.tensors(phase, kind, self.split)
-            # The second moment is a square: so are its floor and twice its relative error.
+            # The second moment is a square: its floor is squared, its relative error doubles.
             power = 2 if "sq" in kind else 1
             total = _norm(value for value in one.values() if value.ndim) or 1.0
             distance, where = worst_of(self.many.tensors(phase, kind, self.split), one, total * GRADIENT_FLOOR**power)
@@ -362,6 +361,6 @@ def _any(names: list[str]) -> Distance:
 
 
 def _found(quantity: str, names: list[str]) -> Check:
-    """Returns a check that fails where anything was found."""
+    """Return a check that fails if `names` is not empty."""
     distance, where = _any(list(dict.fromkeys(names)))
     return Check(quantity, distance, 0.0, 0, where)

@@ -1,4 +1,4 @@
-"""Run a script in one process and in several, compare, and report what was found."""
+"""Run a script in one process and in several, compare, and report the findings."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ SUSPICIOUS = 1e-2
 
 
 WAITED = re.compile(r"gloo|[Tt]imed out waiting|Connection (closed|reset) by peer")
-"""What stands in the error of a rank whose collective failed because of another rank."""
+"""Pattern in the error of a rank whose collective failed because of another rank."""
 MOST_WAIT_S = 30.0
-"""How long a collective waits for other ranks at most, besides twice the time of the whole run in one process."""
+"""Timeout of a collective, in addition to twice the duration of the run in one process."""
 
 
 GRACE_S = 5.0
-"""How long other ranks can go on once one has failed, in seconds."""
+"""Seconds for other ranks to end once one has failed."""
 POLL_S = 0.05
 
 
 class ScriptFailed(Exception):
-    """A script ended with an error, which is the text; `finding` where that says what is wrong."""
+    """A script ended with an error, which is the text; `finding` is its diagnosis, if any."""
 
     def __init__(self, error: str, finding: Finding | None = None):
         super().__init__(error)
@@ -46,7 +46,7 @@ class ScriptFailed(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found."""
+    """Result of the doctor."""
 
     script: str
     processes: int
@@ -63,7 +63,7 @@ class Report:
         return not self.findings and all(check.ok for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold; infinity as a word."""
+        """Return a dict for JSON; infinity is "inf"."""
         checks = [vars(check) | {"worst": _number(check.worst), "ok": check.ok} for check in self.checks]
         return vars(self) | {"ok": self.ok, "checks": checks, "findings": [vars(finding) for finding in self.findings]}
 
@@ -105,16 +105,16 @@ def examine(
     timeout_s: float = 600,
     log: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Compares what `script` does in one process with what it does in `processes`.
+    """Compare training of `script` in one process and in `processes`.
 
     Args:
         script: The Python file to run.
-        args: What it is called with.
-        processes: The number of processes that are compared with one.
-        steps: The optimizer steps of each run.
-        tolerance: The relative difference that is taken for rounding; None takes that of the script's precision.
-        timeout_s: The seconds after which a run is ended.
-        log: Is called with a line for each run.
+        args: Command-line arguments of the script.
+        processes: World size to compare with one process.
+        steps: Optimizer steps of each run.
+        tolerance: Relative difference that counts as rounding. Default: by the script's precision.
+        timeout_s: Timeout of each run, in seconds.
+        log: Called with a line for each run.
 
     Raises:
         UserError: If the script cannot be run, or does not train with Accelerate.
@@ -158,7 +158,7 @@ def examine(
 def judge(
     one: Evidence, many: Evidence, tolerance: float, run: Callable[[str, int, Variant], Evidence]
 ) -> tuple[Comparison, list[Finding]]:
-    """Compare two runs, and explain what differs.
+    """Compare two runs, and explain differences.
 
     If something differs, `run` (name, processes, variant) runs the script again: with a scheduler that makes a step for
     each process, if learning rates differ first; in one process, to see whether it repeats itself; and in one process
@@ -254,7 +254,7 @@ def _run_ranks(
 
 
 def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptFailed:
-    """Returns what ranks died of, by their exit codes; None for those that went on until they were killed."""
+    """Return why ranks failed, by their exit codes; None for ranks that were still running."""
     errors = {rank: _last_line(folder / f"output{rank}.txt") for rank, code in enumerate(codes) if code}
     for error in errors.values():
         if "CheckpointError" in error:
@@ -271,7 +271,7 @@ def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptF
 
 
 def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:
-    """Returns what keeps a recipe of this toolkit from writing where the user's runs are, and from continuing one."""
+    """Return flags that keep a recipe of this toolkit from writing to the user's runs, and from resuming one."""
     if "run_recipe(" not in script.read_text(encoding="utf-8", errors="replace"):
         return []
     flags = {"--run-dir": str(folder / "run"), "--tracker": "none", "--resume": "no"}
@@ -280,7 +280,7 @@ def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:
 
 
 def _last_line(output: Path) -> str:
-    """The last line of an error, without the prefix of ours."""
+    """Return the last line of an error, without "error: "."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
     return (errors or lines or ["it wrote nothing"])[-1].removeprefix("error: ").strip()

@@ -1,4 +1,4 @@
-"""What one process of a watched run saw: numbers and names in JSON, tensors in safetensors."""
+"""Record of one rank of a watched run: numbers and names in JSON, tensors in safetensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 PADDING = (0, -1, -100)
-"""What inputs and labels are padded with."""
+"""Padding values of inputs and labels."""
 SEEN = {
     "one routing decision": "MoE layers whose second forward, during backward, chose other experts than the first",
     "all micro-batches": "steps in which the gradients of a micro-batch were gone before those of the next were added",
@@ -27,7 +27,7 @@ SEEN = {
     "balance loss in the backward": "losses of the router that the model returned and no backward reached",
     "order of epochs": "samplers that shuffle and gave the same order twice",
 }
-"""The quantities that a rank sees by itself -> what it notes of them."""
+"""Quantities that a rank checks locally -> the faults that it records."""
 
 
 @dataclass
@@ -35,17 +35,17 @@ class Step:
     """One optimizer step on one rank."""
 
     losses: list[float] = field(default_factory=list)
-    """What `Accelerator.backward` was given, per micro-batch."""
+    """Arguments of `Accelerator.backward`, per micro-batch."""
     penalties: list[float] = field(default_factory=list)
-    """This rank's share of the router losses (ours), per micro-batch."""
+    """This rank's share of `RouterPenalty` losses, per micro-batch."""
     balance_losses: list[float] = field(default_factory=list)
     """`aux_loss` of the model's output (transformers), per micro-batch."""
     samples: list[list[str]] = field(default_factory=list)
-    """Returns a digest of each sample that the model was given, per micro-batch."""
+    """Digest of each input sample, per micro-batch."""
     counts: dict[str, list[int]] = field(default_factory=dict)
-    """Assignments (token-expert pairs) per expert of each layer, from this rank."""
+    """(token, expert) pairs per expert of each layer, from this rank."""
     norm: float | None = None
-    """What clipping returned, or None where nothing was clipped."""
+    """Norm that clipping returned, or None without clipping."""
     rates: list[float] = field(default_factory=list)
     """Learning rate of each parameter group."""
     gradients: dict[str, str] = field(default_factory=dict)
@@ -54,44 +54,44 @@ class Step:
 
 @dataclass
 class Phase:
-    """The state before the first step, or after a step and all that followed it until the next forward."""
+    """The state before the first step, or after a step, taken at the next forward pass."""
 
     rows: dict[str, list[int]] = field(default_factory=dict)
-    """Ids of the rows that this rank holds of each parameter that is stacked by expert."""
+    """Row ids that this rank holds of each parameter that is stacked by expert."""
     owns: dict[str, list[bool]] = field(default_factory=dict)
-    """Says for each of those rows whether this rank owns it, or has a replica of a row that another rank owns."""
+    """Whether this rank owns each row, or has a replica of a row that another rank owns."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digest of each parameter that every rank has in full."""
 
 
 @dataclass
 class Record:
-    """All that one process saw. Tensors are named `phase/kind/parameter`; outputs `step/output/micro-batch/module`."""
+    """Record of one rank. Tensors are named `phase/kind/parameter`; outputs `step/output/micro-batch/module`."""
 
     rank: int = 0
     world: int = 1
     precision: str = "no"
     notes: list[str] = field(default_factory=list)
-    """What the recorder changed in the script, in words."""
+    """The recorder's changes to the script, in words."""
     steps: list[Step] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     """The type of each module, in the order in which their first forwards ended."""
     seen: dict[str, list[str]] = field(default_factory=lambda: {quantity: [] for quantity in SEEN})
-    """What this rank found wrong by itself, by the quantity of `SEEN`."""
+    """Faults that this rank found locally, by quantity of `SEEN`."""
     saved_by: str = ""
-    """What saved and loaded, or nothing where there was no way."""
+    """Functions that saved and loaded, or empty without any."""
     lost: list[str] = field(default_factory=list)
-    """What was not as before after saving and loading."""
+    """State that saving and loading changed."""
     save_error: str = ""
     tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def see(self, quantity: str, *names: str) -> None:
-        """Notes what is wrong with a quantity of `SEEN`, each name once."""
+        """Record faults of a quantity of `SEEN`, each name once."""
         self.seen[quantity] += [name for name in names if name not in self.seen[quantity]]
 
     def note_lost(self, key: str, before: Tensor, after: Tensor, ids: Sequence[int] | None) -> None:
-        """Notes the tensor, or of its rows the experts `ids`, that saving and loading did not bring back."""
+        """Record a tensor, or its rows of experts `ids`, if saving and loading did not restore it."""
         if before.shape != after.shape or ((ids is None or not before.ndim) and not torch.equal(before, after)):
             self.lost.append(key)
         elif ids is not None and before.ndim:
@@ -105,7 +105,7 @@ class Record:
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Returns what the processes of one run wrote, by rank; only of those that came to an end."""
+    """Read the records of one run, by rank; ranks that did not finish have none."""
     records = []
     for path in sorted(folder.glob("rank*.json"), key=lambda path: int(path.stem[4:])):
         content: dict[str, Any] = json.loads(path.read_text())
@@ -116,7 +116,7 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def digest(*tensors: Tensor) -> str:
-    """Returns a digest of the bits of `tensors`."""
+    """Return a digest of the bits of `tensors`."""
     together = hashlib.blake2b(digest_size=12)
     for tensor in tensors:
         together.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -124,12 +124,12 @@ def digest(*tensors: Tensor) -> str:
 
 
 def is_spread_by_others(parameter: Tensor) -> bool:
-    """Returns whether another library has divided a stack of matrices by its rows, which are experts then."""
+    """Return whether another library has sharded a stack of matrices by its rows, which are experts then."""
     return isinstance(parameter, DTensor) and parameter.ndim == 3 and any(p.is_shard(0) for p in parameter.placements)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Returns a copy on the CPU that stays as it is. A collective for a DTensor."""
+    """Return an independent copy on the CPU. A collective for a DTensor."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
@@ -137,9 +137,9 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def sample_digests(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Returns a digest of each sample that a model is called with, without what pads it to the length of the others.
+    """Return a digest of each input sample of a model, without padding.
 
-    Padding is where an argument called `...mask` (B, T) is 0; without a mask, the zeros and ignored labels at the end.
+    Padding has 0 in an argument called `...mask` (B, T); without a mask, it is the zeros and ignored labels at the end.
     """
     names = [*inspect.signature(model.forward).parameters][: len(args)]
     given = dict(zip(names + [f"argument{i}" for i in range(len(names), len(args))], args, strict=True)) | dict(kwargs)
@@ -160,7 +160,7 @@ def sample_digests(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _unpadded(part: Tensor) -> Tensor:
-    """`part` (T, ...) up to its last step that is not all padding of one kind."""
+    """Strip trailing steps of `part` (T, ...) with only one kind of padding."""
     if not part.ndim:
         return part
     steps = part.reshape(len(part), -1)

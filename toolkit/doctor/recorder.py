@@ -1,9 +1,9 @@
-"""Records what one process of a script does, without changes to the script.
+"""Records one process of a script, without changes to the script.
 
-All is read through torch and Accelerate, so that any training loop will do: `Accelerator.prepare` shows the model,
+All data come from hooks in torch and Accelerate, so any training loop works: `Accelerator.prepare` has the model,
 `Accelerator.backward` the loss, clipping the norm, the optimizer's step hooks the gradients. The state after a step is
-read when the next training forward begins, so that it includes all that follows a step. After the last step the script
-is left by `Finished`.
+read when the next training forward pass begins, so that it includes all that follows a step. After the last step,
+`Finished` ends the script.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Recorder:
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.syncs: list[ExpertSync] = []
-        """Those that average gradients in a hook of the optimizer."""
+        """Syncs that average gradients in an optimizer hook."""
         self.accelerator: Any = None
         self.save: Callable[[str], Any] | None = None
         self.load: Callable[[Any], Any] | None = None
@@ -70,17 +70,17 @@ class Recorder:
         """Whether the script sets `split_batches=True` itself."""
         self._open_step = True
         self._unreached = 0
-        """Balance losses of this step that no backward has reached."""
+        """Balance losses of this step that no backward pass reached."""
         self._has_gradients = False
-        """Says whether a backward has ended since any optimizer's last step."""
+        """Whether a backward pass has ended since any optimizer's last step."""
 
     def note(self, text: str) -> None:
-        """Record what was changed in the script, once."""
+        """Record a change to the script, once."""
         if text not in self.record.notes:
             self.record.notes.append(text)
 
     def _at(self, place: str, step: int) -> None:
-        """Leaves word of where this rank is, for when it never ends."""
+        """Write this rank's position to a file, in case it hangs."""
         if self.record.world > 1:
             (self.out / f"place{self.record.rank}.txt").write_text(f"at step {step}, {place}")
 
@@ -100,7 +100,7 @@ class Recorder:
     def is_first_rank(self) -> bool:
         return self.record.rank == 0
 
-    # --- what is seen -----------------------------------------------------------------------------------------
+    # --- observations -----------------------------------------------------------------------------------------
 
     def prepare(self, accelerator: Any, models: list[nn.Module], prepare: Callable[[], Any]) -> Any:
         """Call Accelerate's `prepare` on models to record."""
@@ -161,7 +161,7 @@ class Recorder:
         self._unreached -= 1
 
     def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
-        """Records a fingerprint of each module's output for each sample, the first of a forward of the model."""
+        """Record a fingerprint of each module's first output in a forward pass of the model, per sample."""
         if not (self.step.samples and module.training and torch.is_grad_enabled()) or self.in_backward:
             return
         output = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
@@ -178,7 +178,7 @@ class Recorder:
         self.record.modules.setdefault(name, type(module).__name__)
 
     def _listen_to_routing(self, name: str, module: nn.Module) -> None:
-        """Hooks early in a layer's forward: recomputation in the backward may leave it before its end."""
+        """Hook early into a layer's forward pass: recomputation in the backward can stop before its end."""
         router = getattr(module, "router", None)
         if isinstance(router, nn.Module):
             router.register_forward_hook(lambda m, _, routing: self._see_choice(name, m, routing.expert_ids_TK))
@@ -211,7 +211,7 @@ class Recorder:
             self._choices.clear()
 
     def clip(self, clip: Callable[[], Any]) -> Any:
-        """Records gradients before they are clipped, and the norm that is returned."""
+        """Record gradients before clipping, and the returned norm."""
         if self.is_clipping:
             return clip()
         self._unclipped = self._finished_gradients()
@@ -225,7 +225,7 @@ class Recorder:
         return norm
 
     def clip_by(self, norm: Tensor, clip: Callable[[], Any]) -> Any:
-        """Records the same where a loop clips by a norm of its own, in one call or in one for each device mesh."""
+        """Record the same if a loop clips by its own norm, in one call or in one for each device mesh."""
         if self.is_clipping:
             return clip()
         if self._unclipped is None:
@@ -254,7 +254,7 @@ class Recorder:
         self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
 
     def _finished_gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients before they are clipped, averaged where an optimizer's hook would do so later."""
+        """Return the gradients before clipping, averaged now if an optimizer hook would average them later."""
         for sync in self.syncs:
             sync.before_clip()
         return {name: plain(p.grad) for name, p in self.parameters() if p.grad is not None}
@@ -295,7 +295,7 @@ class Recorder:
             perturb(self.parameters(), ROUNDING)
 
     def take_phase(self) -> None:
-        """Writes down weights and optimizer state, as they are now."""
+        """Record the current weights and optimizer state."""
         number = len(self.record.phases)
         phase = Phase()
         parameters = dict(self.parameters())
@@ -316,7 +316,7 @@ class Recorder:
         self.record.phases.append(phase)
 
     def _state(self) -> dict[str, Tensor]:
-        """Returns weights and all of the optimizers' tensors, named `kind/parameter`; not cloned."""
+        """Return weights and all optimizer tensors, named `kind/parameter`; not cloned."""
         names = {id(p): name for name, p in self.parameters()}
         state: dict[str, Tensor] = {f"weight/{name}": p.data for name, p in self.parameters()}
         for optimizer in self.optimizers:
@@ -327,7 +327,7 @@ class Recorder:
         return state
 
     def finish(self) -> None:
-        """Records what is left at the end. A collective where the script's way of saving is one."""
+        """Record the final state. A collective if the script's way of saving is one."""
         self.done = True
         self._at("which was its last", len(self.record.steps))
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def attach(recorder: Recorder) -> None:
-    """Patches the script's libraries so that they call the recorder, for the rest of this process."""
+    """Patch the script's libraries so that they call the recorder, for the rest of this process."""
     _attach_accelerator(recorder)
     register_optimizer_step_pre_hook(recorder.before_update)
     register_optimizer_step_post_hook(recorder.after_update)
@@ -94,7 +94,7 @@ def attach(recorder: Recorder) -> None:
 
 
 def _switch_off_dropout(recorder: Recorder) -> None:
-    """Switches it off in modules, which call these functions, and outside of them; what LSTMs do inside is left."""
+    """Disable dropout in modules, which call these functions, and outside of them, but not inside LSTMs."""
 
     def note(p: float, training: bool = True) -> None:
         if p and training:
@@ -121,7 +121,7 @@ def _switch_off_dropout(recorder: Recorder) -> None:
 
 
 def limit_waits(wait_s: float) -> None:
-    """Lets collectives fail that wait longer than this for other ranks, in seconds."""
+    """Set the timeout of collectives, in seconds."""
     limit = timedelta(seconds=wait_s)
     for start in (dist.init_process_group, dist.new_group):
 
@@ -132,7 +132,7 @@ def limit_waits(wait_s: float) -> None:
 
 
 def _replace(original: Any, replacement: Any, owner: Any) -> None:
-    """Puts `replacement` wherever modules have taken `original` by name already, and in its home."""
+    """Replace `original` in its home module and in all modules that imported it by name."""
     name = original.__name__
     functools.update_wrapper(replacement, original)
     for module in [owner, *list(sys.modules.values())]:
@@ -210,7 +210,7 @@ def _clipping(recorder: Recorder, original: Callable[..., Any]) -> Callable[...,
 
 
 def _attach_ours(recorder: Recorder) -> None:
-    """Watches what this toolkit shows beyond torch and Accelerate: how it saves, and the penalty of the router."""
+    """Watch this toolkit in addition to torch and Accelerate: how it saves, and the penalty of the router."""
     from toolkit.experts.layer.losses import RouterPenalty
     from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
     from toolkit.run.launch import exits

@@ -33,19 +33,19 @@ def steps_once_per_process(scheduler: object) -> bool:
 
 
 def schedulers_of(accelerator: Accelerator) -> list[AcceleratedScheduler]:
-    """The schedulers that `accelerator` has prepared."""
+    """Return prepared schedulers of `accelerator`."""
     return accelerator._schedulers
 
 
 def models_of(accelerator: Accelerator) -> list[nn.Module]:
-    """The models that `accelerator` has prepared, in order, inside of DDP: those that `save_state` writes."""
+    """Return the prepared models of `accelerator`, in order, without DDP; `save_state` writes these."""
     return accelerator._models
 
 
 @contextmanager
 def without_states(accelerator: Accelerator, *objects: Any) -> Iterator[None]:
-    """Within it, `save_state` and `load_state` leave out `objects`: models, as `models_of` has them, and optimizers
-    without their wrappers."""
+    """Have `save_state` and `load_state` skip `objects`: models, as returned by `models_of`, and unwrapped
+    optimizers."""
     models, optimizers = accelerator._models, accelerator._optimizers
     left_out = {id(each) for each in objects}
     accelerator._models = [each for each in models if id(each) not in left_out]
@@ -73,7 +73,7 @@ def reset_accelerator_state() -> None:
 
 
 def launch_config(path: str | None) -> Any:
-    """The file that `accelerate config` wrote, or the one at `path`; None where `path` is None and there is none."""
+    """Load the file of `accelerate config`, or the one at `path`; None without `path` if there is none."""
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
     return load_config_from_file(path) if path or os.path.isfile(default_config_file) else None

@@ -45,7 +45,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
     """Shards the experts of any model over ranks, trains them there, and rebalances them.
 
     Its `prepare` replaces `accelerator.prepare`; the rest of a loop on Accelerate stays. As a context manager it calls
-    `close` at the end. `docs/train/accelerate.md` tells what `prepare` does, in order.
+    `close` at the end. `docs/train/accelerate.md` lists the steps of `prepare`.
 
     Args:
         accelerator: Prepares the non-expert parameters.
@@ -158,7 +158,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         return found[0] if len(found) == 1 else tuple(found)
 
     def _check(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Raise UserError for what would be silently wrong."""
+        """Raise UserError for silent misuse."""
         if self.training is not None:
             raise UserError("prepare: it was called before. Make one ExpertParallel for each model.")
         is_wrapped = isinstance(model, DistributedDataParallel) or is_marked_as_prepared(model)
@@ -194,7 +194,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         return self.training
 
     def close(self) -> None:
-        """Undo what `prepare` replaced and hooked, as the end of a `with` does. A second call does nothing.
+        """Remove the patches and hooks of `prepare`, as at the end of a `with`. A second call does nothing.
 
         The model stays sharded: it can be called on all ranks, and saved by `save_pretrained` of
         `toolkit.integrations.transformers` or `whole_state_dict` of `toolkit.experts.state.state_dict`. Steps of
@@ -269,7 +269,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
     def metrics(self) -> dict[str, float]:
         """Return balance and traffic over all ranks since the last call. A collective.
 
-        Names are those of `docs/reference/metrics.md`. The first call starts counting and returns an empty
+        `docs/reference/metrics.md` explains the names. The first call starts counting and returns an empty
         dict, as does a call without training forward passes since the last.
         """
         return self._require_training("metrics").metrics()
@@ -287,7 +287,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         save(self._require_training("save"), folder, extra)
 
     def load(self, folder: Path | str) -> dict[str, Any]:
-        """Load what `save` wrote, under any number of processes, `ep_size` and placement. A collective.
+        """Load a checkpoint of `save`, with any world size, `ep_size` and placement. A collective.
 
         Optimizers get their saved settings, such as learning rates. With the same ranks and slots, experts are placed
         as they were saved; with the same world size, random states are restored.

@@ -1,4 +1,4 @@
-"""What is changed of other libraries' objects while experts are trained, and how it is undone.
+"""Patches of other libraries' objects while experts are trained, and their removal.
 
 - `accelerator_methods.py`: `clip_grad_norm_` (the norm of one rank's experts is not the model's) and
   `join_uneven_inputs` (raises for uneven batches) of an `Accelerator`;
@@ -8,8 +8,8 @@
 - `expert_parallel.py`: `require_forward_param_sync` of `DistributedDataParallel` during `join`;
 - `expert_trainer`: `prepare` of a Trainer's `Accelerator`, and `generate` of its model.
 
-A sharded model stays sharded: the forward and hooks of its modules, and what DDP and FSDP2 made of the rest, are not
-undone. One step hook for all optimizers of a process stays, which raises for steps that nothing averages.
+A sharded model stays sharded: the forward and hooks of its modules, and the wrapping by DDP and FSDP2, are not undone.
+One step hook for all optimizers of a process stays, which raises for steps without gradient averaging.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Patches(ExitStack):
     """LIFO undo stack for replaced attributes, undone by `close`."""
 
     def replace(self, target: Any, name: str, value: Any) -> Any:
-        """Set the attribute `name` of `target` to `value`, and return what it was."""
+        """Set attribute `name` of `target` to `value`, and return the old value."""
         original = getattr(target, name)
         take_back: Callable[..., None] = setattr if name in vars(target) else _uncover
         self.callback(take_back, target, name, original)

@@ -81,7 +81,7 @@ def prepare(
                 "Use a larger ep_size, or DDP."
             )
         on_host = {stack.parameters[name] for stack in expert_stacks(model).values() for name in stack.computed_on}
-        for parameter in experts:  # FSDP2 moves what it shards
+        for parameter in experts:  # FSDP2 moves its parameters
             if parameter not in on_host and accelerator.device.type != "cpu":
                 parameter.data = parameter.data.to(accelerator.device)
         fully_shard_dense(

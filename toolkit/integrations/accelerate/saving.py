@@ -54,7 +54,7 @@ def replace_saving_methods(accelerator: Accelerator, training: ExpertTraining, p
     name = f"experts_{next(number for number, model in enumerate(models_of(accelerator)) if _is_in(model, training))}"
 
     def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Whole on rank 0 and empty elsewhere, for a sharded model. A collective. `save_model` calls it."""
+        """Return a sharded model's full state on rank 0, else {}. A collective. `save_model` calls it."""
         inner = accelerator.unwrap_model(model) if unwrap else model
         return whole_state_dict(inner) if is_spread(inner) else originals["get_state_dict"](model, unwrap)
 

@@ -1,9 +1,8 @@
-"""Low-rank adapters of stacked experts, as PEFT's `target_parameters` makes them, as rows of their experts.
+"""Low-rank adapters of stacked experts, from PEFT's `target_parameters`, as rows of their experts.
 
 PEFT keeps A as (experts * r, in), expert by expert, and B as (out, r * experts) with the expert as the fastest index.
-Here both are stacked, A as (slots, r, in) and B as (slots, out, r), under the names and in the parameters that PEFT
-made, so that an optimizer stays valid. They are then in their layer's `ExpertStack`, and whatever is done with the rows
-of an expert is done with those of its adapters.
+Here both are stacked, A as (slots, r, in) and B as (slots, out, r), in PEFT's parameters and under their names, so that
+an optimizer stays valid. Their layer's `ExpertStack` holds them, and treats them as further rows of each expert.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _refuse(name: str, wrapper: Any) -> None:
 
 
 def _with_adapters(experts: Any) -> Any:
-    """Return the forward of `experts`, with the low-rank products of adapters that are in use during the call."""
+    """Return the forward of `experts`, with the low-rank products of adapters in use during the call."""
     signature = inspect.signature(experts.forward)
     # No closure: `copy.deepcopy` gives copied experts their own.
     forward: Any = partial(_forward, experts, experts.forward, signature)
@@ -102,7 +101,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
     hands A and B to the experts for the time of their forward. Merging, disabling and choosing adapters are PEFT's.
     """
 
-    # What PEFT's modules have, and torch's types do not say.
+    # Attributes of PEFT's modules, unknown to torch's types.
     base_layer: Any
     get_base_layer: Any
     lora_A: Any
@@ -125,7 +124,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
         return LowRank(self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter])
 
     def get_delta_weight(self, adapter_name: str, *_: Any, **__: Any) -> Tensor:
-        """Return what the adapter adds to the rows of its parameter on this rank: what PEFT merges."""
+        """Return the adapter's delta of its parameter's rows on this rank, for PEFT to merge."""
         a_SRI, b_SOR, scaling = self._factors(adapter_name)
         delta_SOI = torch.bmm(b_SOR, a_SRI) * scaling
         return (delta_SOI.transpose(1, 2) if self.get_base_layer().is_transposed else delta_SOI).to(self.get_param())
@@ -146,8 +145,8 @@ def _wrappers_of(model: nn.Module, experts: Iterable[nn.Module]) -> dict[str, lo
 
 
 def _stack(layer: Any, form: RowsInFiles, experts: int) -> None:
-    """Gives the weight of one of PEFT's layers a row per expert, in place; what is loaded as PEFT saves it is stacked
-    likewise."""
+    """Give the weight of a PEFT layer a row per expert, in place; weights that are loaded in PEFT's layout are
+    stacked, too."""
     layer.weight.data = stacked(layer.weight.data, form, experts)
     layer.register_load_state_dict_pre_hook(partial(_take_rows, form, experts))
 

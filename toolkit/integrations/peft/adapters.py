@@ -47,7 +47,7 @@ class AdapterOptions(Options):
 
     @property
     def trained(self) -> str:
-        """Returns what is trained, in words."""
+        """Trained weights, in words."""
         if self.lora_rank == 0:
             return "all weights but routers" if self.freeze_router else "all weights"
         parts = ["experts"] * self.lora_experts + ["attention"] * self.lora_attention

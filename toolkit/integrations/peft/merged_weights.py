@@ -21,8 +21,8 @@ from toolkit.integrations.transformers.quantization import is_packed, is_scales,
 def save_merged(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write the base of `model`, a model of PEFT, with its active adapters added to its weights. A collective.
 
-    The folder is one of transformers, which `from_pretrained` reads without PEFT. `model` stays as it is: layers are
-    merged one at a time. Raises UserError, on every rank alike, for a folder that cannot be written.
+    transformers' `from_pretrained` reads the folder without PEFT. `model` is unchanged: layers are merged one at a
+    time. Raises UserError on every rank if the folder cannot be written.
     """
     inner: Any = getattr(model, "module", model)
     base = inner.get_base_model()
@@ -41,7 +41,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _adapted_layers(base: nn.Module) -> Mapping[str, tuple[nn.Module, list[Any]]]:
-    """Each layer with adapters or packed rows by the name that it has without them, and its wrappers."""
+    """Return layers with adapters or packed rows, by their name without adapters, and their wrappers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found: dict[str, tuple[nn.Module, list[Any]]] = {}
@@ -55,7 +55,7 @@ def _adapted_layers(base: nn.Module) -> Mapping[str, tuple[nn.Module, list[Any]]
 
 
 def _plain_name(base: nn.Module, name: str) -> str | None:
-    """The name in a model without adapters; None for what such a model does not have."""
+    """Return the name in a model without adapters, or None if it has no such tensor."""
     parent, _, _ = name.partition(".original_module.")
     if parent != name:
         wrapper: Any = base.get_submodule(parent)
@@ -71,7 +71,7 @@ def _plain_name(base: nn.Module, name: str) -> str | None:
 
 @contextmanager
 def _merged(layer: nn.Module, wrappers: list[Any]) -> Iterator[None]:
-    """Have PEFT add the active adapters to what `layer` holds, for a while, and without rounding it."""
+    """Have PEFT add the active adapters to the weights of `layer`, temporarily and without rounding."""
     stack = vars(layer).get("expert_stack")
     before = [(name, parameter, parameter.data) for name, parameter in layer.named_parameters(recurse=False)]
     merged = [list(wrapper.merged_adapters) for wrapper in wrappers]

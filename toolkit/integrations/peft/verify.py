@@ -1,6 +1,6 @@
-"""Check a folder of PEFT adapters: its configuration, unmodified PEFT, and what the ranks held when it was saved.
+"""Check a folder of PEFT adapters against its configuration, unmodified PEFT, and the ranks' record at saving.
 
-`save_pretrained` writes the latter next to the adapters, to `adapter_record.json`.
+`save_pretrained` writes the record next to the adapters, to `adapter_record.json`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from toolkit.experts.parallel.ownership import ownership_of
 
 WEIGHTS, CONFIG, RECORD = "adapter_model.safetensors", "adapter_config.json", "adapter_record.json"
 OLDEST_LAYOUT = (0, 19, 1)
-"""Before, PEFT had the inputs and outputs of most stacked parameters swapped."""
+"""Earlier PEFT versions swap inputs and outputs of most stacked parameters."""
 SAME = 1e-3
-"""Relative difference of logits or norms in float32 that is taken for rounding."""
+"""Relative difference of logits or norms in float32 that counts as rounding."""
 
 
 # --- when adapters are saved ----------------------------------------------------------------------------------------
@@ -36,10 +36,10 @@ SAME = 1e-3
 
 @torch.no_grad()
 def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
-    """Returns of each adapter: norms of experts' rows where they are owned, scalings, what differs between ranks, and
-    what was trained of the base, of which a warning says that no adapter's files have it.
+    """Return for each adapter: norms of experts' rows, scalings, parameters that differ between ranks, and trained
+    parameters of the base. Warns of the latter, as no adapter file has them.
 
-    Parameters have the names that they have once the adapter is loaded as `default`. A collective.
+    Parameters are named as if the adapter were loaded as `default`. A collective.
     """
     from peft.tuners.lora.layer import LoraLayer
 
@@ -77,7 +77,7 @@ def describe_adapters(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _trained_of_base(model: Any) -> list[str]:
-    """The names of parameters that are trained and that PEFT's files do not have."""
+    """Return the names of trained parameters that PEFT's files do not have."""
     saved = ["lora_", ".modules_to_save.", ".trainable_tokens_"]
     if any(config.bias != "none" for config in model.peft_config.values()):
         saved.append(".bias")
@@ -86,13 +86,13 @@ def _trained_of_base(model: Any) -> list[str]:
 
 
 def _differing(checks: dict[str, int]) -> list[str]:
-    """The names of which ranks have different values. A collective."""
+    """Return names with different values on ranks. A collective."""
     everyones = gather_objects(checks)
     return sorted(name for name, value in checks.items() if any(rank[name] != value for rank in everyones))
 
 
 def _norms(parameter: Tensor, num_experts: int) -> Tensor:
-    """(E): of each expert's rows, from the rank that owns them."""
+    """Return norms (E,) of experts' rows, from their owners."""
     ownership = ownership_of(parameter)
     assert ownership is not None
     norms_E = parameter.new_zeros(num_experts)
@@ -105,7 +105,7 @@ def _norms(parameter: Tensor, num_experts: int) -> Tensor:
 
 
 def write_records(records: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Write `records` beside each adapter, where PEFT saves it: `default` in `folder`, others below it."""
+    """Write `records` next to each adapter, as PEFT saves it: `default` in `folder`, others below it."""
     for adapter, record in records.items():
         place = folder if adapter == "default" else folder / adapter
         (place / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -116,7 +116,7 @@ def write_records(records: dict[str, dict[str, Any]], folder: Path) -> None:
 
 @dataclass
 class Verification:
-    """What was found in a folder of adapters."""
+    """Findings in a folder of adapters."""
 
     lines: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -133,7 +133,7 @@ class ExpertAdapter:
 
     @property
     def norms_E(self) -> Tensor:
-        """Returns those of `scaling * B @ A`, expert by expert, without that product."""
+        """Norms of `scaling * B @ A` per expert, computed without the product."""
         of_a, of_b = self.a_ERI @ self.a_ERI.mT, self.b_EOR.mT @ self.b_EOR
         return (of_a * of_b).sum((1, 2)).clamp(min=0).sqrt() * abs(self.scaling)
 
@@ -144,16 +144,16 @@ class ExpertAdapter:
 
 
 Load = Callable[[str], nn.Module]
-"""Returns the model of transformers in a folder, or of a Hub name."""
+"""Loads a transformers model from a folder or Hub name."""
 
 
 def verify_adapter(folder: Path, base: str | None = None, merged: Path | None = None, *, load: Load) -> Verification:
-    """Compare the adapters in `folder` with their configuration, stock PEFT, and what was recorded at saving.
+    """Compare the adapters in `folder` with their configuration, unmodified PEFT, and the record at saving.
 
     Args:
-        folder: Where `save_pretrained` wrote the adapters.
-        base: A folder or Hub name; None takes the configuration's.
-        merged: A folder that is said to hold the base with these adapters merged.
+        folder: Folder written by `save_pretrained`.
+        base: Folder or Hub name. Default: from the configuration.
+        merged: Folder of the base with these adapters merged, to be checked.
         load: Loads base and merged, in float32: `toolkit.integrations.transformers.causal_lm`.
 
     Raises:
@@ -191,11 +191,11 @@ def _check_version(settings: dict[str, Any], found: Verification) -> None:
 
 
 def _load(folder: Path, base: str, load: Load, found: Verification) -> Any:
-    """Return the base with the adapters, loaded by stock PEFT; None where they do not fit."""
+    """Load the base and the adapters by unmodified PEFT; None if they do not fit."""
     from peft import PeftConfig, get_peft_model
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what PEFT warns of is asked for below
+        warnings.simplefilter("ignore")  # PEFT's warnings are checked below
         try:
             model = get_peft_model(load(base), PeftConfig.from_pretrained(str(folder)))
             loaded = model.load_adapter(str(folder), "default")
@@ -250,7 +250,7 @@ def _check_rows(adapter: ExpertAdapter, found: Verification) -> None:
 
 
 def _check_record(folder: Path, model: Any, found: Verification) -> None:
-    """Compare with what the ranks held, which `save_pretrained` of this toolkit writes beside the adapters."""
+    """Compare with the ranks' record, which `save_pretrained` of this toolkit writes next to the adapters."""
     try:
         known = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -283,7 +283,7 @@ def _check_record(folder: Path, model: Any, found: Verification) -> None:
 
 
 def _norms_of(model: nn.Module, name: str) -> Tensor | None:
-    """(E): of one matrix of adapters in PEFT's layout."""
+    """Return norms (E,) of a matrix in PEFT's layout."""
     place, _, matrix = name.rpartition(".lora_")
     try:
         experts, weight = int(model.get_submodule(place).num_experts), model.get_parameter(name)  # type: ignore[arg-type]

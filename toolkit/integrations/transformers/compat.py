@@ -15,8 +15,8 @@ from torch import Tensor
 
 @contextmanager
 def weights_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
-    """Has `from_pretrained` call `load(theirs, model, state_dict, checkpoint_files, load_config, ...)` once it has made
-    a model on the meta device, where `theirs` is what it would have called with all that follows."""
+    """Have `from_pretrained` call `load(theirs, model, state_dict, checkpoint_files, load_config, ...)` with a model on
+    the meta device; `theirs` is the original function, which takes the other arguments."""
     from transformers import PreTrainedModel
 
     theirs = vars(PreTrainedModel)["_load_pretrained_model"]
@@ -29,7 +29,7 @@ def weights_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
 
 
 def mark_as_loaded(parameter: Tensor) -> None:
-    """Have transformers leave a parameter that no file has as it is."""
+    """Have transformers keep a parameter that no file has."""
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
@@ -46,8 +46,7 @@ def register_experts_function(name: str, forward: Callable[..., Tensor]) -> None
 
 
 def apply_gate(experts: Any, hidden_ND: Tensor) -> Tensor:
-    """Returns what an experts module computes between its two products: the activation and, where there is one, the
-    gate."""
+    """Apply the activation and the gate, if any, of an experts module, between its two matrix products."""
     return experts._apply_gate(hidden_ND)
 
 

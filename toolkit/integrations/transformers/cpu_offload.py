@@ -65,11 +65,11 @@ class LayersOnHost:
     def __init__(self, modules: Sequence[nn.Module]):
         self._modules = modules
         self._held: tuple[_Held, _Held] | None = None
-        """Of the layer that is computed, and of the one that is expected to follow."""
+        """Matrices of the current layer, and of the expected next one."""
         self._step = 1
-        """1 in the forward, -1 in the backward."""
+        """1 in forward passes, -1 in backward."""
         self._stream: Any = None
-        """Of copies, on a GPU."""
+        """Copy stream (GPU)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayersOnHost:
         other = memo[id(self)] = LayersOnHost([])
@@ -77,7 +77,7 @@ class LayersOnHost:
         return other
 
     def matrices(self, layer: int, device: torch.device) -> Mapping[str, Tensor]:
-        """Return those of a layer on `device`, valid until another layer's are asked for."""
+        """Return a layer's matrices on `device`, valid until a call for another layer."""
         if self._held is None or self._held[0].memory.device != device:
             self._held = self._take(device)
         here, ahead = self._held
@@ -104,7 +104,7 @@ class LayersOnHost:
         return one, other
 
     def _fill(self, held: _Held, layer: int) -> None:
-        """Have `held` have the matrices of a layer as they are now."""
+        """Update `held` to the current matrices of a layer."""
         module = self._modules[layer]
         # Rows that are moved may be received without a new version of their parameter, and are placed then.
         version = (module.expert_stack.placement, *(p._version for p in _kept(module).values()))  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ class LayersOnHost:
             self._copy(held, layer)
 
     def _copy(self, held: _Held, layer: int) -> None:
-        """Copy the matrices of a layer, once the device has computed what was given to it."""
+        """Copy the matrices of a layer, after all work queued on the device."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(held.memory.device))
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -140,7 +140,7 @@ def is_on_host(module: nn.Module, name: str) -> bool:
 
 
 def rows_on(module: nn.Module, name: str, device: torch.device) -> Tensor:
-    """Return the rows of the parameter `name` on `device`, where it computes; valid until another layer is computed."""
+    """Return the rows of the parameter `name` on the compute `device`; valid until another layer is computed."""
     parameter = module.get_parameter(name)
     if parameter.device == device:
         return parameter.detach()
@@ -149,7 +149,7 @@ def rows_on(module: nn.Module, name: str, device: torch.device) -> Tensor:
 
 
 def stay_on_host(modules: Iterable[nn.Module]) -> None:
-    """Keep the offloaded parameters of `modules`, which have stacks, where they are when the modules are moved."""
+    """Keep the offloaded parameters of `modules`, which have stacks, on the host when the modules are moved."""
     staying = [module for module in modules if "names_on_host" in vars(module)]
     layers = LayersOnHost(staying)
     for number, module in enumerate(staying):

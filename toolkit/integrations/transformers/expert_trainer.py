@@ -106,7 +106,7 @@ def expert_trainer(
             of_accelerate = self.accelerator.prepare
 
             def prepare(*given: Any, **how: Any) -> Any:
-                """Shard the model when Trainer prepares it with its optimizer, or return what was prepared before."""
+                """Shard the model when Trainer prepares it with its optimizer, or return the prepared objects."""
                 if self._is_preparing:
                     return of_accelerate(*given, **how)
                 if len(given) == 2 and given[0] is self.model is not self._sharded_model:
@@ -220,11 +220,11 @@ def _refuse_copies(callbacks: Iterable[Any], experts: ExpertParallel) -> None:
 
 
 class TrainingState:
-    """Callback that adds to Trainer's checkpoints what resuming needs, and measures expert load between log steps.
+    """Callback that adds training state to Trainer's checkpoints, and measures expert load between log steps.
 
-    Added are parameters, optimizer, scheduler, random states, placement and the cost check of rebalancing. Checkpoints
-    load with any world size. Raises UserError where the trainer did not prepare its model, and for a checkpoint outside
-    `output_dir` or without these.
+    The state has parameters, optimizer, scheduler, random states, placement and the cost check of rebalancing.
+    Checkpoints load with any world size. Raises UserError if the trainer did not prepare its model, and for
+    checkpoints outside `output_dir` or without the state.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -259,8 +259,8 @@ class TrainingState:
         self._random = json.loads(file.read_text()) if file.exists() else None  # fewer ranks wrote it
         self._mid_epoch = abs(state.epoch - round(state.epoch)) > 1e-6
 
-    # Random states are restored where Trainer restores its own: at the start of an epoch, or after the batches of
-    # a begun one were skipped, so that the data loader draws from them as it did.
+    # Random states are restored when Trainer restores its own: at the start of an epoch, or after the batches of
+    # a begun one were skipped, so that the data loader makes the same draws.
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         if self._random is not None and not self._mid_epoch:
             self.on_step_begin()
@@ -302,7 +302,7 @@ class RolloutRoutes:
     Weights change between a rollout and the steps that train on it, so a router would choose other experts for some
     tokens, and the ratio of new and old probabilities would compare two different networks.
 
-    Routes are replayed in every forward pass of `model` on these texts, which are known by their tokens. Only the last
+    Every forward pass of `model` on these texts, identified by their tokens, replays the routes. Only the last
     call of `generate` is kept. Raises UserError in a forward pass with gradients on other texts.
     """
 

@@ -74,7 +74,7 @@ def _operands(experts: Any, name: str, x_ND: Tensor) -> tuple[Tensor, Tensor]:
 def _project(
     experts: Any, name: str, x_ND: Tensor, rows_per_slot: Int[Tensor, " S"], low_rank: list[LowRank]
 ) -> Tensor:
-    """(N, out): each row times its slot's matrix and what is added to it, and its bias."""
+    """(N, out): each row times its slot's matrix plus low-rank update, and its bias."""
     if _is_fetched(experts, name):
         rows = experts.packed[name] if is_packed(experts, name) else getattr(experts, name)
         x_ND, like = cast_as_autocast_would(x_ND, x_ND.new_empty(0, dtype=rows.dtype))
@@ -124,7 +124,7 @@ def _matrices(module: Any, name: str, like: Tensor) -> Float[Tensor, "S D F"]:
 
 
 def _is_plain(experts: Any) -> bool:
-    """Whether the experts compute `down(silu(gate(x)) * up(x))` with the gate's rows before those of `up`."""
+    """Whether the experts compute `down(silu(gate(x)) * up(x))` with the gate's rows before `up`'s."""
     from transformers.activations import SiLUActivation
 
     return (

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import LoadStateDictConfig
 
 MOST_READ = 2**28
-"""Bytes of a layer's experts that are read at a time, or those of one expert if it has more."""
+"""Bytes of a layer's experts that are read at a time, or the size of one expert if larger."""
 
 ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
 """(experts module, experts) to their rows by parameter, with zeros for an `EMPTY_ROW`: on the device and in the type of
@@ -64,9 +64,9 @@ def experts_in_files(
     Args:
         quantize: "4bit" packs expert matrices as they are read, see `toolkit.integrations.transformers.quantization`.
             They are frozen; adapters train.
-        offload: Where frozen expert matrices are kept. "memory" is main memory: a GPU gets a layer's matrices when it
-            is computed, see `toolkit.integrations.transformers.cpu_offload`. A folder maps unnamed files into memory,
-            so that experts may exceed it. None keeps experts where they are computed.
+        offload: Storage of frozen expert matrices. "memory" is main memory: a GPU gets a layer's matrices when it is
+            computed, see `toolkit.integrations.transformers.cpu_offload`. A folder maps unnamed files into memory, so
+            that experts can exceed it. None keeps experts on their compute device.
 
     Raises:
         UserError: In `from_pretrained`, the same on every rank: files are no safetensors, damaged or quantised, or lack
@@ -178,7 +178,7 @@ class _Files:
 
     @classmethod
     def open(cls, paths: Sequence[str], opened: ExitStack) -> _Files:
-        """Open files, which stay open until `opened` is closed. Raises UserError for one that cannot be read."""
+        """Open files, until `opened` is closed. Raises UserError for an unreadable file."""
         path_of, slices = {}, {}
         for path in paths:
             with reading(path, "Download or copy it again, or save the model with save_pretrained."):
@@ -194,9 +194,9 @@ class _Source:
     """The tensors of files that become rows of one parameter, of one kind in transformers' conversions."""
 
     keys: Mapping[int, str]
-    """The tensor of each expert; of one key, -1, if a tensor has all."""
+    """The tensor of each expert; one key, -1, if a tensor has all."""
     place: int = -1
-    """Which part of a name, between dots, is the expert's number."""
+    """Index of the expert's number in a dotted name."""
 
     @classmethod
     def of(cls, keys: Sequence[str]) -> _Source:
@@ -257,9 +257,9 @@ class _Reader:
             _require_all(sources, layers[name.rpartition(".")[0]].num_experts, files)  # type: ignore[arg-type]
 
     def _find_sources(self, files: _Files) -> dict[str, list[_Source]]:
-        """Return what each expert parameter is made of, by the names of transformers' conversions.
+        """Return the sources of each expert parameter, by the names of transformers' conversions.
 
-        A conversion with several results is known by its first.
+        With several results, the first one gives the name.
         """
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -277,7 +277,7 @@ class _Reader:
         return {name: [_Source.of(keys) for keys in patterns.values()] for name, patterns in grouped.items()}
 
     def leave_in_files(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        """Give the experts of `model` parameters with their shapes and no values, which are loaded lazily."""
+        """Give the experts of `model` placeholder parameters, which are loaded lazily."""
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         for layer, module in layers.items():
             for name, parameter in stacked_parameters(module)[0].items():
@@ -288,7 +288,7 @@ class _Reader:
             load_lazily(module, self._rows_of(layer))
 
     def _rows_of(self, layer: str) -> ReadRows:
-        """Return what reads the rows of a layer. It is a function, which copies of a model share."""
+        """Return a function that reads the rows of a layer; copies of a model share it."""
 
         def rows(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
             like = dict(module.named_parameters(recurse=False))
@@ -346,7 +346,7 @@ class _Reader:
                 setattr(module, name, parameter)
 
     def _room(self, module: nn.Module, name: str, value: Tensor, rows: int) -> Tensor:
-        """Return memory for `rows` rows like those of `value`, where they are kept."""
+        """Allocate `rows` rows like `value`, in the memory that keeps them."""
         shape = torch.Size((rows, *value.shape[1:]))
         is_matrix = name.removesuffix(SCALES) in projections(module)
         if self.offload is None or not is_matrix or module.get_parameter(name).requires_grad:

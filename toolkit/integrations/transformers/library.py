@@ -1,4 +1,4 @@
-"""What sharding has to know about the experts of transformers models: `toolkit` registers it."""
+"""Description of transformers' experts for sharding: `toolkit` registers it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with experts on several ranks, saved as ordinary transformers weights that any `from_pretrained` reads."""
+"""Saving a model with sharded experts as ordinary transformers weights that any `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from toolkit.integrations.accelerate.patches import Patches
 from toolkit.integrations.transformers.quantization import unpack_state
 
 MOST_IN_A_FILE = "5GB"
-"""Where no `max_shard_size` is given."""
+"""Default of `max_shard_size`."""
 
 
 class Tensors(NamedTuple):
-    """Tensors that are written together, because files may be made of several of them."""
+    """Tensors that are written together, because a tensor in a file can hold several."""
 
     size: int
-    """Their bytes when they are whole, the same on every rank."""
+    """Unsharded size in bytes, the same on every rank."""
     gather: Callable[[dict[str, Tensor]], None]
-    """Puts them into a state dict of rank 0. A collective."""
+    """Adds them to a state dict of rank 0. A collective."""
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> None:
-    """`model.save_pretrained(folder, **options)` with the experts of all ranks. A collective.
+    """Call `model.save_pretrained(folder, **options)` with the experts of all ranks. A collective.
 
-    A model of PEFT is saved as PEFT does: its adapters, without the base. Rank 0 gathers and writes as many layers of
-    experts at a time as fit twice into `max_shard_size` (5 GB), because transformers may copy them as it names each
-    expert's tensors, and needs main memory for no more, or for a layer twice. What is in the folder is replaced when
-    all of the model is written. Raises UserError on every rank alike where the folder cannot be written.
+    PEFT models save only adapters, without the base. Rank 0 gathers and writes a few layers of experts at a time, at
+    most half of `max_shard_size` (5 GB) or one layer, because transformers can copy them as it names each expert's
+    tensors: the peak main memory is `max_shard_size`, or twice a layer. Old files in the folder are replaced once the
+    model is written completely. Raises UserError on every rank if the folder cannot be written.
     """
     inner: Any = getattr(model, "module", model)
     write_pretrained(inner, folder, _tensors(inner), _records(inner), **options)
 
 
 def _tensors(inner: Any) -> list[Tensors]:
-    """Return what `save_pretrained` writes of a model that is not wrapped: experts by layer, after the rest."""
+    """Return tensors that `save_pretrained` writes of an unwrapped model: experts by layer, after the rest."""
     gather = Gatherer(inner)
     saves_base = not hasattr(inner, "peft_config")
     stacks = expert_stacks(inner).values()
@@ -62,7 +62,7 @@ def _tensors(inner: Any) -> list[Tensors]:
         for name, value in values.items():
             if saves_base or "modules_to_save" in name or value in adapters or isinstance(value, DTensor):
                 gather(state, name, value)
-            else:  # PEFT leaves out the experts of the base, and takes what every rank has
+            else:  # PEFT omits the base experts; every rank has the other values
                 state[name] = value.detach()
         unpack_state(inner, state)
 
@@ -73,7 +73,7 @@ def _tensors(inner: Any) -> list[Tensors]:
 def by_layer(
     values: Mapping[str, Tensor], gatherer: Gatherer, gather: Callable[[Mapping[str, Tensor], dict[str, Tensor]], None]
 ) -> list[Tensors]:
-    """Return `values`, by name, as the experts of each layer after all others; `gather` puts some into a state dict."""
+    """Return `values`, by name, as the experts of each layer after all others; `gather` adds some to a state dict."""
     layers: dict[str, dict[str, Tensor]] = {"": {}}
     for name, value in values.items():
         layers.setdefault("" if ownership_of(value) is None else name.rpartition(".")[0], {})[name] = value
@@ -81,7 +81,7 @@ def by_layer(
 
 
 def _records(inner: Any) -> list[Callable[[Path], None]]:
-    """Return what libraries write beside a model's files. A collective."""
+    """Return writers of libraries' additional files. A collective."""
     return [record for library in libraries() if (record := library.record(inner)) is not None]
 
 
@@ -114,7 +114,7 @@ def save_whole_model(model: nn.Module, replace: Callable[[Any, str, Any], Any]) 
 def _call_with_whole_state(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
     """Call the method `name` of another library's model on rank 0, with the experts of all ranks. A collective.
 
-    Such methods, as those of `huggingface_hub.PyTorchModelHubMixin` and diffusers, read `model.state_dict()`.
+    Methods like those in `huggingface_hub.PyTorchModelHubMixin` and diffusers read `model.state_dict()`.
     """
     state = whole_state_dict(model)
 
@@ -140,10 +140,10 @@ def save_as_called(
     state_dict: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """`model.save_pretrained` after `prepare`: `save_pretrained`, on every rank.
+    """Replace `model.save_pretrained` after `prepare`, on every rank.
 
-    With a `state_dict`, as `accelerator.get_state_dict` gives it, rank 0 writes that, and others do nothing. Raises
-    UserError where it has the experts of one rank.
+    With a `state_dict` from `accelerator.get_state_dict`, rank 0 writes it, and other ranks do nothing. Raises
+    UserError if it has the experts of one rank.
     """
     if state_dict is None:
         save_pretrained(model, folder, **options)
@@ -160,8 +160,8 @@ def save_as_called(
 
 
 def push_as_called(model: Any, *args: Any, **options: Any) -> None:
-    """`model.push_to_hub` after `prepare`: rank 0 uploads, with the experts of all ranks, which it gathers in
-    main memory. A collective."""
+    """Replace `model.push_to_hub` after `prepare`: rank 0 gathers all experts in main memory, and uploads. A
+    collective."""
     state, records = _gathered(_tensors(model)), _records(model)
 
     def save(folder: str, **saving: Any) -> None:
@@ -182,13 +182,13 @@ def write_pretrained(
     records: Iterable[Callable[[Path], None]] = (),
     **options: Any,
 ) -> None:
-    """Have rank 0 write `tensors` as the type of `model` does, and `records` of it beside. A collective.
+    """Have rank 0 write `tensors` as the type of `model` does, and then call `records`. A collective.
 
-    Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
+    Raises on every rank: UserError if the folder cannot be written, RuntimeError for any other failure.
     """
     from transformers.utils.hub import convert_file_size_to_int
 
-    # Files of a variant have other names than those that are made here, and parts are no model to be uploaded.
+    # Files of a variant have names that `_join_parts` does not make, and parts of a model cannot be uploaded.
     is_one = "variant" in options or options.get("push_to_hub")
     limit = math.inf if is_one else convert_file_size_to_int(options.get("max_shard_size", MOST_IN_A_FILE))
     parts = _in_parts(tensors, limit / 2)
@@ -209,7 +209,7 @@ def write_pretrained(
 
 
 def _in_parts(tensors: Iterable[Tensors], limit: float) -> list[list[Tensors]]:
-    """Return neighbours that are at most `limit` bytes together, where none is larger by itself."""
+    """Group consecutive tensors to at most `limit` bytes; a larger one is its own group."""
     parts: list[list[Tensors]] = [[]]
     for each in tensors:
         if parts[-1] and sum(other.size for other in parts[-1]) + each.size > limit:
@@ -226,7 +226,7 @@ def _gathered(part: Iterable[Tensors]) -> dict[str, Tensor]:
 
 
 def _scratch(folder: Path) -> Path:
-    """Where files for `folder` are written first, on the same disk."""
+    """Return a temporary folder for files of `folder`, on its disk."""
     return folder / ".writing"
 
 
@@ -236,7 +236,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _join_parts(scratch: Path, records: Iterable[Callable[[Path], None]]) -> None:
-    """Make one model, with an index, of the models in the folders below `scratch`, in the first of them."""
+    """Join the models in the folders below `scratch` into the first folder, with an index."""
     first, *_ = parts = sorted(scratch.iterdir())
     files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
     stem = _stem(files[0].name)
@@ -256,13 +256,13 @@ def _join_parts(scratch: Path, records: Iterable[Callable[[Path], None]]) -> Non
 
 
 def _stem(name: str) -> str:
-    """Of the name of a file of weights: `model` of `model-00001-of-00003.safetensors`; empty where it is another."""
+    """Return the stem of a weight file, `model` for `model-00001-of-00003.safetensors`; empty for other files."""
     match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name)
     return match[1] if match else ""
 
 
 def _replace(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a folder, and then have its files replace those of the same names in `folder`."""
+    """Have `write` fill a new folder, and then move its files to `folder`, replacing existing ones."""
     scratch = _scratch(folder)
     new = scratch / os.path.basename(os.path.abspath(folder))  # of which transformers makes the name of an upload
     try:
@@ -276,9 +276,9 @@ def _replace(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def _move(new: Path, folder: Path) -> None:
-    """Have the files below `new` replace those of the same names in `folder`, and all that is left of an older model's
-    weights. Whatever moment the process is killed at, `folder` has the older model or the new one, or no index: never
-    files of both under one."""
+    """Move the files below `new` to `folder`, replacing existing ones, and delete other weights of an older model.
+
+    If the process is killed, `folder` has the older model, the new model, or no index: never an index of both."""
     files = sorted(file for file in new.rglob("*") if file.is_file())
     for file in files:
         sync(file)  # a disk elsewhere says only now that it is full
@@ -303,8 +303,8 @@ def _write(
     options: Mapping[str, Any],
     folder: Path,
 ) -> None:
-    # Not the instance's own, which is a collective where experts are spread. PEFT reads names of the state dict of what
-    # `modules_to_save` has, and takes the values of `state`.
+    # Not the instance's own, a collective for sharded experts. For `modules_to_save`, PEFT reads only the names of
+    # their state dict, and takes the values of `state`.
     with only_names_are_read(model):
         type(model).save_pretrained(model, folder, state_dict=state, **options)
     for write_record in records:
@@ -312,10 +312,10 @@ def _write(
 
 
 def write_on_main(folder: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
-    """Have rank 0 `write` into the model's `folder`: it is given another one, whose files replace those of the same
-    names when all are there. A collective.
+    """Have rank 0 `write` files of the model's `folder`: to a temporary folder, whose files replace existing ones once
+    all are written. A collective.
 
-    Raises alike on every rank: UserError where the folder cannot be written, RuntimeError for any other failure.
+    Raises on every rank: UserError if the folder cannot be written, RuntimeError for any other failure.
     """
     _on_main(folder, partial(_replace, Path(folder), write))
 

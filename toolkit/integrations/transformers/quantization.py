@@ -28,7 +28,7 @@ SCALES = "_scales"
 
 
 class Packed(NamedTuple):
-    """How the rows of a parameter were before they were packed."""
+    """Unpacked shape and dtype of the rows of a parameter."""
 
     shape: torch.Size
     """(A, B) of a row."""
@@ -38,7 +38,7 @@ class Packed(NamedTuple):
 def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the `rows` of `module` with matrices packed, and their scales under further names.
 
-    `module` gets parameters for the scales, and `packed`, which says what was packed.
+    `module` gets parameters for the scales, and `packed`, a `Packed` by name.
     """
     from bitsandbytes.functional import quantize_4bit
 

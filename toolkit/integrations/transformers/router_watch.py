@@ -1,7 +1,7 @@
-"""What the routers of a transformers model decide, for `RouterPenalty`.
+"""Routing decisions of a transformers model, for `RouterPenalty`.
 
-No model family is named: experts and routers are what `toolkit.experts.sharding.find` finds, and a router
-returns (logits, weights, ids).
+Works for any model family: `toolkit.experts.sharding.find` finds experts and routers, and a router returns
+(logits, weights, ids).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from toolkit.experts.sharding.find import routers, rows_of_router
 
 
 class RouterWatch:
-    """What one router decided in the last forward."""
+    """Last routing of a router."""
 
     def __init__(self, name: str, router: nn.Module):
         self.name, self.module = name, router
         self.num_choices = rows_of_router(router) or 0
-        """Experts, over all ranks."""
+        """Number of experts."""
         self.is_sigmoid: bool | None = None
-        """Whether it scores by the sigmoid of each logit and not by a softmax; None until a forward tells."""
+        """Whether scores are sigmoids of the logits, not a softmax; None until a forward pass shows it."""
         self.routing: Routing | None = None
         self.last_load_E = torch.zeros(self.num_choices, dtype=torch.int64)
-        """int64: assignments per expert on this rank in the last forward, in training or not, without padding."""
+        """int64: tokens per expert on this rank in the last forward pass, in training or not, without padding."""
         self.model_balances = False
-        """Whether the loss of the last forward has the model's own balance loss."""
+        """Whether the last forward pass has the model's own aux loss."""
         router.register_forward_hook(self._record)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of the model: without the routing, whose tensors are in the graph of the last forward."""
+        """Omit the routing in copies of the model: its tensors are in the graph of the last forward."""
         return self.__dict__ | {"routing": None}
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
@@ -59,7 +59,7 @@ class RouterWatch:
         if self.is_sigmoid:  # scores as the family uses them, made comparable: DeepSeek-V3 (arXiv 2412.19437), eq. 19
             scores_TE = logits_TE.sigmoid()
             probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-        if recomputing():  # not sooner: a recomputation has to save the same tensors as the forward
+        if recomputing():  # not earlier: recomputation must save the same tensors as the forward
             return
         counted_T = counted_tokens(len(ids_TK))
         self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE, counted_T=counted_T)
@@ -71,11 +71,11 @@ class RouterWatch:
 @torch.compiler.disable
 @torch.no_grad()
 def has_sigmoid_scores(logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> bool | None:
-    """Returns whether weights are made of the sigmoid of a router's logits, and not of a softmax; None where these
-    tokens do not tell, as with equal logits. A host sync.
+    """Return whether routing weights come from the sigmoid of the logits, not from a softmax; None if these tokens do
+    not show it, as with equal logits. A host sync.
 
-    Weights may be scaled, and normalised over a token's experts. So their ratios within a token are compared, or those
-    between tokens, where each has one expert.
+    Weights can be scaled, and normalised over a token's experts, so their ratios within a token are compared, or
+    between tokens if each has one expert.
     """
     if weights_TK.shape != ids_TK.shape or not weights_TK.numel():
         return None
@@ -94,10 +94,10 @@ def has_sigmoid_scores(logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) ->
 
 
 def watch_routers(model: nn.Module) -> list[RouterWatch]:
-    """A watch on each router of `model`, in order of layers: what `RouterPenalty` needs. Call it before wrapping.
+    """Watch each router of `model`, in order of layers, for `RouterPenalty`. Call it before wrapping.
 
-    transformers' own `output_router_logits` loss looks at this rank's tokens alone, and multiplies fractions that were
-    averaged over layers first, so an expert that is busy in one layer is excused by an idle one in another.
+    transformers' own `output_router_logits` loss covers only this rank's tokens, and multiplies fractions that were
+    averaged over layers first, so an overloaded expert in one layer is offset by an idle expert in another.
 
     Raises UserError for a model without experts.
     """

@@ -1,7 +1,7 @@
 """Upcycling: an MoE model made from a trained dense model (Komatsuzaki et al. 2022, arXiv 2212.05055).
 
 `shards=1` copies the dense feed-forward network to every expert. `shards=n` splits its hidden width into n parts and
-assigns them to the experts in turn; router rows start equal within a set of n experts, so a token chooses whole sets
+assigns them to the experts in turn; router rows start equal within a set of n experts, so a token chooses full sets
 ("virtual groups", He et al. 2024, arXiv 2410.07524). In both cases the weights of a token's experts add up to 1, so the
 output equals the dense model's up to rounding.
 """
@@ -115,8 +115,8 @@ def _mixture_config(dense: PreTrainedConfig, num_experts: int, top_k: int, width
 def _fill_experts(
     experts: nn.Module, feed_forward: nn.Module, shards: int, redraw: float, seed: int, name: str
 ) -> None:
-    """Expert e gets part e % shards of the hidden units; its output is scaled by `shards`, because each of a set's
-    members carries only that share of the set's weight."""
+    """Give expert e part e % shards of the hidden units, with its output scaled by `shards`, because it has only
+    1 / shards of its set's weight."""
     gate_FD, up_FD, down_DF = (feed_forward.get_parameter(f"{n}_proj.weight") for n in ("gate", "up", "down"))
     gate_up_EHD, down_EDF = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
     width = down_EDF.shape[2]
