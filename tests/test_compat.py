@@ -272,6 +272,15 @@ def test_wrapped_methods_of_the_accelerator_are_called(monkeypatch: pytest.Monke
         assert "dataloader_config" in inspect.signature(Accelerator.__init__).parameters
 
 
+def test_version_of_changes_in_place():
+    with relying_on("torch", "Tensor._version"):
+        parameter = nn.Parameter(torch.zeros(2))
+        before = compat.version_of(parameter)
+        with torch.no_grad():
+            parameter.add_(1)
+        assert compat.version_of(parameter) > before
+
+
 def test_a_module_can_be_moved_by_something_else():
     with relying_on("torch", "nn.Module._apply"):
         moved, module = [], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

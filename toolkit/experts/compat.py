@@ -64,6 +64,11 @@ def set_data_of_other_shape(parameter: Tensor, data: Tensor) -> None:
     parameter.data = data
 
 
+def version_of(tensor: Tensor) -> int:
+    """The number of changes of `tensor` in place."""
+    return tensor._version
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread; a forward that runs meanwhile is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.experts.compat import move_by
+from toolkit.experts.compat import move_by, version_of
 
 ALIGNED = 256
 """Bytes of which the place of a matrix in a layer's memory is a multiple."""
@@ -107,7 +107,7 @@ class LayersOnHost:
         """Update `held` to the current matrices of a layer."""
         module = self._modules[layer]
         # Rows that are moved may be received without a new version of their parameter, and are placed then.
-        version = (module.expert_stack.placement, *(p._version for p in _kept(module).values()))  # type: ignore[union-attr]
+        version = (module.expert_stack.placement, *map(version_of, _kept(module).values()))  # type: ignore[union-attr]
         if (held.layer, held.version) != (layer, version):
             held.layer, held.version = layer, version
             self._copy(held, layer)
