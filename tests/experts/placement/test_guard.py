@@ -109,6 +109,17 @@ def test_guard_rolls_back_a_plan_that_was_worse_in_two_windows_in_a_row():
     assert guard.review(REVERSED, NOW, steps=10) is None, "it is ordered once"
 
 
+def test_guard_rolls_back_to_the_placement_before_the_last():
+    guard, third = seen(UNEVEN, UNEVEN), ExpertPlacement(((0, 3), (1, 2)))
+    assert guard.accepts(NOW, PLAN, steps=100)
+    for _ in range(3):  # NOW and PLAN are alike, `third` is better
+        assert guard.review(np.array([4.0, 2.0, 2.0, 0.0]), PLAN, steps=100) is None
+    assert guard.accepts(PLAN, third, steps=100)
+    best_of_now = np.array([4.0, 0.0, 3.0, 1.0])
+    assert guard.review(best_of_now, third, steps=100) is None
+    assert guard.review(best_of_now, third, steps=100) == NOW
+
+
 EVEN = np.array([2.0, 2.0, 2.0, 2.0])
 TOGETHER = np.array([[[0, 2], [1, 3]], [[2, 0], [3, 1]]])
 """Of two ranks with two tokens each: experts 0 and 2 are chosen together, so under NOW each token visits two ranks."""

@@ -108,8 +108,8 @@ class Meter(Callback):
         rows._Flight.begin = metered  # type: ignore[method-assign]
         self.original_slots_of = slots_of = dispatcher.AllToAllDispatcher.slots_of
 
-        def watched(found: Any, ids_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-            slots_TK = slots_of(found, ids_TK, kept_TK)
+        def watched(found: Any, ids_TK: Tensor) -> Tensor:
+            slots_TK = slots_of(found, ids_TK)
             ranks = dist.get_process_group_ranks(found.groups.ep_group)
             for slots in slots_TK.tolist():
                 nodes = {ranks[slot // found.stride] // ranks_per_node for slot in slots}

@@ -272,7 +272,7 @@ class AllToAllDispatcher(TokenDispatcher):
     ) -> tuple[Int[Tensor, "T K"], Int[Tensor, " E"], Bool[Tensor, "T P"], Int[Tensor, "P 2"]]:
         """The first fields of a `Plan`, and for each rank the rows that visit it and the pairs that they are for."""
         ranks = self.groups.ep_size
-        slots_TK = self.slots_of(expert_ids_TK, kept_TK)
+        slots_TK = self.slots_of(expert_ids_TK)
         by_slot = count(slots_TK, ranks * self.stride, kept_TK)
         if kept_TK is not None:
             slots_TK = slots_TK.where(kept_TK, -1)
@@ -283,7 +283,7 @@ class AllToAllDispatcher(TokenDispatcher):
         to_ranks_P2 = torch.stack([visits_TP.sum(0), by_slot.view(ranks, -1).sum(1)], dim=1)
         return slots_TK, load_E, visits_TP, to_ranks_P2
 
-    def slots_of(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> Int[Tensor, "T K"]:
+    def slots_of(self, expert_ids_TK: Int[Tensor, "T K"]) -> Int[Tensor, "T K"]:
         """The slot of each pair, numbered through the ranks of the EP group, shape (T, K)."""
         device = expert_ids_TK.device
         if self.expert_of_slot.device != device:
@@ -294,7 +294,7 @@ class AllToAllDispatcher(TokenDispatcher):
             return expert_ids_TK
         if self.slots_EM.shape[1] == 1:
             return rows_of_ids(self.slots_EM.squeeze(1), expert_ids_TK)
-        place_TK, _ = place_within_slot(expert_ids_TK, len(self.replicas_E), kept_TK)
+        place_TK, _ = place_within_slot(expert_ids_TK, len(self.replicas_E))
         turn_TK = place_TK + self.groups.ep_rank
         return self.slots_EM[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
 

@@ -80,13 +80,10 @@ def sort_by_slot(slots_TK: Int[Tensor, "T K"], num_slots: int, total: int) -> Sl
     return SlotOrder(pair // top_k if top_k > 1 else pair, place, first, count(slot, num_slots), pair, kept)
 
 
-def place_within_slot(
-    slots_TK: Int[Tensor, "T K"], num_slots: int, kept_TK: Bool[Tensor, "T K"] | None = None
-) -> tuple[Int[Tensor, "T K"], Int[Tensor, " S"]]:
-    """The number of earlier pairs of the same slot, shape (T, K), and the number of pairs of each slot."""
-    slot_N = (slots_TK if kept_TK is None else slots_TK.where(kept_TK, num_slots)).flatten()
-    _, place_N = _sorted(slot_N)
-    rows_per_slot = count(slot_N, num_slots + 1)[:num_slots]
+def place_within_slot(slots_TK: Int[Tensor, "T K"], num_slots: int) -> tuple[Int[Tensor, "T K"], Int[Tensor, " S"]]:
+    """Return the number of earlier pairs of the same slot, shape (T, K), and the number of pairs of each slot."""
+    _, place_N = _sorted(slots_TK.flatten())
+    rows_per_slot = count(slots_TK, num_slots)
     first_S = rows_per_slot.cumsum(0) - rows_per_slot
     return place_N.view(slots_TK.shape) - first_S[slots_TK], rows_per_slot
 

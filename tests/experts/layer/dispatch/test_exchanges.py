@@ -106,7 +106,7 @@ def both_exchanges() -> dict[Any, Any]:
                 with rows_to_others() as rows:
                     fresh = [tensor.clone() for tensor in inputs]
                     results.append(train(chosen, *fresh, expert_weights(dtype)[mine]))
-            peers_TK = flat.slots_of(inputs[1], kept_TK) // placement.stride  # type: ignore[attr-defined]
+            peers_TK = flat.slots_of(inputs[1]) // placement.stride  # type: ignore[attr-defined]
             found[ep_size, per_node, name, case, dtype, drops] = (
                 *results,
                 (of_flat[groups.ep_group], rows[groups.nodes.between], rows[groups.nodes.inside]),
