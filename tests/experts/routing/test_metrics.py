@@ -336,3 +336,10 @@ def test_forwards_count_dropped_pairs_apart() -> None:
     assert found.dropped_FLE.sum() > 0
     assert (found.sent_FLE + found.dropped_FLE)[0, 0].tolist() == layer.load_E.tolist()
     assert found.dropped_FLE[0, 0].tolist() == layer.expert_stack.log.dropped_E.tolist()
+
+
+def test_count_adds_dropped_pairs_to_the_load() -> None:
+    sent_FLSE, dropped_LE = np.array([[[[1, 2]]]]), np.array([[3, 0]])
+    found = count(sent_FLSE, [contiguous(2, 1)], sources=[0], world_size=1, dropped_LE=dropped_LE)
+    assert found.load_LE.tolist() == [[4, 2]]
+    assert found.received_FLW.tolist() == [[[3]]]
