@@ -30,6 +30,7 @@ from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, cont
 from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.traffic import migration_cost
 from toolkit.experts.routing.forwards import ModelForwards
+from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.metrics import (
     Window,
     balance_metrics,
@@ -343,3 +344,15 @@ def test_count_adds_dropped_pairs_to_the_load() -> None:
     found = count(sent_FLSE, [contiguous(2, 1)], sources=[0], world_size=1, dropped_LE=dropped_LE)
     assert found.load_LE.tolist() == [[4, 2]]
     assert found.received_FLW.tolist() == [[[3]]]
+
+
+def nodes_of_peers() -> list[int] | None:
+    layer = make_moe(4, 4, 2, 1, groups=make_expert_groups(2))
+    LoadMeter(layer, ranks_per_node=3)
+    nodes = layer.expert_stack.node_of_peer
+    return None if nodes is None else nodes.tolist()
+
+
+def test_load_meter_of_a_group_on_two_nodes_counts_crossings() -> None:
+    # Groups {0, 1} and {2, 3}; ranks 0 to 2 are on the first node.
+    assert run_distributed(nodes_of_peers, 4) == [None, None, [0, 1], [0, 1]]
