@@ -55,7 +55,7 @@ class Trainer:
     """Trains `model` on `task` until `max_steps` optimizer steps.
 
     Args:
-        run: What `start_run` gave.
+        run: The result of `start_run`.
         task: Says what a loss is.
         model: As the recipe built it; Accelerate prepares it here.
         optimizer: The recipe's, of `model`'s parameters; Accelerate prepares it here.
@@ -116,7 +116,7 @@ class Trainer:
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
-        """What `fit` returns; callbacks add to it."""
+        """Result of `fit`; callbacks add to it."""
         self.stop_reason: str | None = None
         self.phase, self.phase_began = "start", time.monotonic()
         """What this rank does (data, step, callbacks, evaluation, checkpoint, finish), and since when on its own clock;
@@ -238,7 +238,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
-        """Means, or what `task.summarise` makes of them, as `name/...`. A collective; UserError if empty."""
+        """Return means, or `task.summarise` of the means, as `name/...`. A collective; UserError if empty."""
         sums = MetricSums(self.run.device)
         task, before, weights = task or self.task, self.phase, self._weights_for
         self.model.eval()
@@ -260,7 +260,7 @@ class Trainer:
         self.hooks("on_evaluate_end", name, metrics)
         return metrics
 
-    # --- what callbacks use -----------------------------------------------------------------------------------
+    # --- API for callbacks ------------------------------------------------------------------------------------
 
     def hooks(self, name: str, *args: Any) -> None:
         """Call hook `name` of every callback that overrides it."""
@@ -292,26 +292,26 @@ class Trainer:
         self.stop_reason = reason
 
     def record(self, name: str, value: Any) -> None:
-        """Put `value` (a number, or a tensor that is equal on all ranks) on the next line of metrics."""
+        """Add `value` (a number, or a tensor that is equal on all ranks) to the next log step."""
         self._recorded[name] = value
 
     @property
     def at_log_step(self) -> bool:
-        """Whether a line of metrics follows the step that just ended. Only then does the host wait for the device."""
+        """Whether the step that just ended is a log step. Only then does the host wait for the device."""
         step = self.state.step
         return step % self.log_every == 0 or step % self.batches.steps_per_epoch == 0 or step == self.max_steps
 
     # --- metrics and state ------------------------------------------------------------------------------------
 
     def record_sums(self, loss: Loss, global_count: Any) -> None:
-        """Add a micro-batch, whose count over all ranks is `global_count`, to the means of the next line of metrics."""
+        """Add a micro-batch, whose count over all ranks is `global_count`, to the means of the next log step."""
         self.sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         if loss.penalty is not None:
             # Ranks' shares add up to one mean per micro-batch, which is weighted by the micro-batch's count.
             self.sums.add({"penalty": loss.penalty * global_count}, loss.count)
 
     def emit(self) -> None:
-        """Write one line of metrics: means since the last line, and what `record` was given."""
+        """Write one log step: means since the last log step, and recorded values."""
         refuse_late_parameters(self.raw_model, self.parameters)
         self.check_replicas()
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
@@ -323,14 +323,14 @@ class Trainer:
         self._line_is_due = False
 
     def check_replicas(self) -> None:
-        """Raise UserError on every rank where one has other weights than the others."""
+        """Raise UserError on every rank if replicated weights differ between ranks."""
         if self.run.world_size > 1:
             self.replicas.check(self.state.step)
 
     def save(self, keep: int = 2) -> Path | None:
-        """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
+        """Write a checkpoint and delete all but the newest `keep`; None if it could not be written. A collective,
         to be called between two steps: from `on_step_start`, or after training. Raises UserError, and writes and
-        deletes nothing, where weights are not finite."""
+        deletes nothing, if weights are not finite."""
         before = self.phase
         folder = self.begin_save(keep)(None)
         self.enter(before)
@@ -339,7 +339,7 @@ class Trainer:
         return folder
 
     def begin_save(self, keep: int, to_cpu: ToCPU = on_cpu) -> Write:
-        """Collect what `save` writes: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
+        """Collect the data for `save`: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
         self.enter("checkpoint")
         self.finite.check_weights(self.state.step)
         self.check_replicas()
@@ -354,7 +354,7 @@ class Trainer:
         )
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """Continue from the checkpoint in `folder`; returns its `state_dict`. A collective; raises UserError where it
+        """Continue from the checkpoint in `folder`; returns its `state_dict`. A collective; raises UserError if it
         does not fit."""
         saved = checkpoint.load_checkpoint(folder, model=self.raw_model, optimizer=self.optimizer, run=self.run)
         self.load_state_dict(saved)
@@ -374,7 +374,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. Raises UserError where only one of the two runs has a scheduler of its own."""
+        """Load the result of `state_dict`. Raises UserError if only one of the two runs has a scheduler of its own."""
         if ("schedule" in state) != (self.stepped is not None):
             has = "the" if "schedule" in state else "no"
             raise UserError(
