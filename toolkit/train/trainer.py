@@ -56,18 +56,18 @@ class Trainer:
 
     Args:
         run: The result of `start_run`.
-        task: Says what a loss is.
+        task: Defines the loss.
         model: As the recipe built it; Accelerate prepares it here.
         optimizer: The recipe's, of `model`'s parameters; Accelerate prepares it here.
         batches: Which samples make up which step.
-        max_steps: Optimizer steps of the whole run.
+        max_steps: Total optimizer steps of the run.
         schedule: Maps a step to a multiplier of each parameter group's initial learning rate; or a scheduler that was
             made for `optimizer`, which is stepped after each optimizer step and saved with checkpoints.
         schedule_metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped instead.
         max_grad_norm: Gradients are clipped to this norm; None: not at all.
-        log_every: Steps between lines of metrics.
+        log_every: Optimizer steps between log steps.
         penalty: Router losses that are added to the loss of any task.
-        callbacks: What happens beside the steps, in this order.
+        callbacks: Callbacks, called in this order.
 
     Raises:
         ValueError: For callbacks in a wrong order, or two with one `state_key`.
@@ -103,14 +103,14 @@ class Trainer:
         self.model, self.optimizer = prepare(
             run.accelerator, model, optimizer, dense=run.config.dense_parallel, fsdp_size=run.config.fsdp_size
         )
-        # Accelerate's wrappers skip steps of fp16 and autocast. Where neither is needed they still look for a package
+        # Accelerate's wrappers skip steps of fp16 and autocast. If neither is needed they still look for a package
         # on disk and for environment variables, twice a step: a tenth of a small model's step time.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.sync = ExpertSync(self.parameters)
         self.micro_batches: list[Batch] = []
-        """Of the last optimizer step, on this rank."""
+        """Micro-batches of the last step, on this rank."""
         self.finite = FiniteCheck(self)
         self.replicas = ReplicaCheck(model)
         self.state = TrainState()
@@ -119,7 +119,7 @@ class Trainer:
         """Result of `fit`; callbacks add to it."""
         self.stop_reason: str | None = None
         self.phase, self.phase_began = "start", time.monotonic()
-        """What this rank does (data, step, callbacks, evaluation, checkpoint, finish), and since when on its own clock;
+        """Phase of this rank (data, step, callbacks, evaluation, checkpoint, finish), and since when on its own clock;
         "end" after `fit` and after `Run.finish`, when it is the caller's turn."""
         self._recorded: dict[str, Any] = {}
         self._line_is_due = False
