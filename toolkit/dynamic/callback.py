@@ -66,7 +66,7 @@ class Lifecycle(Callback):
     The loss on recent and remembered samples is measured before and after each change of a sleep. The change is undone
     if the loss rose by more than `config.undo_above`, and by more than two standard errors of the rise.
 
-    Records with each line of metrics `lifecycle/experts` (active, mean over layers) and the last values of
+    Records at each log step `lifecycle/experts` (active, mean over layers) and the last values of
     `lifecycle/uncovered`, `lifecycle/loss_before_sleep` and `lifecycle/loss_after_sleep`. Adds to the run's results
     `active_experts` (of the layer with the most) and the counts `lifecycle_grow`, `_merge`, `_prune`, `_kept`, `_sleep`
     and `_undone`.

@@ -64,7 +64,7 @@ def plan_sleep(active: int, initial: int, *, every: int, least: int | None) -> i
 
 def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | None:
     """Returns the inactive logical expert on the rank with the fewest active experts, ties to the lowest rank and id;
-    None where all are active. `placement` has one slot for each logical expert."""
+    None if all are active. `placement` has one slot for each logical expert."""
     rank_of = [placement.owner(logical_id).rank for logical_id in range(roster.logical_experts)]
     active = np.bincount([rank_of[record.logical_id] for record in roster.active], minlength=placement.ranks)
     return min(roster.inactive, key=lambda e: (active[rank_of[e]], rank_of[e], e), default=None)
@@ -110,7 +110,7 @@ def plan_growth(roster: ExpertRoster, placement: ExpertPlacement, uncovered: Map
         uncovered: By uid, the routing weight that the expert had for tokens of uncovered samples.
 
     Returns:
-        The plan, or None where all logical experts are active or nothing is uncovered.
+        The plan, or None if all logical experts are active or nothing is uncovered.
     """
     logical_id = free_logical_id(roster, placement)
     active = {record.uid: uncovered.get(record.uid, 0.0) for record in roster.active}

@@ -28,7 +28,7 @@ class LayerState:
     """Edges with `source`, `target`, `kind` and `weight`."""
     uids_of_logical: Sequence[int | None]
     logical_on_ranks: Sequence[Sequence[int]]
-    """The logical expert in each slot of each rank; negative where the slot is empty."""
+    """The logical expert in each slot of each rank; negative if the slot is empty."""
 
     @cached_property
     def active(self) -> list[int]:
@@ -57,7 +57,7 @@ class LayerState:
         return [[uids[expert] for expert in row if expert in uids] for row in rows]
 
     def by_uid(self, values: Sequence[Any], step: int) -> list[Any]:
-        """What a line of metrics of `step` has for each logical expert, by uid; None where none was active."""
+        """Return the `values` of log step `step`, by uid; None for inactive experts."""
         found: list[Any] = [None] * (1 + max(self.nodes, default=-1))
         for logical_id, uid in self.uids_at(step).items():
             found[uid] = values[logical_id] if logical_id < len(values) else None
@@ -69,7 +69,7 @@ class Epoch:
     """One line of the file."""
 
     number: float
-    """Epochs done at its end; fractional where `max_steps` ended the run within an epoch."""
+    """Epochs done at its end; fractional if `max_steps` ended the run within an epoch."""
     first_step: int
     """Optimizer steps done at its start."""
     step: int

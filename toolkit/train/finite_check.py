@@ -30,7 +30,7 @@ REMEDY_FOR_DATA = "mend or drop it"
 
 
 class Checked(Protocol):
-    """What a `FiniteCheck` reads of the trainer."""
+    """Trainer attributes read by `FiniteCheck`."""
 
     run: Run
     task: Task
@@ -50,19 +50,19 @@ class _Step:
 
     step: int
     norm: Tensor
-    """Of all gradients, equal on all ranks."""
+    """Global gradient norm, equal on all ranks."""
     losses: list[Tensor]
-    """Of this rank's micro-batches."""
+    """Losses of this rank's micro-batches."""
     parameters: Sequence[Tensor]
     norms: Tensor
-    """Of the gradient of each of `parameters`, on this rank."""
+    """Gradient norm of each of `parameters`, on this rank."""
 
 
 class FiniteCheck:
-    """What the optimizer steps since the last reading computed.
+    """Check of losses, gradients and weights for non-finite values.
 
     On a CPU each step is read before its update, so that weights stay finite. Elsewhere steps are read at log steps and
-    before a checkpoint is written, where the host waits anyway. Nothing that is not finite gets into a checkpoint, so
+    before a checkpoint is written, when the host waits anyway. Nothing that is not finite gets into a checkpoint, so
     the last one before it is kept.
 
     fp16's loss scaling skips steps whose gradients are not finite, so with it (`scaled`) only losses on log lines and
@@ -80,7 +80,7 @@ class FiniteCheck:
         self.skip = trainer.run.config.on_nonfinite == "skip"
         self.reads_at_once = self.skip or trainer.run.device.type == "cpu"
         self.skipped = 0
-        """Steps that were skipped, of this process."""
+        """Steps skipped by this process."""
         self._in_a_row = 0
         self._waiting: list[_Step] = []
         self._norms: tuple[Sequence[Tensor], Tensor] = ([], torch.zeros(0))
@@ -123,7 +123,7 @@ class FiniteCheck:
             _stop(f"step {bad.step:,}: {found}{again}{why}", remedy)
 
     def check_line(self, step: int, means: Mapping[str, Any]) -> None:
-        """Raise UserError for a mean training loss on a line of metrics that is not finite."""
+        """Raise UserError if the mean training loss of a log step is not finite."""
         self.read()
         for name in ("train/loss", "train/penalty"):
             if not math.isfinite(means.get(name, 0.0)):
@@ -175,7 +175,7 @@ class FiniteCheck:
         return " (" + "; ".join(words) + ")", REMEDY_FOR_DATA if bad else REMEDY
 
     def _found_in_data(self, samples: list[int]) -> str | None:
-        """The first column of the batch that is not finite, and where `samples` are rows, its first. A collective."""
+        """Find the first non-finite column of the batch, and its first row if `samples` are given. A collective."""
         batches = [self._trainer.batches.table[torch.tensor(samples)]] if samples else self._trainer.micro_batches
         mine = None
         for batch in batches:
@@ -188,7 +188,7 @@ class FiniteCheck:
 
     @staticmethod
     def _found(mine: str | None) -> str | None:
-        """Returns what the ranks found, a loss before gradients, if any found something. A collective."""
+        """Return the first finding of all ranks, losses before gradients, or None. A collective."""
         found = [(name.startswith(GRADIENT), rank, name) for rank, name in enumerate(together(lambda: mine)) if name]
         if not found:
             return None

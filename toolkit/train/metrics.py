@@ -13,7 +13,7 @@ from toolkit.errors import UserError
 
 
 def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence[Any] | Tensor, Any]:
-    """The count of each micro-batch over all ranks, and their sum, which divides every loss: 1 where nothing counts, so
+    """The count of each micro-batch over all ranks, and their sum, which divides every loss: 1 if nothing counts, so
     that the loss is zero and not NaN. A collective."""
     on_device = isinstance(counts[0], Tensor)
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -66,7 +66,7 @@ class MetricSums:
         return {name: (total.view(shape) / count).tolist() for name, total, shape, count in parts if count}
 
     def of_evaluation(self, name: str) -> dict[str, Any]:
-        """`compute`. Raises UserError, on every rank, where the evaluation `name` had nothing to add. A collective."""
+        """`compute`. Raises UserError, on every rank, if the evaluation `name` had nothing to add. A collective."""
         if not (means := self.compute()):
             raise UserError(
                 f"the evaluation `{name}` got no batches, or no label that counts: give it a data set or a list with "

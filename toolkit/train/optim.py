@@ -36,7 +36,7 @@ class Scheduler(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken."""
+        """Continue from the result of `state_dict`."""
         ...
 
 
@@ -46,7 +46,7 @@ class SteppedRates:
     Args:
         scheduler: Was made for the recipe's own optimizer, before Accelerate wraps it.
         metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped; None: it is stepped
-            after each optimizer step. `ReduceLROnPlateau` has `eval/loss` where none is given.
+            after each optimizer step. `ReduceLROnPlateau` has `eval/loss` if none is given.
     """
 
     def __init__(self, scheduler: Scheduler, metric: str | None):
@@ -67,7 +67,7 @@ class SteppedRates:
         return {"scheduler": _plain(self.scheduler.state_dict(), type(self.scheduler).__name__)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. The rates are settings of the optimizer, which is loaded before."""
+        """Load the result of `state_dict`. The rates are settings of the optimizer, which is loaded before."""
         self.scheduler.load_state_dict(_of_plain(state["scheduler"]))
 
 
@@ -137,7 +137,7 @@ def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """The learning rate of each parameter group, of which a `Schedule` gives multiples.
 
     Where a scheduler of torch or transformers was made for the optimizer, its rate by now is that of the scheduler's
-    first step, 0 under a warm-up: the rate before counts. Raises UserError where all are 0.
+    first step, 0 under a warm-up: the rate before counts. Raises UserError if all are 0.
     """
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     if not any(rates):

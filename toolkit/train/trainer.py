@@ -55,19 +55,19 @@ class Trainer:
     """Trains `model` on `task` until `max_steps` optimizer steps.
 
     Args:
-        run: What `start_run` gave.
-        task: Says what a loss is.
+        run: The result of `start_run`.
+        task: Defines the loss.
         model: As the recipe built it; Accelerate prepares it here.
         optimizer: The recipe's, of `model`'s parameters; Accelerate prepares it here.
         batches: Which samples make up which step.
-        max_steps: Optimizer steps of the whole run.
+        max_steps: Total optimizer steps of the run.
         schedule: Maps a step to a multiplier of each parameter group's initial learning rate; or a scheduler that was
             made for `optimizer`, which is stepped after each optimizer step and saved with checkpoints.
         schedule_metric: A metric of an evaluation, such as `eval/loss`, with which the scheduler is stepped instead.
         max_grad_norm: Gradients are clipped to this norm; None: not at all.
-        log_every: Steps between lines of metrics.
+        log_every: Optimizer steps between log steps.
         penalty: Router losses that are added to the loss of any task.
-        callbacks: What happens beside the steps, in this order.
+        callbacks: Callbacks, called in this order.
 
     Raises:
         ValueError: For callbacks in a wrong order, or two with one `state_key`.
@@ -103,23 +103,23 @@ class Trainer:
         self.model, self.optimizer = prepare(
             run.accelerator, model, optimizer, dense=run.config.dense_parallel, fsdp_size=run.config.fsdp_size
         )
-        # Accelerate's wrappers skip steps of fp16 and autocast. Where neither is needed they still look for a package
+        # Accelerate's wrappers skip steps of fp16 and autocast. If neither is needed they still look for a package
         # on disk and for environment variables, twice a step: a tenth of a small model's step time.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.sync = ExpertSync(self.parameters)
         self.micro_batches: list[Batch] = []
-        """Of the last optimizer step, on this rank."""
+        """Micro-batches of the last step, on this rank."""
         self.finite = FiniteCheck(self)
         self.replicas = ReplicaCheck(model)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
-        """What `fit` returns; callbacks add to it."""
+        """Result of `fit`; callbacks add to it."""
         self.stop_reason: str | None = None
         self.phase, self.phase_began = "start", time.monotonic()
-        """What this rank does (data, step, callbacks, evaluation, checkpoint, finish), and since when on its own clock;
+        """Phase of this rank (data, step, callbacks, evaluation, checkpoint, finish), and since when on its own clock;
         "end" after `fit` and after `Run.finish`, when it is the caller's turn."""
         self._recorded: dict[str, Any] = {}
         self._line_is_due = False
@@ -238,7 +238,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: AnyEvalBatches, name: str = "eval", task: Task | None = None) -> dict[str, float]:
-        """Means, or what `task.summarise` makes of them, as `name/...`. A collective; UserError if empty."""
+        """Return means, or `task.summarise` of the means, as `name/...`. A collective; UserError if empty."""
         sums = MetricSums(self.run.device)
         task, before, weights = task or self.task, self.phase, self._weights_for
         self.model.eval()
@@ -260,7 +260,7 @@ class Trainer:
         self.hooks("on_evaluate_end", name, metrics)
         return metrics
 
-    # --- what callbacks use -----------------------------------------------------------------------------------
+    # --- API for callbacks ------------------------------------------------------------------------------------
 
     def hooks(self, name: str, *args: Any) -> None:
         """Call hook `name` of every callback that overrides it."""
@@ -292,26 +292,26 @@ class Trainer:
         self.stop_reason = reason
 
     def record(self, name: str, value: Any) -> None:
-        """Put `value` (a number, or a tensor that is equal on all ranks) on the next line of metrics."""
+        """Add `value` (a number, or a tensor that is equal on all ranks) to the next log step."""
         self._recorded[name] = value
 
     @property
     def at_log_step(self) -> bool:
-        """Whether a line of metrics follows the step that just ended. Only then does the host wait for the device."""
+        """Whether the step that just ended is a log step. Only then does the host wait for the device."""
         step = self.state.step
         return step % self.log_every == 0 or step % self.batches.steps_per_epoch == 0 or step == self.max_steps
 
     # --- metrics and state ------------------------------------------------------------------------------------
 
     def record_sums(self, loss: Loss, global_count: Any) -> None:
-        """Add a micro-batch, whose count over all ranks is `global_count`, to the means of the next line of metrics."""
+        """Add a micro-batch, whose count over all ranks is `global_count`, to the means of the next log step."""
         self.sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         if loss.penalty is not None:
             # Ranks' shares add up to one mean per micro-batch, which is weighted by the micro-batch's count.
             self.sums.add({"penalty": loss.penalty * global_count}, loss.count)
 
     def emit(self) -> None:
-        """Write one line of metrics: means since the last line, and what `record` was given."""
+        """Write one log step: means since the last log step, and recorded values."""
         refuse_late_parameters(self.raw_model, self.parameters)
         self.check_replicas()
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
@@ -323,14 +323,14 @@ class Trainer:
         self._line_is_due = False
 
     def check_replicas(self) -> None:
-        """Raise UserError on every rank where one has other weights than the others."""
+        """Raise UserError on every rank if replicated weights differ between ranks."""
         if self.run.world_size > 1:
             self.replicas.check(self.state.step)
 
     def save(self, keep: int = 2) -> Path | None:
-        """Write a checkpoint and delete all but the newest `keep`; None where it could not be written. A collective,
+        """Write a checkpoint and delete all but the newest `keep`; None if it could not be written. A collective,
         to be called between two steps: from `on_step_start`, or after training. Raises UserError, and writes and
-        deletes nothing, where weights are not finite."""
+        deletes nothing, if weights are not finite."""
         before = self.phase
         folder = self.begin_save(keep)(None)
         self.enter(before)
@@ -339,7 +339,7 @@ class Trainer:
         return folder
 
     def begin_save(self, keep: int, to_cpu: ToCPU = on_cpu) -> Write:
-        """Collect what `save` writes: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
+        """Collect the data for `save`: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
         self.enter("checkpoint")
         self.finite.check_weights(self.state.step)
         self.check_replicas()
@@ -354,7 +354,7 @@ class Trainer:
         )
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """Continue from the checkpoint in `folder`; returns its `state_dict`. A collective; raises UserError where it
+        """Continue from the checkpoint in `folder`; returns its `state_dict`. A collective; raises UserError if it
         does not fit."""
         saved = checkpoint.load_checkpoint(folder, model=self.raw_model, optimizer=self.optimizer, run=self.run)
         self.load_state_dict(saved)
@@ -374,7 +374,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. Raises UserError where only one of the two runs has a scheduler of its own."""
+        """Load the result of `state_dict`. Raises UserError if only one of the two runs has a scheduler of its own."""
         if ("schedule" in state) != (self.stepped is not None):
             has = "the" if "schedule" in state else "no"
             raise UserError(

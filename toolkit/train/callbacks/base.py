@@ -50,7 +50,7 @@ class Callback:
     """Override any of the nine hooks. All ranks run all callbacks; ask `trainer.run.is_main` before writing."""
 
     runs_after: ClassVar[tuple[type[Callback], ...]] = ()
-    """Callbacks of these classes, where the list has any, must come earlier in it."""
+    """Callbacks of these classes, if the list has any, must come earlier in it."""
     state_key: str = ""
     """The key of `state_dict` in checkpoints; "" takes the class name. Set it on an instance to use two of a class."""
 
@@ -76,25 +76,25 @@ class Callback:
         """A verified checkpoint lies in `folder`."""
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Training ends with `error`, perhaps on this rank alone: no collectives here."""
+        """Training ends with `error`, perhaps on this rank only: no collectives here."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Training ended as planned, or was asked to stop."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what must survive a restart, as plain JSON values. Called on all ranks, saved from the main
+        """Return the state that must survive a restart, as plain JSON values. Called on all ranks, saved from the main
         process."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Restore from `state_dict`."""
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
     """Raise ValueError for an order that `runs_after` forbids, and for two states under one key; UserError for a method
     that looks like a hook and would never be called.
 
-    A wrong order is refused instead of sorted, so that the list that one reads is the order that runs.
+    A wrong order raises instead of being sorted, so that the list that one reads is the order that runs.
     """
     for place, later in enumerate(callbacks):
         for name in dir(later):
@@ -123,12 +123,12 @@ def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Returns what checkpoints keep of `callbacks`, by state key. A collective."""
+    """Return the checkpoint state of `callbacks`, by state key. A collective."""
     return {_key(callback): callback.state_dict() for callback in callbacks if _has_state(callback)}
 
 
 def load_states(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
-    """Load what `states_of` returned. A callback without a state there starts from scratch."""
+    """Load the result of `states_of`. A callback without a state there starts from scratch."""
     for callback in callbacks:
         if state := states.get(_key(callback)):
             callback.load_state_dict(state)

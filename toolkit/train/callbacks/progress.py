@@ -26,7 +26,7 @@ LINE_S = 5.0
 
 
 class Progress(Callback):
-    """Shows each line of metrics. Draws only on the main process, and only on a terminal."""
+    """Progress bar of log steps. Draws only on the main process, and only on a terminal."""
 
     def __init__(self) -> None:
         self._bar: RichProgress | None = None
@@ -66,7 +66,7 @@ class Progress(Callback):
             self._bar.update(self._task, completed=trainer.state.step, refresh=True)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Show one line of metrics: beside the bar, or as a line when it is time for one. Evaluations are lines."""
+        """Show one log step: next to the bar, or as a line when it is time for one. Evaluations are lines."""
         now = time.perf_counter()
         line = metrics_line(values, step, self._max_steps, self._seconds_left(now, step), columns())
         evaluated = any(name.startswith(("eval/", "validation/")) for name in values)

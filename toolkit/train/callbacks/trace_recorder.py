@@ -52,13 +52,13 @@ class TraceRecorder(Callback):
         self._is_main = is_main()
 
     def step_done(self, step: int) -> None:
-        """Record the forwards since the last call as those of optimizer step `step`, from 0. A collective."""
+        """Record the forward passes since the last call as optimizer step `step`, from 0. A collective."""
         self._pending += [(forwards, [step] * len(forwards.sent_FLE)) for forwards in self.forwards.take()]
         if sum(len(steps) for _, steps in self._pending) >= CHUNK:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left and close the file. A collective."""
+        """Write buffered data and close the file. A collective."""
         self._flush()
         self._seal()
 
