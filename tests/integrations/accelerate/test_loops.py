@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from tests.integrations.accelerate.test_expert_parallel import Model, by_id, place, together
+from tests.integrations.accelerate.test_expert_parallel import DIM, Model, by_id, place, together
 from tests.support.equality import assert_equal_rows
 from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
@@ -291,6 +291,7 @@ def evaluated(forwards: list[int], exchange: ExpertExchange) -> list[Tensor]:
     with experts.join():
         for step in range(forwards[dist.get_rank()]):
             differences.append((wrapped(batch(step)) - alone(batch(step))).abs().max())
+    assert all(stack.dispatcher.announce is None for stack in experts.stacks.values())
     model.counter.fill_(dist.get_rank())
     wrapped(batch()).square().mean().backward()  # training goes on
     optimizer.step()
@@ -321,6 +322,20 @@ def test_join_serves_named_copies_and_raises_for_others():
     for same, said in run_distributed(copies_evaluated, 2, [3, 1], timeout_s=60):
         assert same
         assert "experts.join(model, copy)" in said
+
+
+def call_other_layers() -> str:
+    model: Any = Model()
+    experts = ExpertParallel(Accelerator(cpu=True))
+    experts.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UserError) as said, experts.join():
+        model.blocks[dist.get_rank()](torch.randn(2, DIM))
+    return str(said.value)
+
+
+def test_join_ranks_in_different_layers_raises():
+    for said in run_distributed(call_other_layers, 2, timeout_s=60):
+        assert "ranks are in different layers, 'blocks.0.experts' and 'blocks.1.experts'" in said
 
 
 @pytest.mark.parametrize(("forwards", "exchange"), [([3, 1], "flat"), ([0, 2], "hierarchical"), ([0, 0], "flat")])
