@@ -91,8 +91,13 @@ def load_and_collect_warnings(folder: Path) -> list[str]:
     accelerator, experts, _, _, scheduler = prepared()
     if dist.get_world_size() == 2:
         experts.save(folder, scheduler=scheduler.state_dict())
+    torch.manual_seed(7)
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(7))
     with warnings.catch_warnings(record=True) as caught:
         experts.load(folder)
+    assert torch.equal(torch.rand(2), expected) == (dist.get_world_size() == 1), (
+        "restored with the same world size only"
+    )
     accelerator.free_memory()
     return [str(warning.message) for warning in caught if "scheduler" in str(warning.message)]
 
