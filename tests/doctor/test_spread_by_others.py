@@ -38,7 +38,7 @@ def test_gradients_of_their_experts_that_are_not_averaged_are_named(one: Evidenc
     comparison = Comparison(one, watched(tmp_path / "two", 2, SCRIPT, saved, "undivided"), 1e-5)
     first = diagnose(comparison)[0]
     assert first.name == "gradients W times too large", first
-    assert "expert" in comparison["gradients"].where
+    assert "expert" in comparison["gradients"].place
 
 
 def test_a_norm_of_one_rank_is_named(one: Evidence, saved: str, tmp_path: Path):

@@ -81,7 +81,7 @@ def recomputed_otherwise(error: str) -> Finding:
     return Finding(
         REDECIDED,
         error,
-        "what is recomputed in the backward has other shapes than before: tokens went to other experts",
+        "the recomputation in the backward pass has other shapes: tokens went to other experts",
         "replay the first decision: use toolkit.experts.layer.recompute.checkpoint, or keep the router outside of it",
     )
 
@@ -102,7 +102,7 @@ def unrepeatable(check_names: Iterable[str]) -> Finding:
         "not repeatable",
         f"in one process, run twice, it differs in {', '.join(check_names)}",
         "something is drawn without a seed, or depends on time",
-        "call accelerate.utils.set_seed first; until then nothing else that differs means anything",
+        "call accelerate.utils.set_seed first; until then other differences mean nothing",
     )
 
 
@@ -190,7 +190,7 @@ def _moved_with_weights(c: Comparison, check: Check) -> Facts | None:
 
 def _norms(c: Comparison, check: Check) -> Facts:
     norms = c.many.norms(check.step - 1)
-    return {"each": ", ".join(f"{norm:.6g}" for norm in norms), "alone": c.one.norms(check.step - 1)[0]}
+    return {"each": ", ".join(f"{norm:.6g}" for norm in norms), "one": c.one.norms(check.step - 1)[0]}
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ FORWARD = [
         "forward depends on the rank",
         "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
         "random draws, or an operation over the samples of one rank",
-        "make the output for a sample depend on that sample alone",
+        "make the output of a sample depend on that sample only",
         _in_module(lambda *_: True),
     ),
 ]
@@ -225,14 +225,14 @@ FORWARD = [
 UNSYNCHRONISED = Rule(
     "replicas on ranks",
     "unsynchronised replica",
-    "after step {step}, the ranks have different {where}",
+    "after step {step}, the ranks have different {place}",
     "replicas on several ranks are updated from different gradients, or not refreshed from their owner",
     "call before_clip of toolkit.experts.ExpertSync before the update, after_step after it",
 )
 LOST_IN_MOVE = Rule(
     "weights",
     "weights lost in a move",
-    "after step {step}, in which experts moved, {where} differs by {worst:.1e}",
+    "after step {step}, in which experts moved, {place} differs by {worst:.1e}",
     "a row was not sent, or written under another id",
     "move experts with toolkit.experts.moving.migrate",
     _moved,
@@ -243,49 +243,49 @@ RULES = [
     Rule(
         "one routing decision",
         REDECIDED,
-        "the forward that activation checkpointing repeats sent tokens elsewhere in {where}",
+        "the forward that activation checkpointing repeats sent tokens elsewhere in {place}",
         "the router draws or reads something that has changed since the first forward (noise, a bias, a counter)",
         "replay the first decision: keep the router outside of the recomputed part, or draw with a preserved seed",
     ),
     Rule(
         "all micro-batches",
         LOST,
-        "the gradients of one micro-batch were gone when that of the next began, with no update between them: {where}",
+        "the gradients of one micro-batch were gone when that of the next began, with no update between them: {place}",
         "gradients are set to zero, or written over, between micro-batches",
-        "set them to zero after the optimizer's step alone, and let backward add to them",
+        "set them to zero only after the optimizer's step, and let backward add to them",
     ),
     Rule(
         "buffers of ranks",
         "buffer overwritten by broadcast",
-        "before a forward, ranks lost what they had written to {where}",
+        "before a forward pass, ranks lost their changes of {place}",
         "DDP broadcasts rank 0's buffers before each forward",
-        "keep what each rank counts in a plain attribute, or reduce it over the ranks first",
+        "keep counts of a rank in a plain attribute, or reduce them over the ranks first",
     ),
     Rule(
         "parameters in an optimizer",
         "parameter outside the optimizer",
-        "no optimizer holds {where}, so it never moves",
+        "no optimizer holds {place}, so it never moves",
         "the optimizer was made before the parameter, or from a part of the model",
         "make the optimizer last, from model.parameters(), or set requires_grad to False",
     ),
     Rule(
         "balance loss in the backward",
         "balance loss without effect",
-        "the backward did not reach the {where} that the model returns",
-        "it is not part of the loss, or what was to inject its gradient is not part of the graph",
+        "the backward did not reach the {place} that the model returns",
+        "it is not part of the loss, or the function that injects its gradient is not part of the graph",
         "add it to the loss, and use the tensor that an autograd function returns",
     ),
     Rule(
         "order of epochs",
         "every epoch in the same order",
-        "a {where} went through its data again in the order of the epoch before",
+        "a {place} went through its data again in the order of the epoch before",
         "the sampler draws its order from the number of the epoch, and was not told that it has changed",
         "call sampler.set_epoch(epoch) before each epoch, or let Accelerate prepare the data loader",
     ),
     Rule(
         "save and load",
         "saving fails",
-        "{where}",
+        "{place}",
         "saving or loading raised an error",
         "see the error",
         _in_saving(lambda c, _: any(record.save_error for record in c.many.records)),
@@ -293,15 +293,15 @@ RULES = [
     Rule(
         "save and load",
         "expert lost on save",
-        "after saving and loading, not as before: {where}",
+        "after saving and loading, not as before: {place}",
         "only rank 0's rows were written, or rows were loaded by position and not by id",
         "save with Trainer.save, ExpertParallel.save or toolkit.checkpoint.checkpoint, which write rows by their ids",
-        _in_saving(lambda _, check: "expert" in check.where),
+        _in_saving(lambda _, check: "expert" in check.place),
     ),
     Rule(
         "save and load",
         "state lost on save",
-        "after saving and loading, not as before: {where}",
+        "after saving and loading, not as before: {place}",
         "not everything was written, or not from all ranks",
         "save with Trainer.save, ExpertParallel.save or toolkit.checkpoint.checkpoint, which write rows by their ids",
         _in_saving(lambda *_: True),
@@ -310,7 +310,7 @@ RULES = [
     Rule(
         "initial weights",
         "initial weights differ",
-        "before the first step, {where} differs by {worst:.1e}",
+        "before the first step, {place} differs by {worst:.1e}",
         "weights were drawn in an order, or from a seed, that depends on the number of processes",
         "call accelerate.utils.set_seed before the model is made, and draw each expert from a seed of its own id",
     ),
@@ -325,7 +325,7 @@ RULES = [
     Rule(
         "samples",
         "data order changed",
-        "step {step} saw other samples ({where}; {worst:.0%} of them are in one run only)",
+        "step {step} saw other samples ({place}; {worst:.0%} of them are in one run only)",
         "the order, or how it is cut into batches, depends on the rank or on the number of processes",
         "shuffle from a seed that all ranks share, and let the global batch stay the same size",
     ),
@@ -333,32 +333,32 @@ RULES = [
     Rule(
         "expert counts",
         "tokens counted wrongly",
-        "at step {step} the experts of {where} were sent other numbers of tokens, from equal inputs",
+        "at step {step} the experts of {place} were sent other numbers of tokens, from equal inputs",
         "the router decides differently, tokens are dropped, or a forward was counted twice",
-        "route by the token alone, and count each forward once",
+        "route by the token only, and count each forward pass once",
     ),
     *(replace(rule, quantity="balance loss") for rule in FORWARD),
     Rule(
         "balance loss",
         "rank-local balance loss",
         "at step {step} the balance loss differs by {worst:.1e}, the counts of experts do not",
-        "each rank multiplies the loads and probabilities of its own tokens, and the mean of those is another loss",
+        "each rank multiplies the loads and probabilities of its own tokens, and the products have another mean",
         "sum the counts over all ranks before the product, as toolkit.experts.layer.losses.RouterPenalty does",
     ),
     *(replace(rule, quantity="loss") for rule in FORWARD),
     Rule(
         "loss",
         "loss normalised by rank",
-        "at step {step} the loss differs by {worst:.1e}, what the model returns does not",
+        "at step {step} the loss differs by {worst:.1e}, but the model's output does not",
         "each rank divides by its own count of samples or tokens, and these are not equal",
         "divide the sum of all ranks' losses by the count over all ranks",
     ),
     Rule(
         "gradients",
         "parameter unfrozen after prepare",
-        "at step {step} the gradient of {where} differs by {worst:.1e}; it was frozen at first",
-        "what averages gradients over ranks looks at the model once, and takes up what is trainable then",
-        "unfreeze parameters before the model is prepared, and keep those that are to wait at a rate of 0",
+        "at step {step} the gradient of {place} differs by {worst:.1e}; it was frozen at first",
+        "DDP registers the parameters that are trainable when it wraps the model",
+        "unfreeze parameters before the model is prepared, with a learning rate of 0 until they are trained",
         _unfrozen,
     ),
     replace(
@@ -370,7 +370,7 @@ RULES = [
     Rule(
         "gradients",
         "gradients W times too large",
-        "at step {step} gradients of {count} {which} are {ratio:.4g} times what they should be",
+        "at step {step} gradients of {count} {which} are {ratio:.4g} times too large",
         "they were summed over {world} ranks and not divided by that number",
         "divide by the number of processes: before_clip of toolkit.experts.ExpertSync",
         _scaled(lambda ratio, world: abs(ratio / world - 1) < 1e-2),
@@ -378,31 +378,31 @@ RULES = [
     Rule(
         "gradients",
         "gradients too small",
-        "at step {step} gradients of {count} {which} are {ratio:.4g} times what they should be",
-        "they were divided twice, or lack what other ranks' batches contribute",
+        "at step {step} gradients of {count} {which} are scaled by {ratio:.4g}",
+        "they were divided twice, or lack the contributions of other ranks' batches",
         "add up the contributions of all ranks, then divide once by the number of processes",
         _scaled(lambda ratio, _: ratio < 1),
     ),
     Rule(
         "gradients",
         "gradients scaled",
-        "at step {step} gradients of {count} {which} are {ratio:.4g} times what they should be",
-        "the loss, or its gradient, is multiplied by what depends on the number of processes",
+        "at step {step} gradients of {count} {which} are scaled by {ratio:.4g}",
+        "the loss, or its gradient, has a factor that depends on the number of processes",
         "divide once, by the number of processes or by the count of samples over all ranks",
         _scaled(),
     ),
     Rule(
         "gradients",
         "wrong gradients",
-        "at step {step} the gradient of {where} differs by {worst:.1e}",
-        "the backward of {parameter} misses or misplaces what other ranks contribute",
+        "at step {step} the gradient of {place} differs by {worst:.1e}",
+        "the backward pass of {parameter} lacks or misplaces contributions of other ranks",
         "let every operation between ranks have its transpose in the backward",
-        lambda _, check: {"parameter": check.where.partition(" of expert")[0]},
+        lambda _, check: {"parameter": check.place.partition(" of expert")[0]},
     ),
     Rule(
         "gradient norm",
         "local clip norm",
-        "at step {step} gradients are equal, and clipping found norms of {each} where one process found {alone:.6g}",
+        "at step {step} gradients are equal, and clipping found norms of {each}, but one process found {one:.6g}",
         "each rank clips by the norm of the gradients it has, without the experts of the others",
         "clip with clip of toolkit.experts.ExpertSync, or after ExpertParallel.prepare with Accelerate's",
         _norms,
@@ -419,7 +419,7 @@ RULES = [
     Rule(
         "optimizer state",
         "stale optimizer row after a move",
-        "after step {step}, {where} differs by {worst:.1e}, and in that step experts moved",
+        "after step {step}, {place} differs by {worst:.1e}, and in that step experts moved",
         "the weights of an expert moved and its optimizer rows stayed, so another expert's are used",
         "move experts with toolkit.experts.moving.migrate, and give it the optimizer",
         _moved,
@@ -427,15 +427,15 @@ RULES = [
     Rule(
         "optimizer state",
         "optimizer state differs",
-        "after step {step}, {where} differs by {worst:.1e}",
-        "the optimizer saw other gradients than those that were averaged and clipped",
+        "after step {step}, {place} differs by {worst:.1e}",
+        "the optimizer saw other gradients than the averaged and clipped ones",
         "change gradients before the optimizer's step, on all ranks alike",
     ),
     LOST_IN_MOVE,
     Rule(
         "weights",
         "wrong update",
-        "after step {step}, {where} differs by {worst:.1e}, from equal gradients and rates",
+        "after step {step}, {place} differs by {worst:.1e}, from equal gradients and rates",
         "the optimizer updates other rows, or with other settings, than in one process",
         "give every parameter to one optimizer, with the same settings on all ranks",
     ),

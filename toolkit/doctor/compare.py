@@ -45,7 +45,7 @@ class Check:
     step: int = 0
     """The first step, counted from 1, that exceeds the limit, else the step with the largest difference; 0 is before
     the first."""
-    where: str = ""
+    place: str = ""
     """The parameter or layer with the largest difference at that step."""
 
     @property
@@ -72,15 +72,15 @@ def apart(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
 
 def worst_of(values: Mapping[Key, Tensor], truths: Mapping[Key, Tensor], floor: float = 0.0) -> tuple[float, str]:
     """Return the largest relative difference and its parameter; a tensor that one side lacks is zeros."""
-    worst, where = 0.0, ""
+    worst, place = 0.0, ""
     for key in truths.keys() | values.keys():
         one = truths[key] if key in truths else torch.zeros_like(values[key])
         many = values[key] if key in values else torch.zeros_like(one)
         distance = apart(many, one, floor)
         if distance > worst:
             worst = distance
-            where = label(key)
-    return worst, where
+            place = label(key)
+    return worst, place
 
 
 def label(key: Key) -> str:
@@ -275,10 +275,10 @@ class Comparison:
         """Return the first step beyond its limit, else the largest distance. `first` is the name of step 0."""
         checks = [Check(quantity, 0.0, tolerance)]
         for index in range(self.steps) if over is None else over:
-            distance, where = at(index)
+            distance, place = at(index)
             self.distances[quantity, index] = distance
             rounded = 0.0 if self.rounding is None else self.rounding.distances.get((quantity, index), 0.0)
-            checks.append(Check(quantity, distance, max(tolerance, ROUNDING_MARGIN * rounded), index + first, where))
+            checks.append(Check(quantity, distance, max(tolerance, ROUNDING_MARGIN * rounded), index + first, place))
         beyond = [check for check in checks if not check.ok]
         return beyond[0] if beyond else max(checks, key=lambda check: check.worst)
 
@@ -346,9 +346,9 @@ class Comparison:
             # The second moment is a square: its floor is squared, its relative error doubles.
             power = 2 if "sq" in kind else 1
             total = _norm(value for value in one.values() if value.ndim) or 1.0
-            distance, where = worst_of(self.many.tensors(phase, kind, self.split), one, total * GRADIENT_FLOOR**power)
+            distance, place = worst_of(self.many.tensors(phase, kind, self.split), one, total * GRADIENT_FLOOR**power)
             if distance / power > worst[0]:
-                worst = distance / power, f"{kind} of {where}"
+                worst = distance / power, f"{kind} of {place}"
         return worst
 
 
@@ -362,5 +362,5 @@ def _any(names: list[str]) -> Distance:
 
 def _found(quantity: str, names: list[str]) -> Check:
     """Return a check that fails if `names` is not empty."""
-    distance, where = _any(list(dict.fromkeys(names)))
-    return Check(quantity, distance, 0.0, 0, where)
+    distance, place = _any(list(dict.fromkeys(names)))
+    return Check(quantity, distance, 0.0, 0, place)

@@ -72,11 +72,11 @@ class Report:
         lines = [f"{self.script}: {self.steps} optimizer steps {worlds}, relative tolerance {self.tolerance:g}", ""]
         for check in self.checks:
             step = f"step {check.step}" if check.step else ""
-            where = ", ".join(part for part in (step, check.where) if part) if check.worst else ""
+            place = ", ".join(part for part in (step, check.place) if part) if check.worst else ""
             difference = (
                 "equal" if check.worst == 0 else "differs" if check.worst == float("inf") else f"{check.worst:.1e}"
             )
-            lines.append(f"  {'ok   ' if check.ok else 'WRONG'} {check.quantity:27} {difference:8} {where}".rstrip())
+            lines.append(f"  {'ok   ' if check.ok else 'WRONG'} {check.quantity:27} {difference:8} {place}".rstrip())
         if self.notes:
             lines += ["", *(f"note: {note}." for note in self.notes)]
         for number, finding in enumerate(self.findings):
