@@ -38,25 +38,25 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import machine
 
 RENAMED_FLAGS: dict[str, str] = {}
-"""Words of this tree's command lines -> what the older revision takes instead: any number of words, also none.
+"""Words of this tree's command lines -> their replacements in the older revision: any number of words, also none.
 
 Names of recipe files and of arguments are words too.
 """
 RENAMED_KEYS: dict[str, str] = {}
-"""Regular expressions that match whole keys of the older revision's records -> this tree's keys, tried in order.
+"""Regular expressions that fully match keys of the older revision's results -> this tree's keys, tried in order.
 
-Keys are those of metrics.jsonl and results.json; what is nested in them has its own key: `expert_placement/block`.
+Keys are from metrics.jsonl and results.json; nested values have their own keys: `expert_placement/block`.
 """
 
 CORRECTED: dict[str, str] = {r"moe/rank_imbalance_bound": "went with the bounds of planners"}
-"""Regular expressions that match whole keys whose older values were wrong, and what they are now: not compared."""
+"""Regular expressions that fully match keys whose older values were wrong, and their meaning now: not compared."""
 
 ADDED: dict[str, str] = {
     r"hardware": "the machine of the run, which code.txt had",
     r"moe/rank_load/.*": "rows per rank",
     r"placement_before_moves.*": "the placement before the first move",
 }
-"""Regular expressions that match whole keys that only this tree has, and what they are: not compared."""
+"""Regular expressions that fully match keys that only this tree has, and their meaning: not compared."""
 
 SHOWN = 12
 """Differences of one configuration that are listed below the table."""
@@ -94,7 +94,7 @@ class Configuration:
 
     name: str
     words: tuple[str, ...]
-    """What python is given, in this tree's names; the folder of the run replaces FOLDER."""
+    """Arguments of python, with this tree's names; the run directory replaces FOLDER."""
 
     @property
     def folder_name(self) -> str:

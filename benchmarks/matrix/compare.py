@@ -61,7 +61,7 @@ Cell = float | str
 
 @dataclass
 class Step:
-    """What a step did, on all ranks together."""
+    """Results of a step, over all ranks."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -117,7 +117,7 @@ def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def judge(name: str, folder: Path) -> dict[str, Cell]:
-    """What a path does, by column."""
+    """Return the results of a path, by column."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -373,7 +373,7 @@ def flops_of_step(job: Job) -> float:
 
 
 def check_losses(job: Job) -> None:
-    """Raise RuntimeError where the contenders' models do not compute the same."""
+    """Raise RuntimeError if the losses of the variants differ."""
     ids, _ = next(batches(job))
     try:
         with torch.no_grad():

@@ -241,7 +241,7 @@ def load_and_save(folder: Path, limit: float) -> dict[str, float]:
 
 
 def compare(folder: Path, saved: Path) -> None:
-    """Raise AssertionError where the models in two folders do not have the same tensors."""
+    """Raise AssertionError if the models in two folders do not have the same tensors."""
     from safetensors import safe_open
 
     places = [
