@@ -38,7 +38,7 @@ MATRICES = ("gate_up_proj", "down_proj")
 
 @contextlib.contextmanager
 def all_in_float64() -> Iterator[None]:
-    """As `in_float64`, and where Qwen3-MoE names float32 itself."""
+    """Extend `in_float64` to the places in which Qwen3-MoE names float32."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     class Wide:
@@ -137,7 +137,7 @@ class Alone:
         return read(folder)
 
     def spread(self) -> tuple[Any, Any]:
-        """Returns what is called, and the optimizer."""
+        """Return the sharded model and the optimizer."""
         return self.inner, make_optimizer(self.inner)
 
     def part(self, ids: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ class AccelerateFSDP2(Alone):
 
 
 class OnSeveralMeshes(Alone):
-    """What torch's `clip_grad_norm_` does not take, and Accelerate's does."""
+    """Path whose parameters Accelerate's `clip_grad_norm_` supports, but torch's does not."""
 
     def clip(self) -> float:
         from accelerate import Accelerator
