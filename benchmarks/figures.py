@@ -58,7 +58,7 @@ VERSION = re.compile(
     r"\b(python|torch|transformers|accelerate|deepspeed|peft|\w*trainer|arxiv)\W+([\d.]+(, | or | to ))*$",
     re.IGNORECASE,
 )
-"""What stands before a number that is a version."""
+"""Prefix of a number that is a version."""
 CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.DOTALL)
 OPERATORS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -70,7 +70,7 @@ OPERATORS: dict[type, Callable[[float, float], float]] = {
 
 @dataclass
 class Sources:
-    """What a comment says."""
+    """Contents of a comment."""
 
     groups: list[list[float]] = field(default_factory=list)
     """The values of each row, or group of rows, that a line of a table may show."""
@@ -284,7 +284,7 @@ def bare(line: str, *, table: bool) -> Iterator[str]:
 
 
 def problems(text: str, records: Path = RECORDS) -> list[str]:
-    """A line for each place where a page and the records differ."""
+    """Return a line for each mismatch between a page and the benchmark results."""
     introduction = " ".join(re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0].split())
     if UNRECORDED in introduction:
         return []

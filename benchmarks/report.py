@@ -22,8 +22,8 @@ from toolkit.run.markdown import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LOAD_BEFORE = os.getloadavg()[0]
-"""Processes that ran or waited for a processor in the last minute, before this benchmark began: it imports this module
-first of all. Times are to be trusted where it is near 0."""
+"""Load average of the last minute before this benchmark began, which imports this module first. Times are reliable if
+it is near 0."""
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "numpy", "scikit-learn")
 
 
@@ -47,7 +47,7 @@ COMMIT = _commit()
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on, besides the code."""
+    """Return the environment of a benchmark result, besides the code."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),

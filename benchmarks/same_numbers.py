@@ -38,25 +38,25 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import machine
 
 RENAMED_FLAGS: dict[str, str] = {}
-"""Words of this tree's command lines -> what the older revision takes instead: any number of words, also none.
+"""Words of this tree's command lines -> their replacements in the older revision: any number of words, also none.
 
 Names of recipe files and of arguments are words too.
 """
 RENAMED_KEYS: dict[str, str] = {}
-"""Regular expressions that match whole keys of the older revision's records -> this tree's keys, tried in order.
+"""Regular expressions that fully match keys of the older revision's results -> this tree's keys, tried in order.
 
-Keys are those of metrics.jsonl and results.json; what is nested in them has its own key: `expert_placement/block`.
+Keys are from metrics.jsonl and results.json; nested values have their own keys: `expert_placement/block`.
 """
 
 CORRECTED: dict[str, str] = {r"moe/rank_imbalance_bound": "went with the bounds of planners"}
-"""Regular expressions that match whole keys whose older values were wrong, and what they are now: not compared."""
+"""Regular expressions that fully match keys whose older values were wrong, and their meaning now: not compared."""
 
 ADDED: dict[str, str] = {
     r"hardware": "the machine of the run, which code.txt had",
     r"moe/rank_load/.*": "rows per rank",
     r"placement_before_moves.*": "the placement before the first move",
 }
-"""Regular expressions that match whole keys that only this tree has, and what they are: not compared."""
+"""Regular expressions that fully match keys that only this tree has, and their meaning: not compared."""
 
 SHOWN = 12
 """Differences of one configuration that are listed below the table."""
@@ -94,7 +94,7 @@ class Configuration:
 
     name: str
     words: tuple[str, ...]
-    """What python is given, in this tree's names; the folder of the run replaces FOLDER."""
+    """Arguments of python, with this tree's names; the run directory replaces FOLDER."""
 
     @property
     def folder_name(self) -> str:
@@ -136,7 +136,7 @@ CONFIGURATIONS = [
 
 
 def may_differ(key: str) -> bool:
-    """Whether a value may differ: of the clock, of the machine's memory, where the code came from, corrected or new."""
+    """Return whether a value can differ: time, memory, code revision, corrected or new keys."""
     last = key.rpartition("/")[2]
     return (
         key.startswith("perf/")
@@ -147,7 +147,7 @@ def may_differ(key: str) -> bool:
 
 
 def flat(record: Mapping[str, Any], renamed: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """The values to compare, as JSON, which tells 0.0 from -0.0 and is exact; what is in mappings has keys with /."""
+    """Return the values to compare, as JSON, which is exact and tells 0.0 from -0.0; nested keys are joined with /."""
     values: dict[str, str] = {}
     for name, value in record.items():
         key = f"{prefix}{name}"
@@ -166,7 +166,7 @@ def flat(record: Mapping[str, Any], renamed: Mapping[str, str], prefix: str = ""
 def differences(
     before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], renamed: Mapping[str, str]
 ) -> Iterator[str]:
-    """What differs between two runs' lines of metrics: first the keys that only one of them has, then by line."""
+    """Return the differences between the log steps of two runs: first keys that only one run has, then by line."""
     if len(before) != len(now):
         yield f"{len(before)} lines before, {len(now)} now"
     pairs = [(flat(old, renamed), flat(new, {})) for old, new in zip(before, now, strict=False)]
@@ -189,7 +189,7 @@ def shortened(text: str, most: int = 60) -> str:
 
 
 def compare_runs(before: Path, now: Path, renamed: Mapping[str, str]) -> list[str]:
-    """All differences between the records in two folders; empty where there are none."""
+    """Return all differences between the results in two folders; empty if there are none."""
     for side, folder in (("before", before), ("now", now)):
         if not folder.is_dir():
             return [f"no record of {side}"]
@@ -202,7 +202,7 @@ def compare_runs(before: Path, now: Path, renamed: Mapping[str, str]) -> list[st
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics, or the one record of results; none where a run writes no such file."""
+    """Read the log steps, or the single results object; empty if the run wrote no file."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -230,7 +230,7 @@ def checked_out(revision: str, folder: Path) -> Iterator[Path]:
 
 
 def environment(tree: Path, cache: Path) -> dict[str, str]:
-    """Of a run in `tree`, whose toolkit goes before an installed one; its prepared data are its own."""
+    """Return the environment of a run in `tree`, whose toolkit precedes an installed one, with its own data cache."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOOLKIT_", "ACCELERATE_", "WANDB_"))}
     return kept | {
         "PYTHONPATH": str(tree),
@@ -273,7 +273,7 @@ def run(configuration: Configuration, tree: Path, record: Path, renamed: Mapping
 def run_all(
     configurations: Sequence[Configuration], trees: Mapping[Path, tuple[Path, Mapping[str, str]]], jobs: int
 ) -> None:
-    """Run the configurations in every tree, into the folder and with the renamed words that stand beside it."""
+    """Run the configurations in every tree, with its folder and renamed words from `trees`."""
     for tree, (record, _) in trees.items():
         (record / "cache").mkdir(parents=True)
         check_import(tree, record / "cache")
@@ -290,7 +290,7 @@ def run_all(
 
 
 def what_rounds() -> dict[str, Any]:
-    """What the last bit depends on besides the code."""
+    """Return the environment that affects rounding."""
     here = machine()
     return {name: here[name] for name in ("processor", "torch", "python")}
 

@@ -61,7 +61,7 @@ Cell = float | str
 
 @dataclass
 class Step:
-    """What a step did, on all ranks together."""
+    """Results of a step, over all ranks."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -84,7 +84,7 @@ def take_step(path: Alone, number: int) -> Step:
 
 
 def attempt(work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the sentence of its error: the largest, or a sentence, of all ranks."""
+    """Return the result of `work`, a float as the maximum over ranks, or the error message of any rank."""
     found: Any
     try:
         found = work()
@@ -106,7 +106,7 @@ def sentence(error: BaseException) -> str:
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of any tensor, of much smaller ones relative to these; 1 where one is missing."""
+    """Return the largest relative difference of any tensor; small norms are clamped, and a missing tensor gives 1."""
     small = 1e-2 * max(value.norm().item() for value in expected.values())
     if found.keys() != expected.keys():
         return 1.0
@@ -117,7 +117,7 @@ def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def judge(name: str, folder: Path) -> dict[str, Cell]:
-    """What a path does, by column."""
+    """Return the results of a path, by column."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -166,7 +166,7 @@ def train(path: Any, folder: Path, expected: list[Step]) -> dict[str, Cell]:
 
 
 def resumed(kind: Any, folder: Path, expected: Step) -> float:
-    """How far the last step is from what it was, after all was saved before it and read again."""
+    """Return the difference of the last step's weights after resuming from a checkpoint before it."""
     dist.barrier()
     path = kind.resume(folder / "start", folder / "state")
     return apart(take_step(path, STEPS - 1).weights, expected.weights)

@@ -38,7 +38,7 @@ MATRICES = ("gate_up_proj", "down_proj")
 
 @contextlib.contextmanager
 def all_in_float64() -> Iterator[None]:
-    """As `in_float64`, and where Qwen3-MoE names float32 itself."""
+    """Extend `in_float64` to the places in which Qwen3-MoE names float32."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     class Wide:
@@ -113,7 +113,7 @@ class Alone:
 
     name = "one process"
     shares_batch = True
-    """Whether all ranks are given the whole batch, or each a part of it."""
+    """Whether every rank gets the full batch instead of a part of it."""
     note = ""
     """How it is made, for the page."""
     precision, tolerance = torch.float64, 1e-8
@@ -137,7 +137,7 @@ class Alone:
         return read(folder)
 
     def spread(self) -> tuple[Any, Any]:
-        """Returns what is called, and the optimizer."""
+        """Return the sharded model and the optimizer."""
         return self.inner, make_optimizer(self.inner)
 
     def part(self, ids: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class Alone:
         return whole(nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)).item()
 
     def values(self, *, grads: bool = False) -> dict[str, Tensor]:
-        """Weights or gradients of what is trained, whole on every rank. A collective."""
+        """Return full weights or gradients of the trained parameters on every rank. A collective."""
         found = {}
         for name, parameter in self.inner.named_parameters():
             value = parameter.grad if grads else parameter.detach()
@@ -177,7 +177,7 @@ class Alone:
         self.inner.save_pretrained(folder)
 
     def save_state(self, folder: Path) -> None:
-        """Saves what training goes on from, the optimizer too."""
+        """Save a checkpoint to resume from, including the optimizer."""
         model, optimizer = get_state_dict(self.inner, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
@@ -197,7 +197,7 @@ class Alone:
 
 @torch.no_grad()
 def whole(value: Tensor, parameter: Tensor | None = None) -> Tensor:
-    """A copy of the whole tensor, on every rank."""
+    """Return a copy of the full tensor, on every rank."""
     if isinstance(value, DTensor):
         return value.full_tensor().clone()
     ownership = None if parameter is None else ownership_of(parameter)
@@ -284,7 +284,7 @@ class AccelerateFSDP2(Alone):
 
 
 class OnSeveralMeshes(Alone):
-    """What torch's `clip_grad_norm_` does not take, and Accelerate's does."""
+    """Path whose parameters Accelerate's `clip_grad_norm_` supports, but torch's does not."""
 
     def clip(self) -> float:
         from accelerate import Accelerator

@@ -100,7 +100,7 @@ CONFIGS = [
 
 
 class DrawnRouter(TopKRouter):
-    """Sends tokens where `ids_TK` says; scores weight as always."""
+    """Router with fixed choices `ids_TK` and the usual routing weights."""
 
     ids_TK: Tensor
 
@@ -113,7 +113,7 @@ class DrawnRouter(TopKRouter):
 
 
 class Block(nn.Module):
-    """A dense network, and a mixture where there is one, each behind a norm and beside the residual stream."""
+    """A dense network and an optional MoE layer, each with a norm and a residual connection."""
 
     def __init__(self, dim: int, moe: nn.Module | None):
         super().__init__()
@@ -138,7 +138,7 @@ def drawn(log_popularity: Tensor, tokens: int, seed: int) -> Tensor:
 
 
 def placements_of(config: Config) -> list[ExpertPlacement]:
-    """One per layer, planned for the popularity, not for what was drawn."""
+    """Return a placement per layer, planned for the experts' popularity, not for the drawn loads."""
     found = []
     for layer in range(LAYERS):
         start = contiguous(config.experts, config.processes)
@@ -151,11 +151,11 @@ def placements_of(config: Config) -> list[ExpertPlacement]:
     return found
 
 
-# --- what is timed -----------------------------------------------------------------------------------------------
+# --- timed pieces ------------------------------------------------------------------------------------------------
 
 
 class Live:
-    """Whole steps, as a user's loop takes them."""
+    """Full training steps, as in a user's loop."""
 
     def __init__(self, config: Config, accelerator: Any):
         world, rank = accelerator.num_processes, accelerator.process_index
@@ -199,7 +199,7 @@ def step(accelerator: Any, model: nn.Module, optimizer: Any, x: Tensor) -> None:
 
 
 def dense_steps(config: Config, accelerator: Any) -> dict[str, Work]:
-    """The model without mixtures."""
+    """Return the steps of the model without MoE layers."""
     model: Any = nn.Sequential(*[Block(config.dim, None) for _ in range(LAYERS)])
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-6))
     clip = torch.nn.utils.clip_grad_norm_
@@ -234,7 +234,7 @@ def exchanges(config: Config, name: str, dispatcher: TokenDispatcher) -> dict[st
 
 
 def bare_exchanges(config: Config, world: int) -> dict[str, Work]:
-    """All-to-alls of as many bytes to each peer."""
+    """Return all-to-alls with the same number of bytes to each peer."""
     found: dict[str, Work] = {}
     for tokens in TOKENS_TIMED:
         rows = torch.randn(tokens * TOP_K // world * world, config.dim)
@@ -244,7 +244,7 @@ def bare_exchanges(config: Config, world: int) -> dict[str, Work]:
 
 
 def expert_products(config: Config) -> dict[str, Work]:
-    """Forward and backward of experts, of as many layers as the model has, so that caches are as cold."""
+    """Return forward and backward passes of the experts, with the model's number of layers so that caches are cold."""
     found: dict[str, Work] = {}
     for rows, slots in expert_sizes():
         layers = [GroupedExperts(config.dim, config.hidden, expert_ids=range(slots)) for _ in range(LAYERS)]

@@ -84,12 +84,12 @@ ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
 }
-"""Torch has no formula for the last of them, and those of the others refuse fewer heads of keys than of queries before
-torch 2.13."""
+"""Attention without usable FLOP formulas in torch: none for the last, and before torch 2.13 the formulas of the others
+do not support fewer key heads than query heads."""
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up the FLOPs of what runs within it, by torch's formulas and those that torch lacks. Changes nothing."""
+    """Counter of the FLOPs in a context, with torch's formulas and additional ones. Changes no results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ REHEARSAL = Sizes(32, 2, 2, 4, 2, 16, 32, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every contender trains, on what, and when its clock runs."""
+    """Model, data and timed steps of every variant."""
 
     sizes: Sizes
     blocks: TensorTable
@@ -142,7 +142,7 @@ class Job:
         return self.warmup + self.steps
 
     def model(self, experts_implementation: str) -> nn.Module:
-        """The same weights each time, drawn on the device, where they take the least time."""
+        """Return a model with the same weights each time, drawn on the device for speed."""
         shape = self.sizes._asdict()
         del shape["batch"]
         torch.manual_seed(0)
@@ -365,7 +365,7 @@ def race(job: Job, rounds: int, rate: float) -> Iterator[list[dict[str, Any]]]:
 
 
 def flops_of_step(job: Job) -> float:
-    """Of products and attention, forward and backward pass."""
+    """Return the FLOPs of products and attention, in the forward and backward pass."""
     model: Any = job.model(use_toolkit_kernel())
     with FlopCounter() as counter, torch.no_grad():
         model(input_ids=next(batches(job))[0])
@@ -373,7 +373,7 @@ def flops_of_step(job: Job) -> float:
 
 
 def check_losses(job: Job) -> None:
-    """Raise RuntimeError where the contenders' models do not compute the same."""
+    """Raise RuntimeError if the losses of the variants differ."""
     ids, _ = next(batches(job))
     try:
         with torch.no_grad():
@@ -386,7 +386,7 @@ def check_losses(job: Job) -> None:
 
 
 def quietly(run: Callable[[], Clock]) -> Clock:
-    """`run()` without what it prints, and with the memory of the one before freed."""
+    """Call `run()` without its output, after freeing cached memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

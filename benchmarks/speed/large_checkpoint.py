@@ -111,7 +111,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
 
 
 def forget_pages(folder: Path) -> None:
-    """Have the system drop what it keeps of files in memory."""
+    """Drop the files in `folder` from the page cache."""
     os.sync()
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -241,7 +241,7 @@ def load_and_save(folder: Path, limit: float) -> dict[str, float]:
 
 
 def compare(folder: Path, saved: Path) -> None:
-    """Raise AssertionError where the models in two folders do not have the same tensors."""
+    """Raise AssertionError if the models in two folders do not have the same tensors."""
     from safetensors import safe_open
 
     places = [
@@ -268,7 +268,7 @@ def load_stock(folder: Path, limit: float) -> dict[str, float]:
 
 
 def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dict[str, Any]:
-    """What a case takes, of the rank that takes most."""
+    """Return the results of a case, each the maximum over ranks."""
     part = LAYER_BYTES / processes
     layout = Layout(ep_size=processes, sequences=1, context=TOKENS)
     expected_of = partial(fine_tuning_memory, settings(layers), adapt=adapted)

@@ -44,11 +44,11 @@ MOST_TIMES_DENSE = {8: 1.15, 16: 1.15, 64: 1.5}
 SLOW, SLOW_ROUNDS = 4, 3
 """Who takes this many times dense sits out after so many rounds."""
 SMALL_ROUNDS = 10
-"""Times as many rounds for the small layer, whose rounds take milliseconds: of few, another program disturbs all."""
+"""Factor of the rounds for the small layer: its rounds take milliseconds, so another program would disturb all."""
 
 
 class Dense(nn.Module):
-    """What each token would pass if its K experts were one network."""
+    """Dense network with the size of a token's K experts together."""
 
     def __init__(self, hidden_dim: int, activation: Activation):
         super().__init__()
@@ -65,7 +65,7 @@ class Dense(nn.Module):
 
 
 class DensePerAssignment(nn.Module):
-    """The same FLOPs over as many rows as a mixture has: each token goes `TOP_K` times through a narrower network."""
+    """Dense network with the FLOPs and rows of an MoE layer: each token passes a narrower network `TOP_K` times."""
 
     def __init__(self, hidden_dim: int, activation: Activation):
         super().__init__()
@@ -77,7 +77,7 @@ class DensePerAssignment(nn.Module):
 
 
 def mixtral(ours: MoE, implementation: str) -> nn.Module:
-    """transformers' block with the weights of `ours`."""
+    """Return transformers' Mixtral block with the weights of `ours`."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -124,7 +124,7 @@ class Step:
 
 
 def relative_error(ours: MoE, block: nn.Module, step: Step) -> float:
-    """The largest relative difference of output and gradients between ours and `block`."""
+    """Return the largest relative difference of output and gradients between `ours` and `block`."""
 
     def results(module: Any, down: Tensor, router: Tensor) -> list[Tensor | None]:
         y = step(module)
@@ -145,7 +145,7 @@ def relative_error(ours: MoE, block: nn.Module, step: Step) -> float:
 
 
 def enter(ours: MoE, step: Step, threads: int) -> dict[str, nn.Module]:
-    """Every implementation of Mixtral's experts that runs here and computes what ours computes."""
+    """Return every implementation of Mixtral's experts that runs here. Raises if one differs from `ours`."""
     entered: dict[str, nn.Module] = {}
     assignments, bytes_per_expert = step.x.shape[1] * TOP_K, 4 * ours.experts.up[0].numel()
     for name in mixtral_implementations():

@@ -107,7 +107,7 @@ def test_a_fault_is_named_with_its_remedy_and_the_exit_code_is_1():
     assert done.returncode == 1, done.stderr
     out = done.stdout
     assert "likely cause: buffer overwritten by broadcast" in out
-    assert "remedy   keep what each rank counts in a plain attribute" in out
+    assert "remedy   keep counts of a rank in a plain attribute" in out
     assert "WRONG buffers of ranks" in out
 
 

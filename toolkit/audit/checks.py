@@ -1,7 +1,7 @@
-"""The checks of an MoE checkpoint: what is missing, repeated, reordered, empty or broken.
+"""The checks of an MoE checkpoint for missing, repeated, reordered, empty or broken tensors.
 
-Each value is read once, in parts. Of each expert's matrix a digest is kept, and a sketch: `SKETCH` rows by `SKETCH`
-columns of numbers, evenly spaced in each half, by which experts of two checkpoints are compared.
+Each value is read once, in parts. A digest and a sketch of each expert's matrix are kept. The sketch has `SKETCH` rows
+by `SKETCH` columns, evenly spaced in each half, and serves to compare experts of two checkpoints.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Audit:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is kept of the values of an expert's matrix, or of another tensor."""
+    """Summary of the values of an expert's matrix, or of another tensor."""
 
     digest: bytes
     is_zero: bool

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are experts and routers, by the config's family and by names.
+"""Detection of a checkpoint's experts and routers, by the config's family and by names.
 
 Experts are `<layer>.<expert>.<matrix>`, a tensor for each, or `<layer>.<matrix>`, a tensor with a row or a block of
 rows for each. A layer is the module of the experts, such as `model.layers.0.mlp.experts`.

@@ -94,9 +94,9 @@ class BatchOrder:
 class TrainBatches:
     """This rank's micro-batches of each step, on its device.
 
-    A global batch is cut into micro-batches first and each of these into ranks, so that what one micro-step sees over
-    all ranks does not depend on how many ranks there are. Without an `order`, which must be made for the same
-    `batch_size`, the table is shuffled again each epoch.
+    A global batch is split into micro-batches first, and each micro-batch over ranks, so that the samples of a
+    micro-step do not depend on the world size. Without an `order`, which must be made for the same `batch_size`, the
+    table is reshuffled each epoch.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class TrainBatches:
 
     @property
     def source(self) -> TensorTable | AugmentedTable:
-        """The source of batches: the table, augmented where there is an `augment`."""
+        """Source of batches: the table, augmented if `augment` is set."""
         return self.table if self.augment is None else AugmentedTable(self.table, self.augment)
 
     def samples_of(self, step: int) -> int:
@@ -182,7 +182,7 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """A whole table in its own order, each example on exactly one rank.
+    """Full table in its own order, each example on exactly one rank.
 
     `batch_size` counts the examples of all ranks. Every rank gets the same number of batches, some of them short or
     empty, because a forward pass may be a collective.

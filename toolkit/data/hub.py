@@ -77,10 +77,10 @@ def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *
 
 
 def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Sequence[str]) -> str:
-    """The folder of model repository `name` with the files that match `wanted`: itself a folder, or in the Hub's cache,
-    or downloaded where the cache has no file that matches one of `needed`.
+    """Return the folder of model repository `name` with the files that match `wanted`: `name` itself, the Hub's cache,
+    or a download if the cache has no file that matches one of `needed`.
 
-    Raises UserError, within seconds, downloads aside; `what`, the argument, begins its sentence.
+    Raises UserError, within seconds except for downloads; its message begins with the argument `what`.
     """
     if Path(name).is_dir():
         return name
@@ -103,10 +103,9 @@ def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Se
 
 
 def model_folder(source: str | os.PathLike[str], *, weights: bool = True) -> str:
-    """Return the folder of a model's files, downloaded where they are neither here nor in the cache; without `weights`
-    its settings alone.
+    """Return the folder of a model's files, downloaded if neither local nor cached; without `weights`, only JSON files.
 
-    Raises UserError, within seconds, downloads aside, where there is none.
+    Raises UserError, within seconds except for downloads, if the model does not exist.
     """
     wanted = ["*.json", *(["*.safetensors", "*.model", "*.txt"] if weights else ())]
     return pretrained_folder("model", os.fspath(source), wanted=wanted, needed=["config.json"])

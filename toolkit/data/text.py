@@ -30,21 +30,20 @@ SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
 ROWS = (".jsonl", ".parquet")
 """Suffixes of the files that hold rows."""
 IGNORED = -1
-"""Stands where a block of held-out text has no token left. A token that is read and not predicted is below 0, too: see
-`input_ids`."""
+"""Padding of the last held-out block. Tokens that are read but not predicted are negative too: see `input_ids`."""
 PAIR = ("prompt", "completion")
 """Columns that are a conversation together."""
 MANY = 10
-"""From so many documents on, every tenth is held out; of fewer, the last tenth of each."""
+"""Minimum number of documents to hold out every tenth; with fewer, the last tenth of each is held out."""
 CACHE_FORMAT = 2
-"""Goes up when what is cached for the same text changes."""
+"""Version of the cache format; bump it when the cached values of the same text change."""
 Document = bytes | NDArray[np.int32]
-"""A text; or, of a conversation in which only answers are learned, ids as `Tokenizer.encode_answers` has them."""
+"""A text, or the ids from `Tokenizer.encode_answers` for a conversation with assistant-only loss."""
 D = TypeVar("D", bytes, Document)
 
 
 def input_ids(tokens: Tensor) -> Tensor:
-    """What a model reads of `tokens`, where `~id` stands for a token that is not predicted."""
+    """Return the input ids of `tokens`, in which `~id` marks a token that is not predicted."""
     return torch.where(tokens < 0, ~tokens, tokens)
 
 
@@ -56,25 +55,25 @@ class TextData:
     name: str
     train: TensorTable
     test: TensorTable
-    """Its last block is padded with `IGNORED`, so that all held-out text is evaluated."""
+    """Held-out blocks, the last one padded with `IGNORED` so that all held-out text is evaluated."""
     tokenizer: Tokenizer
     bytes_per_token: float
     """The mean over the held-out text."""
     notice: str | None = None
     """A sentence for the user, when this is not the text that was asked for."""
     validation: TensorTable | None = None
-    """As `test`, of text that is neither trained nor tested on, for choices."""
+    """Validation blocks for model selection, padded like `test` and disjoint from `train` and `test`."""
 
     def prompts(self, count: int, length: int) -> Tensor:
-        """int64 (count, length): how blocks begin that lie evenly over the held-out text; fewer where it is short."""
+        """Return the first tokens of evenly spaced held-out blocks, int64 (count, length); fewer for a short text."""
         return input_ids(self.some_test(count).columns["tokens"][:, :length].long())
 
     def some_test(self, count: int | None) -> TensorTable:
-        """So many full blocks that lie evenly over the held-out text, fewer where it is short; None: all of it."""
+        """Return `count` full, evenly spaced held-out blocks, fewer if the text is short. None: all blocks."""
         return _some(self.test, count)
 
     def some_validation(self, count: int | None) -> TensorTable | None:
-        """As `some_test`, of the text for choices, if there is one."""
+        """Return `count` validation blocks like `some_test`, or None without validation text."""
         return None if self.validation is None else _some(self.validation, count)
 
 
@@ -88,18 +87,18 @@ def _some(blocks: TensorTable, count: int | None) -> TensorTable:
 
 @dataclass(frozen=True)
 class _Corpus:
-    """What the main process chose."""
+    """Text source chosen by the main process."""
 
     name: str
     kind: Literal["files", "topics", "dataset"]
-    """topics: of the one file, which is a module, the texts of a dict."""
+    """For "topics": the texts of a dict in a single file, which is a module."""
     source: tuple[str, ...]
-    """Files, or what `datasets.load_dataset` is to be given."""
+    """File paths, or the arguments of `datasets.load_dataset`."""
     notice: str | None = None
     validation: bool = False
-    """The training documents alone are split once more: the held-out ones are not read."""
+    """Whether to split the training documents again and ignore the held-out ones."""
     answers: bool = False
-    """Only what the assistant says is learned of conversations."""
+    """Whether the loss covers only the assistant's tokens of conversations."""
 
     def columns(self, tokenizer: Tokenizer) -> tuple[dict[str, Tensor], str | None]:
         """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for; and how rows were split that
@@ -141,33 +140,32 @@ def load_text(
 ) -> TextData:
     """Load text as blocks of tokens.
 
-    Training blocks beyond the last whole batch are left out, because a transformer takes no empty batch, which some
-    rank would get.
+    Training blocks after the last full batch are dropped, because some rank would get an empty batch, which
+    transformers do not support.
 
     Args:
         dataset: "tinyshakespeare"; "folder", all text files below `data_dir`; "stdlib", the sources of Python's
             standard library; "reference", the language reference that pydoc shows; a file or folder of text, Parquet or
-            JSON lines; "owner/name" or "owner/name:config" of the Hub; "auto": what `data_dir` holds, else
+            JSON lines; "owner/name" or "owner/name:config" of the Hub; "auto": the text in `data_dir`, else
             tinyshakespeare in $TOOLKIT_DATA_DIR, else the standard library; or "prose", which ends with the language
             reference instead. Rows have a column `text`, or conversations in a column `messages` or in `prompt` and
-            `completion`, which become text as the tokenizer writes them. `VALIDATION` behind any of these takes its
-            training text alone and holds a part of that out, for choices.
-        data_dir: The folder of the text, for the sets that are looked for.
+            `completion`, which the tokenizer's chat template turns into text. With the suffix `VALIDATION`, only the
+            training text is used, and a part of it is held out for model selection.
+        data_dir: Folder with the text, for data sets that are searched for.
         tokenizer: "bytes", or the tokenizer in a folder or on the Hub.
         block_size: Tokens that a block predicts.
         batch_size: Blocks per optimizer step.
-        validation: Hold out a part of the training text, too: the split `validation` of a data set that has a split
-            `test` as well, else a tenth.
-        assistant_only_loss: Of conversations only what the assistant says, the end of its turn included, is learned and
-            evaluated.
+        validation: Also hold out validation text: the split `validation` of a data set that also has a split `test`,
+            else a tenth of the training text.
+        assistant_only_loss: Compute the loss only on the assistant's turns, including the end of each turn.
         on_main: `Run.on_main_and_share`.
 
     Returns:
         The tables of training and held-out blocks, and their tokenizer.
 
     Raises:
-        UserError: On every rank, the text is not found, not readable, or too short; or `assistant_only_loss` is given
-            where there are no conversations, or what the assistant says cannot be told from the chat template.
+        UserError: On every rank, if the text is not found, not readable or too short, or if `assistant_only_loss` is
+            set without conversations or with a chat template that does not identify the assistant's tokens.
     """
     validation = validation and not dataset.endswith(VALIDATION)
     columns: dict[str, Tensor] = {}
@@ -219,7 +217,7 @@ def _filled_up(ids: Tensor, block_size: int) -> TensorTable:
     return TensorTable(tokens=padded.unfold(0, block_size + 1, block_size))
 
 
-# --- where text lies -----------------------------------------------------------------------------------------------
+# --- sources of text -----------------------------------------------------------------------------------------------
 
 
 def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
@@ -263,13 +261,13 @@ _NO_SHAKESPEARE = "tinyshakespeare is not here: taking the "
 
 
 def _stdlib(notice: str | None = None) -> _Corpus:
-    """The modules at the top of the standard library: 4.7 MB in Python 3.11."""
+    """Return the top-level modules of the standard library: 4.7 MB in Python 3.11."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return _of_python("standard library", "files", files, notice and f"{notice}sources of Python's standard library.")
 
 
 def _reference(notice: str | None = None) -> _Corpus:
-    """Returns what `help("assert")` and the like print: 0.5 MB of English in Python 3.11."""
+    """Return the language reference printed by `help("assert")`: 0.5 MB of English in Python 3.11."""
     from pydoc_data import topics
 
     files = [Path(topics.__file__)]
@@ -296,8 +294,8 @@ def _folder(folder: Path, argument: str = "data_dir") -> _Corpus:
 def _read_dataset(
     tokenizer: Tokenizer, validation: bool, answers: bool, name: str, config: str | None = None
 ) -> tuple[Sequence[Document], Sequence[Document], str, str | None]:
-    """Training and held-out documents of a data set of the Hub, or in a file or folder; what changes when they do; and
-    how they were split where it does not say."""
+    """Return the training and held-out documents of a Hub data set, file or folder, their content key, and how they
+    were split if the data set has no held-out split."""
     splits, key = load_splits(name, config)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
     talks = MESSAGES in train.column_names or set(PAIR) <= set(train.column_names)
@@ -323,7 +321,7 @@ def _read_dataset(
 
 
 def _conversations(rows: Any) -> Iterable[Any]:
-    """Messages of each row; a prompt and a completion that are texts are a question and its answer."""
+    """Return the messages of each row; a text prompt and completion become a user and an assistant message."""
     if MESSAGES in rows.column_names:
         return rows[MESSAGES]
     return (_joined_turns(*pair) for pair in zip(*(rows[name] for name in PAIR), strict=True))
@@ -354,7 +352,7 @@ def _text_column(name: str, rows: Any) -> str:
 
 
 def split(documents: Sequence[D]) -> tuple[list[D], list[D]]:
-    """Training and held-out documents: every tenth is held out, or the last tenth of each where there are few."""
+    """Split into training and held-out documents: every tenth, or the last tenth of each if there are few."""
     if len(documents) >= MANY:
         return [text for i, text in enumerate(documents) if i % MANY != MANY - 1], list(documents[MANY - 1 :: MANY])
     cuts = [_character_boundary(text, len(text) * 9 // 10) for text in documents]
@@ -363,13 +361,13 @@ def split(documents: Sequence[D]) -> tuple[list[D], list[D]]:
 
 
 def _how_split(documents: int) -> str:
-    """What `split` does, for the user."""
+    """Describe the rule of `split` to the user."""
     part = "every tenth of its" if documents >= MANY else "the last tenth of each of its"
     return f"it has no test split: {part} {documents:,} document(s) is held out."
 
 
 def _character_boundary(text: Document, at: int) -> int:
-    """The first position from `at` on that is not inside a UTF-8 character."""
+    """Return the first position from `at` on that is not inside a UTF-8 character."""
     while isinstance(text, bytes) and at < len(text) and text[at] & 0xC0 == 0x80:
         at += 1
     return at
@@ -390,7 +388,7 @@ def _encode(train: Sequence[Document], test: Sequence[Document], tokenizer: Toke
 
 
 def _joined(documents: Sequence[Document], tokenizer: Tokenizer) -> np.ndarray:
-    """All ids in one row, with a separator between documents, which the assistant does not say."""
+    """Concatenate all ids, with separators between documents; the loss of conversations excludes separators."""
     pieces: list[np.ndarray] = []
     for document in documents:
         if isinstance(document, bytes):

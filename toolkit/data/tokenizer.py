@@ -22,13 +22,13 @@ TABLES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 MESSAGES = "messages"
 """The column of conversations: lists of dicts with "role" and "content", as chat templates take them."""
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
-"""How a message is written where the tokenizer has no chat template (OpenAI 2023)."""
+"""Message format for tokenizers without a chat template (OpenAI 2023)."""
 MARKED_CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
     "{% endfor %}"
 )
-"""`CHATML` as a template that tells what the assistant says."""
+"""`CHATML` as a chat template that marks the assistant's tokens."""
 
 
 class Tokenizer(Protocol):
@@ -54,25 +54,25 @@ class Tokenizer(Protocol):
         ...
 
     def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
-        """The ids of a conversation as text; `~id` of each that the assistant does not say. Raises UserError where that
-        cannot be told from the chat template."""
+        """Return the ids of a conversation, `~id` for tokens that are not the assistant's. Raises UserError if the chat
+        template does not identify them."""
         ...
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write what `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
+        """Save for `transformers.AutoTokenizer.from_pretrained(folder)`."""
         ...
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """ "bytes", or the tokenizer in a folder or on the Hub. Raises UserError where there is none."""
+    """Load "bytes", or the tokenizer in a folder or on the Hub. Raises UserError if there is none."""
     return ByteTokenizer() if name == BYTES else PretrainedTokenizer(name)
 
 
 def write_conversation(
     tokenizer: Tokenizer, messages: Any, what: str, *, answers: bool = False
 ) -> bytes | NDArray[np.int32]:
-    """Messages of one row as text, or with `answers` as ids, see `Tokenizer.encode_answers`. Raises UserError, which
-    begins with `what`, for what is no conversation."""
+    """Return the messages of one row as text, or with `answers` as ids (see `Tokenizer.encode_answers`). Raises
+    UserError, which begins with `what`, if they are not a conversation."""
     valid = isinstance(messages, list) and all(
         isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         for message in messages
@@ -126,8 +126,8 @@ class ByteTokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte (Radford et al. 2019, the code of GPT-2): the byte's own in
-    Latin-1 where that can be seen, else the next one from 256 on."""
+    """Return the letter of each byte in byte-level BPE (Radford et al. 2019, the code of GPT-2): its Latin-1 character
+    if printable, else the next character from 256 on."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in seen]
     return [chr(byte) if byte in seen else chr(256 + hidden.index(byte)) for byte in range(256)]
@@ -144,7 +144,7 @@ class PretrainedTokenizer:
 
         folder = pretrained_folder("tokenizer", name, wanted=FILES, needed=TABLES)
         if not any(match for pattern in TABLES for match in Path(folder).glob(pattern)):
-            # Of a folder with a model's configuration alone transformers makes a tokenizer without words.
+            # From a folder with only a model configuration, transformers would make a tokenizer without words.
             raise UserError(
                 f"tokenizer={name!r}: the folder has no tokenizer: give bytes, another folder or a Hub name."
             )
@@ -191,8 +191,8 @@ class PretrainedTokenizer:
         return np.where(np.array(marked["assistant_masks"], dtype=bool), ids, ~ids)
 
     def _encode_between(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
-        """As `encode_answers`, for a template that does not mark what the assistant says: it is between the prompt for
-        its turn and the end of the turn, as the template writes the conversation up to either."""
+        """Encode like `encode_answers` for a template that does not mark the assistant's tokens: they lie between the
+        generation prompt and the end of the turn."""
         whole = self.write(messages)
         encoded = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True)
         begins = np.array([begin for begin, _ in encoded["offset_mapping"]])

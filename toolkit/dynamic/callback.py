@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer
 
 PROBE_SAMPLES = 256
-"""Training samples on which a change is judged, and as many remembered ones."""
+"""Training samples to evaluate a change on, and the same number from the replay buffer."""
 COUNTED: tuple[EventKind, ...] = ("grow", "merge", "prune", "kept", "sleep", "undone")
 
 
@@ -58,13 +58,13 @@ class ScoresSamples(Protocol):
 
 
 class Lifecycle(Callback):
-    """Splits experts when coming samples are not covered; replays, merges and prunes experts in sleep phases.
+    """Callback that splits experts if coming samples are not covered, and replays, merges and prunes in sleep phases.
 
     Acts on the layers of `model` that `make_dynamic_moe` made, and does nothing without any. With `knowledge`, experts
-    that many tokens are both routed to are not merged, and stay on one rank where possible.
+    that share many tokens are not merged, and stay on one rank if possible.
 
-    The loss on recent and remembered samples is measured before and after each change of a sleep. The change is undone
-    if the loss rose by more than `config.undo_above`, and by more than two standard errors of the rise.
+    The loss on recent and replayed samples is measured before and after each change of a sleep phase. The change is
+    undone if the loss rose by more than `config.undo_above`, and by more than two standard errors of the rise.
 
     Records at each log step `lifecycle/experts` (active, mean over layers) and the last values of
     `lifecycle/uncovered`, `lifecycle/loss_before_sleep` and `lifecycle/loss_after_sleep`. Adds to the run's results
@@ -92,7 +92,7 @@ class Lifecycle(Callback):
         self._balance: WholeStepBalance | None = None
         """Gives replay the balance loss of the global batch, as other steps have."""
         self.knowledge: LifecycleReport | None = None
-        """Its graphs are equal on all ranks."""
+        """Knowledge graphs, equal on all ranks."""
         self.similarities: dict[str, dict[Pair, Similarity]] = {}
         """The similarity of the pairs with similar outputs in the last sleep, by layer."""
         self.alarm = CoverageAlarm(tolerated=config.plateau_threshold, cooldown=config.cooldown_checks)
@@ -130,7 +130,7 @@ class Lifecycle(Callback):
             self._rows.narrow()
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self._show_all_rows()  # where the step was skipped
+        self._show_all_rows()  # if the step was skipped
         if not self.layers:
             return
         step = trainer.state.step
@@ -351,7 +351,7 @@ class Lifecycle(Callback):
         return None if self.knowledge is None else self.knowledge.graphs[name]
 
     def _with_remembered(self, trainer: Trainer, rows: Tensor, purpose: str) -> Tensor:
-        """Returns `rows`, and as many remembered ones if there are any."""
+        """Return `rows` and the same number from the replay buffer, unless it is empty."""
         if not len(self.memory):
             return rows
         return torch.cat([rows, self.memory.draw(len(rows), purpose, trainer.state.step)])
@@ -383,8 +383,7 @@ class Lifecycle(Callback):
 
 
 def next_rows(trainer: Trainer, samples: int) -> Tensor:
-    """Returns the first `samples` rows of the training table that the coming steps will use; fewer where the run
-    ends."""
+    """Return the first `samples` rows of the training table that the next steps will use; fewer if the run ends."""
     rows = torch.empty(0, dtype=torch.int64)
     for batch in trainer.batches.order.batches(trainer.state.step):
         rows = torch.cat([rows, batch])
@@ -394,7 +393,7 @@ def next_rows(trainer: Trainer, samples: int) -> Tensor:
 
 
 def last_rows(trainer: Trainer, samples: int) -> Tensor:
-    """Returns the last `samples` rows of the training table that were used; the first step needs to be done."""
+    """Return the last `samples` rows of the training table that were used; the first step must be done."""
     step = trainer.state.step
     first = max(0, step - -(-samples // trainer.run.config.batch_size))
     return torch.cat(list(islice(trainer.batches.order.batches(first), step - first)))[-samples:]

@@ -12,8 +12,8 @@ from typing import Any, Literal
 HALF_PROBABILITY = 0.6931471805599453
 """-ln 0.5: a sample with a higher loss, in nats, is not covered."""
 LARGEST_UPDATE = 2.0
-"""A value raises the running mean as if it were at most so many standard deviations above it. Otherwise a change would
-become the new mean before it is detected."""
+"""Largest rise of a value above the running mean that updates the mean, in standard deviations. Larger updates would
+turn a change into the new mean before it is detected."""
 
 Lack = Literal["shift", "plateau", "schedule"]
 """Why experts are split; "schedule" is no alarm: `grow_every` steps have passed."""

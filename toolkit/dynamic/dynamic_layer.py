@@ -31,11 +31,11 @@ def make_dynamic_moe(
     router: RouterOptions | None = None,
     seed: int = 0,
 ) -> MoE:
-    """Makes an MoE layer with dynamic experts: it maps (..., `dim`) to (..., `dim`).
+    """Make an MoE layer with dynamic experts: it maps (..., `dim`) to (..., `dim`).
 
-    Experts are placed round-robin, so that ranks have equally many active ones. Inactive experts have weights of zero.
-    The `Lifecycle` callback changes which are active. Parameters that are not listed are those of
-    `toolkit.experts.layer.moe_layer.make_moe`.
+    Experts are placed round-robin, so that ranks have the same number of active experts. Inactive experts have weights
+    of zero. The `Lifecycle` callback activates and deactivates experts. See
+    `toolkit.experts.layer.moe_layer.make_moe` for the other parameters.
 
     Args:
         num_experts: The experts that are active at the start, the first of the logical ones.
@@ -43,8 +43,8 @@ def make_dynamic_moe(
         max_experts: The number of logical experts.
 
     Raises:
-        UserError: For fewer `max_experts` than `num_experts`, fewer `num_experts` than `top_k`, router options that
-            dynamic experts do not have, and what `make_moe` refuses.
+        UserError: `max_experts` is below `num_experts`, `num_experts` is below `top_k`, dynamic experts do not support
+            a router option, or `make_moe` raises it.
     """
     if max_experts < num_experts:
         raise UserError(f"max_experts={max_experts}: take num_experts={num_experts} or more.")

@@ -1,4 +1,4 @@
-"""A router whose experts can be inactive, and can be restricted to a side of the hyperplanes where they were split."""
+"""A router with inactive experts, and with experts restricted to one side of the hyperplanes of their splits."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class DynamicRouter(TopKRouter):
     """Top-k routing among the active experts. `weight` has a row for every logical expert, so growth changes no shape.
 
     When an expert is split, a hyperplane in the router's input space divides its tokens between it and the new expert:
-    on the other's side an expert's logit is minus infinity, as an inactive expert's is everywhere. The new expert
-    starts with its parent's row, so right after a split each token's logits and weights are what they were. Splits
-    nest: both experts of a split keep the restrictions of the expert that was split.
+    on the other side, an expert's logit is minus infinity; an inactive expert's logit is always minus infinity. The new
+    expert starts with its parent's row, so a split does not change the logits and weights of any token. Splits nest:
+    both experts of a split keep the restrictions of the expert that was split.
     """
 
     experts_are_fixed = False
@@ -47,17 +47,17 @@ class DynamicRouter(TopKRouter):
         with torch.no_grad():
             self.weight[active:] = 0
         self.register_buffer("active_E", torch.arange(num_experts) < active)
-        # Hyperplane s is that of the split which made expert s: normal_s . x > offset_s on its side.
+        # Hyperplane s belongs to the split that created expert s: normal_s . x > offset_s on its side.
         self.register_buffer("normal_ED", torch.zeros(num_experts, dim))
         self.register_buffer("offset_E", torch.zeros(num_experts))
-        # side_EE[s, e]: 1 where expert e gets only tokens above hyperplane s, -1 only those below it, 0 both.
+        # side_EE[s, e]: 1 if expert e gets only tokens above hyperplane s, -1 only tokens below it, 0 both.
         self.register_buffer("side_EE", torch.zeros(num_experts, num_experts))
         self.register_buffer("split_from_E", torch.full((num_experts,), NO_EXPERT))
         # Known on the host, so that a forward need not wait for the device: whether there is anything to mask.
         self.has_inactive = self.has_splits = True
 
     def refresh(self) -> None:
-        """Reads from the buffers whether there is anything to mask; to be called after they change.
+        """Read from the buffers whether there is anything to mask. Call it after they change.
 
         Masks are always applied until `refresh`, which is correct and a little slower. Waits for the device.
         """
@@ -72,14 +72,14 @@ class DynamicRouter(TopKRouter):
 
     @torch.no_grad()
     def allowed_TE(self, x_TD: Float[Tensor, "T D"]) -> Bool[Tensor, "T E"]:
-        """Returns (T, E) bool: True where the expert is active and the token on its side of all hyperplanes."""
+        """Return (T, E) bool: True if the expert is active and the token on its side of all hyperplanes."""
         with without_autocast(x_TD.device):
             above_TE = torch.where(x_TD.to(self.normal_ED.dtype) @ self.normal_ED.T > self.offset_E, 1.0, -1.0)
             inside_TE = above_TE.to(self.side_EE.dtype) @ self.side_EE == self.side_EE.abs().sum(0)
         return inside_TE & self.active_E
 
     def choose(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
-        # Masked experts have a score of 0, which a bias could lift above that of an allowed one.
+        # Masked experts have a score of 0, which a bias could lift above the score of an allowed expert.
         return super().choose(scores_TE.masked_fill(scores_TE == 0, -torch.inf))
 
     @property
@@ -91,7 +91,7 @@ class DynamicRouter(TopKRouter):
 
     @torch.no_grad()
     def split(self, parent: int, new: int, plane: Hyperplane) -> None:
-        """Activates logical expert `new` with the row of `parent`, and divides the parent's tokens at `plane`."""
+        """Activate logical expert `new` with the row of `parent`, and divide the parent's tokens at `plane`."""
         self.active_E[new] = True
         self.weight[new] = self.weight[parent]
         if self.bias is not None:
@@ -104,10 +104,10 @@ class DynamicRouter(TopKRouter):
 
     @torch.no_grad()
     def deactivate(self, expert: int) -> None:
-        """Clears logical expert `expert`.
+        """Deactivate logical expert `expert`.
 
-        Its tokens go to the expert that was split from it last, else to the one that it was split from, where these are
-        active, and otherwise to the next best expert of each token.
+        Its tokens go to the last active expert that was split from it, else to its parent if active, else to the next
+        best expert of each token.
         """
         children = self.children_of(expert)
         if children:
@@ -124,7 +124,7 @@ class DynamicRouter(TopKRouter):
         self.refresh()
 
     def children_of(self, expert: int) -> list[int]:
-        """Returns the active logical experts that were split from `expert`, earliest first."""
+        """Return the active logical experts that were split from `expert`, earliest first."""
         children = (self.split_from_E == expert).nonzero().flatten().tolist()
         # A later child is also below the hyperplanes of the earlier ones.
         return sorted(children, key=lambda child: int((self.side_EE[children, child] == -1).sum()))

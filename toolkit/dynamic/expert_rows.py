@@ -40,8 +40,7 @@ class ExpertRows:
 
     @torch.no_grad()
     def write(self, logical_id: int, rows: Mapping[str, Tensor]) -> None:
-        """Overwrites the expert's rows on the ranks that hold it; with zeros where `rows` has no tensor of that
-        name."""
+        """Overwrite the expert's rows on the ranks that hold it, with zeros for names that are not in `rows`."""
         owner = self.stack.placement.owner(logical_id)
         if owner.rank != self.stack.groups.ep_rank:
             return

@@ -1,4 +1,4 @@
-"""The knowledge graph: what is known of a layer's experts and how they relate, as a networkx graph.
+"""The knowledge graph: the experts of a layer and their relations, as a networkx graph.
 
     graph = KnowledgeGraph()
     graph.observe_roster(roster, step=900)                      which experts are active, which was split from which
@@ -25,9 +25,9 @@ from toolkit.dynamic.roster import ExpertRoster
 
 EdgeKind = Literal["similarity", "coactivation", "split", "merge"]
 EDGE_DECAY, EDGE_FLOOR = 0.99, 0.1
-"""What weights are multiplied by, each epoch and sleep phase; measured edges below the floor are removed."""
+"""Factor of the weights at each epoch and sleep phase, and floor below which measured edges are removed."""
 LINEAGE = ("split", "merge")
-"""Edges that record what happened: they fade to the floor and are never removed."""
+"""Kinds of edges that record events: they fade to the floor and are never removed."""
 OFTEN_TOGETHER = 0.5
 """Co-activation above which two experts are not merged: many tokens get the sum of both, which one cannot give."""
 TOP_CLASSES = 3

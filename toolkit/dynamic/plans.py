@@ -1,7 +1,7 @@
-"""Decisions about a layer's experts, as pure functions of what was measured.
+"""Decisions about a layer's experts, as pure functions of measurements.
 
 Each decision is a plan on uids (Grow, Merge, Prune) with its reason. All ranks measure the same numbers, so all make
-the same plans; `toolkit.dynamic.surgery` carries them out.
+the same plans; `toolkit.dynamic.surgery` executes them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plan_sleep(active: int, initial: int, *, every: int, least: int | None) -> i
 
 
 def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | None:
-    """Returns the inactive logical expert on the rank with the fewest active experts, ties to the lowest rank and id;
+    """Return the inactive logical expert on the rank with the fewest active experts, ties to the lowest rank and id;
     None if all are active. `placement` has one slot for each logical expert."""
     rank_of = [placement.owner(logical_id).rank for logical_id in range(roster.logical_experts)]
     active = np.bincount([rank_of[record.logical_id] for record in roster.active], minlength=placement.ranks)
@@ -73,15 +73,15 @@ def free_logical_id(roster: ExpertRoster, placement: ExpertPlacement) -> int | N
 def plan_placement(
     roster: ExpertRoster, placement: ExpertPlacement, together_EE: NDArray[np.float64] | None = None
 ) -> ExpertPlacement:
-    """Evens out the number of active experts per rank: they differ by at most one, or by as little as the slots allow.
+    """Balance the number of active experts per rank: counts differ by at most one, or as little as the slots allow.
 
-    As few active experts as that takes change places with inactive ones. The expert that moves has the fewest tokens in
-    common with those of its rank and the most with those of its new one.
+    Swaps the minimum number of active experts with inactive ones. The expert that moves shares the fewest tokens with
+    the experts of its rank and the most with the experts of its new rank.
 
     Args:
         roster: The layer's experts.
-        placement: Where they are; one slot for each logical expert.
-        together_EE: How many tokens were routed to both of two logical experts; None: affinity is left out.
+        placement: Current placement, with one slot for each logical expert.
+        together_EE: Tokens routed to both of two logical experts. None: affinity is ignored.
     """
     slots = [list(row) for row in placement.slots]
     active = {record.logical_id for record in roster.active}
@@ -102,12 +102,12 @@ def plan_placement(
 
 
 def plan_growth(roster: ExpertRoster, placement: ExpertPlacement, uncovered: Mapping[int, float]) -> Grow | None:
-    """Plans to split the active expert that takes most of what is not covered, ties to the lowest uid.
+    """Plan to split the active expert with the most uncovered routing weight, ties to the lowest uid.
 
     Args:
         roster: The layer's experts.
-        placement: Where they are.
-        uncovered: By uid, the routing weight that the expert had for tokens of uncovered samples.
+        placement: Current placement.
+        uncovered: Routing weight of each expert for tokens of uncovered samples, by uid.
 
     Returns:
         The plan, or None if all logical experts are active or nothing is uncovered.
@@ -130,9 +130,9 @@ def plan_merges(
     min_similarity: float,
     min_experts: int,
 ) -> list[Merge]:
-    """Plans to merge pairs of active experts that compute nearly the same, closest first, each in at most one pair.
+    """Plan to merge pairs of active experts with similar outputs, closest first, each in at most one pair.
 
-    The expert with the higher load remains, of equals the older one.
+    The expert with the higher load remains, in a tie the older expert.
 
     Args:
         roster: The layer's experts.
@@ -171,7 +171,7 @@ def plan_prunes(
     min_experts: int,
     excluded: Collection[int] = (),
 ) -> list[Prune]:
-    """Plans to prune active experts that are hardly used, lowest load first.
+    """Plan to prune active experts that are hardly used, lowest load first.
 
     Args:
         roster: The layer's experts.

@@ -28,7 +28,7 @@ class LayerState:
     """Edges with `source`, `target`, `kind` and `weight`."""
     uids_of_logical: Sequence[int | None]
     logical_on_ranks: Sequence[Sequence[int]]
-    """The logical expert in each slot of each rank; negative if the slot is empty."""
+    """The logical expert in each slot of each rank; negative for an empty slot."""
 
     @cached_property
     def active(self) -> list[int]:
@@ -44,7 +44,7 @@ class LayerState:
         ]
 
     def uids_at(self, step: int) -> dict[int, int]:
-        """The uid of each logical expert that was active in `step`, up to this epoch."""
+        """Return the uid of each logical expert that was active in `step`, up to this epoch."""
         return {
             node["logical_id"]: uid
             for uid, node in self.nodes.items()
@@ -57,7 +57,7 @@ class LayerState:
         return [[uids[expert] for expert in row if expert in uids] for row in rows]
 
     def by_uid(self, values: Sequence[Any], step: int) -> list[Any]:
-        """Return the `values` of log step `step`, by uid; None for inactive experts."""
+        """Return `values` per logical expert of the log step `step`, by uid; None for an inactive expert."""
         found: list[Any] = [None] * (1 + max(self.nodes, default=-1))
         for logical_id, uid in self.uids_at(step).items():
             found[uid] = values[logical_id] if logical_id < len(values) else None
@@ -87,12 +87,12 @@ class Epoch:
         return f"{self.number:.4g}"
 
     def events_of(self, layer: str) -> list[Mapping[str, Any]]:
-        """The events of `layer`, and those of all layers (sleeps)."""
+        """Return the events of `layer`, including events of all layers (sleep phases)."""
         return [event for event in self.events if event["layer"] in (layer, "")]
 
 
 def read_lifecycle(folder: Path) -> list[Epoch]:
-    """The epochs of the run in `folder`; none if it has no lifecycle.jsonl."""
+    """Return the epochs of the run in `folder`; empty if it has no lifecycle.jsonl."""
     return [
         Epoch(
             number=line["epoch"],

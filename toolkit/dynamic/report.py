@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LifecycleReport(Callback):
-    """Keeps a `KnowledgeGraph` per layer (`graphs`, equal on all ranks) and writes what became of experts each epoch.
+    """Callback that keeps a `KnowledgeGraph` per layer (`graphs`, equal on all ranks) and writes it each epoch.
 
     An epoch appends a line to lifecycle.jsonl and writes the graphs as JSON; plots are drawn from them when
     the run ends. Records `moe/specialisation/<layer>`, the mean over active experts weighted by load. A step keeps
@@ -87,7 +87,7 @@ class LifecycleReport(Callback):
                 self.graphs[name].observe_similarity(pairs)
 
     def observe(self, step: int) -> None:
-        """Updates the graphs with what was routed since the last update. A collective."""
+        """Update the graphs with the routing since the last update. A collective."""
         counts = self.statistics.take()
         for name, graph in self.graphs.items():
             roster, placement = self.lifecycle.rosters[name], self.layers[name].placement

@@ -1,7 +1,7 @@
 """The experts that a layer has and had. Every expert has a uid that is never used again, and a logical expert id.
 
-The logical id is what router, placement and dispatcher use: row `logical_id` of the router's weight. Logical ids are
-used again after an expert was removed; a logical expert without an active expert is inactive. In a layer without
+Router, placement and dispatcher use the logical id: row `logical_id` of the router's weight. Logical ids are reused
+after an expert was removed; a logical expert without an active expert is inactive. In a layer without
 dynamic experts uid and logical id are equal.
 """
 
@@ -43,7 +43,7 @@ class LifecycleEvent:
     """The uids of the experts concerned: new expert and parent, remaining and removed expert of a merge, pruned or kept
     one."""
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: the reason, and what was measured."""
+    """JSON values: the reason, and the measurements."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ExpertRoster:
 
     @property
     def uids_of_logical(self) -> tuple[int | None, ...]:
-        """The uid of each logical expert; None where it is inactive."""
+        """Return the uid of each logical expert; None if it is inactive."""
         uids: list[int | None] = [None] * self.logical_experts
         for record in self.active:
             uids[record.logical_id] = record.uid

@@ -69,11 +69,11 @@ class _Note(NamedTuple):
 
 
 class RoutingStatistics:
-    """Reads the routing logs of a model's `MoE` layers between `begin_step` and `end_step`, a forward per micro-batch.
+    """Reader of the routing logs of `MoE` layers between `begin_step` and `end_step`, one forward per micro-batch.
 
-    Tensors stay on the device until `take`. `uids_of_logical` is asked at the start of each step, so counts follow the
-    uid when a logical expert is given to another. Training forwards after those of the micro-batches, such as a
-    replay's, are not counted.
+    Tensors stay on the device until `take`. `uids_of_logical` is called at the start of each step, so counts follow the
+    uid if a logical expert is reused. Training forward passes after the micro-batches, such as in a replay, are not
+    counted.
     """
 
     def __init__(self, model: nn.Module, *, num_classes: int, uids_of_logical: Callable[[str], Ids]):
@@ -178,7 +178,7 @@ class RoutingStatistics:
 
 
 def _labels(note: _Note, classes: int) -> Tensor:
-    """Returns (T), the class of each token, which is that of its sample; `classes` for none."""
+    """Return (T), the class of each token's sample; `classes` for none."""
     tokens = len(note.choices.expert_ids_TK)
     if note.labels is None:
         return note.choices.expert_ids_TK.new_full((tokens,), classes)

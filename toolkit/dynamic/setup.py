@@ -1,4 +1,4 @@
-"""What a recipe with dynamic experts puts into its model and into its run."""
+"""Setup of the model and the run of a recipe with dynamic experts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def moe_from_config(
 def lifecycle_callbacks(
     config: DynamicRunConfig, model: nn.Module, task: ScoresSamples, train: TensorTable, num_classes: int
 ) -> list[Callback]:
-    """Return what changes the experts of `model`: a replay memory of `train`, `Lifecycle` and its report; nothing
+    """Return the callbacks for dynamic experts of `model`: replay buffer of `train`, `Lifecycle` and its report; none
     without `max_experts`."""
     if config.max_experts is None:
         return []

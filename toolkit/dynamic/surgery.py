@@ -41,7 +41,7 @@ class Snapshot:
 
 
 class DynamicExperts:
-    """Carries out plans on the layers of `model` with dynamic experts and records them; can undo what it did."""
+    """Executor of plans on the dynamic MoE layers of `model`, with a record and undo."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -66,15 +66,15 @@ class DynamicExperts:
         plane: Hyperplane | None = None,
         **detail: Any,
     ) -> None:
-        """Changes the experts of a layer. A collective.
+        """Change the experts of a layer. A collective.
 
         Args:
             layer: The name of the layer.
             plan: The change.
             optimizer: The optimizer whose states change with the weights.
             step: The optimizer steps done so far, for roster and record.
-            plane: Where tokens are divided between parent and new expert; needed for a `Grow`.
-            detail: What is recorded beside the plan's reason.
+            plane: Hyperplane between the tokens of parent and new expert; required for a `Grow`.
+            detail: Values to record in addition to the plan's reason.
         """
         stack, router, roster = self.layers[layer].expert_stack, _router(self.layers[layer]), self.rosters[layer]
         rows = ExpertRows(stack, optimizer)
@@ -105,7 +105,8 @@ class DynamicExperts:
         self.history.append(LifecycleEvent(step, layer, kind, uids, {**detail, **plan.why}))  # type: ignore[arg-type]
 
     def undo_point(self, optimizer: Optimizer) -> Callable[[], list[LifecycleEvent]]:
-        """A function that restores model, optimizer, rosters and history as they are now; returns what it undid."""
+        """Return a function that restores the current model, optimizer, rosters and history and returns the undone
+        events."""
         snapshot = Snapshot(self.model, optimizer)
         rosters = dict(self.rosters)
         events = len(self.history)
@@ -121,20 +122,20 @@ class DynamicExperts:
         return undo
 
     def on_trial(self, layer: str, *, step: int, min_age: int, min_experts: int) -> list[int]:
-        """Returns the uids of experts that were split off, are old enough and were not kept before, oldest first;
-        as many as can be removed."""
+        """Return the uids of removable experts, oldest first: split off, old enough and not kept before; at least
+        `min_experts` remain."""
         kept = {uid for event in self.history if (event.layer, event.kind) == (layer, "kept") for uid in event.uids}
         roster = self.rosters[layer]
         uids = [r.uid for r in roster.older_than(min_age, step) if r.parent is not None and r.uid not in kept]
         return uids[: max(0, len(roster) - min_experts)]
 
     def refresh_routers(self) -> None:
-        """Has all routers read anew which experts are active; to be called after weights were loaded."""
+        """Refresh the masks of all routers. Call it after loading weights."""
         for layer in self.layers.values():
             _router(layer).refresh()
 
     def mark_rows_in_use(self) -> None:
-        """Declare this rank's rows up to that of the last active expert to be in use, at least one."""
+        """Mark this rank's rows up to the last active expert as in use, at least one row."""
         for name, layer in self.layers.items():
             active = {record.logical_id for record in self.rosters[name].active}
             here = layer.placement.experts_on(layer.expert_stack.groups.ep_rank)
@@ -143,14 +144,13 @@ class DynamicExperts:
                 mark_rows_in_use(parameter, rows)
 
     def rows_in_use(self, prepared: nn.Module, optimizer: Optimizer) -> RowsInUse:
-        """Returns what narrows all layers' parameters to the rows in use (`mark_rows_in_use`); `prepared` is the model
-        that is called."""
+        """Return the `RowsInUse` of all layers' parameters (see `mark_rows_in_use`); `prepared`: the wrapped model."""
         stacks = [layer.expert_stack for layer in self.layers.values()]
         in_ddp = any(isinstance(module, DistributedDataParallel) for module in prepared.modules())
         return RowsInUse([p for stack in stacks for p in stack.parameters.values()], optimizer, in_ddp=in_ddp)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns rosters and history as JSON values."""
+        """Return rosters and history as JSON values."""
         return {
             "rosters": {name: roster.to_dict() for name, roster in self.rosters.items()},
             "history": [asdict(event) for event in self.history],
@@ -168,7 +168,7 @@ def _router(layer: MoE) -> DynamicRouter:
 
 @torch.no_grad()
 def _average(rows: ExpertRows, router_weight: Tensor, remains: int, removed: int, share: float) -> None:
-    """Weights, moments and router row of `remains` become the mean of both experts', after alignment."""
+    """Set weights, moments and router row of `remains` to the weighted mean of both experts, after alignment."""
     mine = rows.fetch(remains)
     other = rows.fetch(removed)
     other = reordered(other, alignment(mine, other))
@@ -178,7 +178,7 @@ def _average(rows: ExpertRows, router_weight: Tensor, remains: int, removed: int
 
 @torch.no_grad()
 def _copy_states(optimizer: Optimizer | None, weight: Tensor, row: int, source: int | None) -> None:
-    """Copies the optimizer states of a row of `weight` from row `source`; None sets zeros."""
+    """Copy the optimizer states of a row of `weight` from row `source`; None sets zeros."""
     states = {} if optimizer is None else unwrapped(optimizer).state.get(weight, {})
     for value in states.values():
         if isinstance(value, Tensor) and value.shape == weight.shape:

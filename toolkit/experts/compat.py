@@ -35,7 +35,7 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
 
 
 def new_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator with workers of its own, where persistent ones would go on with the random state of the last."""
+    """Return an iterator with new workers; persistent workers would continue with the previous random state."""
     loader._iterator = None
     return iter(loader)
 
@@ -54,10 +54,10 @@ def embedding_bag_weights_grad(
 
 
 def set_data_of_other_shape(parameter: Tensor, data: Tensor) -> None:
-    """`parameter.data = data`, where `data` has another shape.
+    """Set `parameter.data = data` for `data` of a different shape.
 
-    A graph that something keeps from an earlier step may hold the node that accumulates the parameter's gradients,
-    which insists on the shape that it was made for. Torch makes another one where the dtype changes, not the shape.
+    A graph kept from an earlier step may hold the node that accumulates the parameter's gradients, which requires the
+    original shape. Torch creates a new node if the dtype changes, but not if the shape changes.
     """
     other = torch.float16 if data.dtype == torch.float32 else torch.float32
     parameter.data = data.new_empty(0, dtype=other)
@@ -77,8 +77,8 @@ def in_backward() -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Whether `torch.utils.checkpoint.checkpoint(use_reentrant=True)` is running its first forward on this thread.
 
-    It disables gradients meanwhile; the graph is made by the recomputation in the backward. False in an evaluation,
-    where no input needs a gradient.
+    It disables gradients; the recomputation in the backward pass makes the graph. False in evaluation, because no input
+    needs a gradient.
     """
     code = CheckpointFunction.forward.__code__
     frame = inspect.currentframe()
@@ -133,8 +133,8 @@ def awaits_all_reduce(module: FSDPModule) -> bool:
 def move_by(
     module: nn.Module, move: Callable[[nn.Module, Callable[[Tensor], Tensor]], None], names: Collection[str]
 ) -> None:
-    """Have `to`, `cuda` and casts of `module` call `move(module, change)` in place of changing the parameters of these
-    names, which are its own."""
+    """Make `to`, `cuda` and casts of `module` call `move(module, change)` instead of changing its own parameters
+    `names`."""
     module._apply = functools.partial(_moved_by, module, move, names)  # type: ignore[method-assign]
 
 

@@ -1,4 +1,4 @@
-"""The base of every options class: a frozen model whose fields declare what they may be.
+"""The base of every options class: a frozen model whose fields declare their valid values.
 
 A component owns its options, in a file that imports nothing heavy, so that a command line is read before torch is
 loaded. `toolkit.run.config` composes them into the settings of a run.
@@ -39,7 +39,7 @@ class Options(BaseModel):
             raise _user_error(error) from None
 
     def check_together(self) -> None:
-        """Raise UserError where fields that are fine alone do not go together. Overrides call `super()`'s first."""
+        """Raise UserError if valid fields do not fit together. Overrides call `super()`'s first."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -24,7 +24,7 @@ from toolkit.experts.sharding.shard import PlacementOf, shard_experts
 
 
 class ExpertTraining:
-    """Shards the experts of `model`, and adds to each optimizer step what they need.
+    """Sharded experts of `model`, with their synchronization at each optimizer step.
 
     Args:
         model: The model, whose experts are sharded in place.
@@ -112,7 +112,7 @@ class ExpertTraining:
         return {"steps": self.steps, "replanner": self.replanner.state_dict() if self.replanner else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, after experts were placed as then."""
+        """Resume from `state_dict`, after restoring the placement."""
         self.steps = state["steps"]
         if self._meter is not None:
             self._meter.begin(self.steps)

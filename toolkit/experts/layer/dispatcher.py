@@ -188,11 +188,11 @@ class LocalDispatcher(TokenDispatcher):
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """For an EP group of several ranks: a row goes once to each rank that has experts of its token.
+    """Dispatcher for an EP group of several ranks: a row goes once to each rank that has experts of its token.
 
-    The backward pass takes the mean over the batches of the EP group, as DDP does, where rows arrive: it divides their
-    gradients by P, and multiplies the gradients of tokens and routing weights by P on the way back. So gradients of
-    experts that do not come from tokens, such as a weight penalty's, are not divided. A power of two loses no bit.
+    The backward pass averages over the batches of the EP group, like DDP: on the receiving rank it divides gradients of
+    rows by P, and it multiplies the gradients of tokens and routing weights by P on the way back. So gradients of
+    experts that do not come from tokens, such as of a weight penalty, are not divided. Powers of two lose no precision.
 
     With replicas, a rank sends to its local replica of an expert if it has one. Otherwise its i-th pair of an expert
     with M replicas goes to replica (rank + i) mod M.
@@ -207,7 +207,7 @@ class AllToAllDispatcher(TokenDispatcher):
             raise ValueError(f"a placement on {placement.ranks} rank(s) for EP groups of {self.groups.ep_size}")
         here = self.groups.ep_rank
         self.placement = placement
-        # Each rank has as many slot numbers as the rank with most slots.
+        # Each rank reserves the slot numbers of the rank with most slots.
         self.stride = placement.stride
         self.slots, self.first_slot = len(placement.slots[here]), here * self.stride
         self.slots_EM = placement.slots_of_experts()
@@ -235,7 +235,7 @@ class AllToAllDispatcher(TokenDispatcher):
         plan = decide(lambda: self._plan(expert_ids_TK, kept_TK))
         columns = x_TD, weights_TK, plan.slots_TK.to(SLOT_TYPE)
         (x_RD, weights_RK, slots_RK), copies = self._send(columns, plan, meanwhile)
-        # (R, D) -> (N, D): rows by sending rank -> rows by slot, those of each slot still by sending rank.
+        # (R, D) -> (N, D): rows by sending rank -> rows by slot, within each slot still by sending rank.
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.pairs)
         # The mean over the EP group, which `combine` takes, is undone for gradients that leave the experts.
         x_RD = ScaledGradient.apply(x_RD, self.groups.ep_size)

@@ -18,18 +18,18 @@ from toolkit.experts.layer.grouped_mm import grouped_product
 
 
 class LaterGradients:
-    """What a `GroupedFeedForward` leaves for `TakeLater` to compute."""
+    """Weight gradients that a `GroupedFeedForward` defers to `TakeLater`."""
 
     def __init__(self) -> None:
         self.compute: Callable[[], tuple[Tensor | None, Tensor | None]] | None = None
-        """The gradients of both weights; None before the backward, or where nothing was left."""
+        """Computes the gradients of both weights; None before the backward pass, or if nothing was deferred."""
 
 
 class TakeLater(torch.autograd.Function):
-    """The weights `up` and `down` as they are, for a `GroupedFeedForward` that gets the same `later`.
+    """Identity on the weights `up` and `down`, for a `GroupedFeedForward` with the same `later`.
 
-    Its backward computes their gradients. Autograd runs the node that was made last first, so a node that was made
-    between this one and the feed-forward has its backward between that of the rows and that of the weights.
+    Its backward pass computes their gradients. Autograd runs the newest node first, so the backward pass of a node
+    created between this node and the feed-forward runs between the row gradients and the weight gradients.
     """
 
     @staticmethod
@@ -43,8 +43,8 @@ class TakeLater(torch.autograd.Function):
         compute, ctx.later.compute = ctx.later.compute, None
         if compute is None:
             return (*grads, None)
-        if torch.is_grad_enabled():  # `create_graph`: a second derivative is refused, as that by the rows is
-            marker = torch.ones((), requires_grad=True)  # of the gradients, which are None, nothing would be refused
+        if torch.is_grad_enabled():  # `create_graph`: double backward must raise, as it does for the rows
+            marker = torch.ones((), requires_grad=True)  # the gradients are None, with which nothing would raise
             return (*once_differentiable(lambda *_: compute())(ctx, marker), None)
         return (*compute(), None)
 
@@ -77,7 +77,7 @@ class GroupedFeedForward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, up_SHD, down_SFD, ends_S, *hidden = ctx.saved_tensors
         up_NH, activated_NF, hidden_NF = hidden or _hidden(x_ND, up_SHD, down_SFD, ends_S)
-        grad_ND = grads[0].contiguous()  # `grouped_product` refuses expanded gradients, such as that of `.sum()`
+        grad_ND = grads[0].contiguous()  # `grouped_product` does not support expanded gradients, as from `.sum()`
         needs_x, needs_up, needs_down = ctx.needs_input_grad[:3]
 
         def of_down() -> Tensor | None:

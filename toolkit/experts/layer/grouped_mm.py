@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def cast_as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The operands in autocast's dtype while it is enabled, since autocast does not cast those of `grouped_mm`."""
+    """Cast the operands to autocast's dtype if enabled, because autocast does not cover `grouped_mm`."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -24,10 +24,10 @@ def cast_as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
 def grouped_mm(
     x_ND: Float[Tensor, "N D"], weight_SDF: Float[Tensor, "S D F"], rows_per_slot: Int[Tensor, " S"]
 ) -> Float[Tensor, "N F"]:
-    """(N, F): each slot's rows of `x_ND`, in slot order, times that slot's matrix.
+    """Multiply each slot's rows of `x_ND`, in slot order, by the slot's matrix: (N, F).
 
-    Uses `grouped_product` for float32, bfloat16 and float16. It wants rows of a multiple of 16 bytes: others, such as
-    those of adapters of rank 2, get columns of zeros. For other types slots are padded to a common length for
+    Uses `grouped_product` for float32, bfloat16 and float16. Rows must be a multiple of 16 bytes, so shorter rows, such
+    as for adapters of rank 2, are padded with zeros. For other dtypes, slots are padded to a common length for
     `torch.bmm`, with a host sync.
     """
     x_ND, weight_SDF = cast_as_autocast_would(x_ND, weight_SDF)
@@ -45,11 +45,11 @@ def grouped_mm(
 
 
 def grouped_product(left: Tensor, right: Tensor, ends_S: Int[Tensor, " S"]) -> Tensor:
-    """(N, D) and (S, D, F) give (N, F), the rows of each slot times its matrix; (D, N) and (N, F) give (S, D, F), for
-    each slot the product of its columns and its rows. `ends_S`: int32, where the rows of each slot end.
+    """Multiply (N, D) and (S, D, F) to (N, F), the rows of each slot times its matrix; or (D, N) and (N, F) to
+    (S, D, F), the columns of each slot times its rows. `ends_S`: int32, the end of each slot's rows.
 
-    `torch.nn.functional.grouped_mm` for autograd functions: without a gradient, and with any number of slots and rows,
-    none included, of which torch's kernels for GPUs do not take all.
+    `torch.nn.functional.grouped_mm` for autograd functions: without a gradient, and for any number of slots and rows,
+    including zero, which torch's GPU kernels do not fully support.
     """
     if not (left.numel() and len(ends_S)):
         return left.new_zeros(_shape_of_product(left, right, ends_S))
@@ -61,8 +61,8 @@ def grouped_product(left: Tensor, right: Tensor, ends_S: Int[Tensor, " S"]) -> T
 
 @torch.compiler.assume_constant_result
 def leaves_empty_slots_unset(device: torch.device) -> bool:
-    """Whether torch's kernel for this GPU leaves the product of a slot's columns and rows as it finds the memory where
-    the slot has no rows. Those for data-center Blackwell (compute capability 10) may: pytorch issue 172439."""
+    """Whether torch's kernel for this GPU leaves the products of slots without rows uninitialized. The kernels for
+    data-center Blackwell (compute capability 10) may: pytorch issue 172439."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
@@ -97,7 +97,7 @@ def _product(left: Tensor, right: Tensor, ends_S: Int[Tensor, " S"]) -> Tensor:
 
 
 # With its schema, because torch cannot read annotations that are strings of a function that a type checker has wrapped.
-# No part of a CUDA graph, because in these types the host reads where the rows of each slot end.
+# Not part of a CUDA graph, because for these dtypes the host reads the end of each slot's rows.
 @torch.library.custom_op(
     "toolkit::grouped_product",
     mutates_args=(),
@@ -136,8 +136,8 @@ _compiled_product.register_autograd(_product_backward, setup_context=_save_produ
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity. The backward of `grouped_mm` refuses expanded gradients, such as that of `.sum()`, also of no rows,
-    which `contiguous` leaves as they are."""
+    """Identity with contiguous gradients. The backward pass of `grouped_mm` does not support expanded gradients, as
+    from `.sum()`, even without rows, for which `contiguous` has no effect."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -168,11 +168,11 @@ def in_equal_batches(
     rows_ND: Float[Tensor, "N D"],
     rows_per_slot: Int[Tensor, " S"],
 ) -> Float[Tensor, "N F"]:
-    """Return what `compute` makes of an equal batch for each slot. A host sync: batches are as long as the longest.
+    """Return the outputs of `compute` on equal batches, one per slot. A host sync: batches are padded to the longest.
 
     Args:
-        compute: Is called with the rows of each slot, filled up with copies of a row, whose outputs are dropped:
-            experts that normalize rows would make NaN of zeros.
+        compute: Called with the rows of each slot, padded with copies of a row, whose outputs are dropped: experts that
+            normalize rows would turn zeros into NaN.
         rows_ND: Rows in slot order, shape (N, D).
         rows_per_slot: Rows of each slot, int64, shape (S,).
     """

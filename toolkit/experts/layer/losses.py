@@ -28,7 +28,7 @@ TWO_BALANCE_LOSSES = (
 
 
 class RoutingReport(Protocol):
-    """What a router did in the last forward. `MoE` is one, and so is each `RouterWatch` of a transformers model."""
+    """Routing of the last forward pass: an `MoE`, or a `RouterWatch` of a transformers model."""
 
     @property
     def routing(self) -> Routing | None:
@@ -67,11 +67,11 @@ def load_balancing_share(
     num_tokens: Tensor | int,
     num_experts: Tensor | int | None = None,
 ) -> Float[Tensor, ""]:
-    """This rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
+    """Return this rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
 
-    f_e is the fraction of all ranks' assignments that went to expert e, and P_e the mean probability of e over all
-    ranks' `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`,
-    None where all logical experts are active.
+    f_e is the fraction of all ranks' pairs that went to expert e, and P_e the mean probability of e over all ranks'
+    `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`; None if
+    all logical experts are active.
     """
     num_experts = probs_TE.shape[1] if num_experts is None else num_experts
     return num_experts * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
@@ -89,18 +89,18 @@ def z_loss_share(routing: Routing, num_tokens: Tensor | int) -> Float[Tensor, ""
 
 
 class RouterPenalty:
-    """The router losses of all MoE layers after a forward, as one penalty for `toolkit.train.task.Loss`.
+    """Router losses of all MoE layers after a forward pass, as one penalty for `toolkit.train.task.Loss`.
 
     Sums over layers of `balance_weight` * balance loss + `z_weight` * z-loss, divided by the number of layers.
-    One small reduction over ranks serves all layers. A layer that the last forward skipped, on all ranks, is left out:
-    one whose routing a backward has gone through before. `routers` is a model with `MoE` layers, or the reports of a
-    model that is not ours:
+    One small reduction over ranks serves all layers. Layers that the last forward pass skipped, on all ranks, are left
+    out: their routing has been through a backward pass. `routers` is a model with `MoE` layers, or the reports of
+    another model:
 
         penalty = RouterPenalty(watch_routers(model), balance_weight=0.01)    # of transformers, before it is wrapped
         loss = model(**batch).loss + accelerator.num_processes * penalty()
 
-    The balance loss is over the tokens of all ranks together (and of the whole step, with `WholeStepBalance`), the same
-    on any number of ranks.
+    The balance loss covers the tokens of all ranks (and of the full step, with `WholeStepBalance`), so it does not
+    depend on the world size.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class RouterPenalty:
         self.balance_weight, self.z_weight = balance_weight, z_weight
         _penalties.add(self)
         self.step_load_LE: Int[Tensor, "L E"] | None = None
-        """Loads of the whole step, set by `WholeStepBalance` where gradients are accumulated."""
+        """Expert load of the full step, set by `WholeStepBalance` with gradient accumulation."""
         self._spent: dict[int, ref[Tensor]] = {}
         """By the layer's number, the probabilities that the last backward went through, whose graph is freed."""
 
     def __call__(self) -> Float[Tensor, ""] | None:
-        """This rank's share, a scalar; a collective. None when there is nothing to add.
+        """Return this rank's share, a scalar, or None if there is nothing to add. A collective.
 
-        The shares of the ranks add up to the penalty, so a loss whose gradient is averaged over ranks needs it times
-        their number. Raises UserError where the loss of the last forward had a balance loss of the model's own.
+        The shares of the ranks add up to the penalty, so multiply it by the world size if gradients are averaged over
+        ranks. Raises UserError if the model's own loss in the last forward pass had a balance loss.
         """
         if not self.layers or (self.balance_weight == 0 and self.z_weight == 0):
             return None
@@ -160,5 +160,5 @@ def global_load(layers: Sequence[RoutingReport]) -> Int[Tensor, "L E"]:
     layers that have fewer than others. A collective."""
     loads = [layer.last_load_E for layer in layers]
     device = next((load_E.device for load_E in loads if load_E.device.type != "cpu"), loads[0].device)
-    # Those of a layer that was never called are still on the CPU.
+    # The loads of a layer that was never called are still on the CPU.
     return sum_over_ranks(pad_sequence([load_E.to(device) for load_E in loads], batch_first=True))

@@ -1,7 +1,7 @@
-"""What a model was called with, as far as routing statistics and router losses need it.
+"""Model inputs that routing statistics and router losses need.
 
-`watch_inputs(model)` notes the arguments of each forward while it lasts. Layers within it then know which of their
-tokens are padding, and whether the loss that the model returns has a balance loss of its own.
+`watch_inputs(model)` keeps the arguments of each forward pass until it ends. Layers can then tell which of their tokens
+are padding, and whether the loss that the model returns already has a balance loss.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 CACHES = ("cache", "past_key_values")
-"""What transformers calls the cache of earlier tokens since 5.24, and before."""
+"""Names of transformers' KV cache argument, since 5.24 and before."""
 
 
 class _Call(NamedTuple):
-    """A forward that is under way."""
+    """A forward pass in progress."""
 
     attention_mask_BL: Tensor | None
-    """0 for padding; None where there is none, or where it does not say so (a mask of pairs of tokens)."""
+    """0 for padding; None without a mask, or if it does not mark padding (a mask of pairs of tokens)."""
     has_cache: bool
     """Whether the mask begins with tokens of earlier forwards."""
     adds_balance_loss: bool
@@ -34,7 +34,7 @@ _calls: list[_Call] = []
 
 
 def watch_inputs(model: nn.Module) -> None:
-    """Note what each forward of `model` is called with. A second call does nothing; copies are watched as well."""
+    """Watch the inputs of each forward pass of `model`. A second call does nothing; copies are watched as well."""
     if "inputs_are_watched" not in vars(model):
         model.inputs_are_watched = True  # type: ignore[assignment]
         model.register_forward_pre_hook(_begin, with_kwargs=True)
@@ -65,10 +65,9 @@ def _end(*_: Any) -> None:
 
 
 def counted_tokens(tokens: int) -> Bool[Tensor, " T"] | None:
-    """Return bool (T), False for the padding among the `tokens` of a layer; None where no mask of so many tokens was
-    given.
+    """Return bool (T), False for padding among the `tokens` of a layer; None without a mask of matching size.
 
-    They are those that `attention_mask` (B, L) of the forward under way marks with 0. No host sync.
+    `attention_mask` (B, L) of the current forward pass is 0 for padding. No host sync.
     """
     mask_BL = _calls[-1].attention_mask_BL if _calls else None
     if mask_BL is None or not len(mask_BL):
@@ -84,7 +83,7 @@ def model_adds_balance_loss() -> bool:
 
 
 def own_balance_loss(model: nn.Module) -> str | None:
-    """Return the settings by which `model` adds a balance loss of its own to its loss; None where it does not."""
+    """Return the settings with which `model` adds its own balance loss to its loss; None if it adds none."""
     config = getattr(model, "config", None)
     name, value = _coefficient(model)
     if not getattr(config, "output_router_logits", False) or value == 0:

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: route, dispatch, compute, combine."""
+"""The MoE layer: route, dispatch, compute, combine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class MoE(nn.Module):
-    """Each token's output is the weighted sum of its K experts' outputs, plus that of a shared expert if there is one.
+    """MoE layer: the weighted sum of the outputs of each token's K experts, plus the shared expert's, if any.
 
-    With expert parallelism the forward is a collective: every rank calls it equally often, with any number of tokens,
-    zero included. With a `capacity_factor`, pairs are dropped in training, never in evaluation. With `recompute`, the
-    layer saves no activations and runs again in the backward pass, with the routing of the forward pass.
+    With expert parallelism the forward pass is a collective: every rank calls it equally often, with any number of
+    tokens, including zero. With a `capacity_factor`, pairs are dropped in training, never in evaluation. With
+    `recompute`, the layer saves no activations and runs again in the backward pass, with the same routing.
     """
 
     experts: Any
@@ -53,7 +53,7 @@ class MoE(nn.Module):
         self.router, self.experts, self.expert_stack, self.shared_expert = router, experts, expert_stack, shared_expert
         self.capacity_factor, self.recompute = capacity_factor, recompute
         self.routing: Routing | None = None
-        """Of the last forward; the losses read it."""
+        """Routing of the last forward pass, for the router losses."""
         hook_state(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class MoE(nn.Module):
 
     @property
     def last_load_E(self) -> Int[Tensor, " E"]:
-        """The load of the last forward alone, in training or evaluation."""
+        """Tokens per expert of the last forward pass, in training or evaluation."""
         return self.expert_stack.log.last_load_E
 
     @property
@@ -157,23 +157,22 @@ def make_moe(
     For experts that are split, merged and pruned while training: `toolkit.dynamic.dynamic_layer`.
 
     Args:
-        dim: Width of what experts read and write.
+        dim: Input and output width of the experts.
         hidden_dim: Hidden width of each expert.
         num_experts: Experts over all ranks of a group.
         top_k: Experts of each token.
-        groups: The ranks that share the experts; None: each has all.
-        placement: Where they hold them: contiguous, round-robin, or an `ExpertPlacement`.
-        spare_slots: Slots of each rank that the first two leave empty, for replicas.
-        activation: Of the experts' hidden units.
-        shared_expert: A module that every token goes through besides.
+        groups: Ranks that share the experts. None: every rank has all experts.
+        placement: Initial placement: contiguous, round-robin, or an `ExpertPlacement`.
+        spare_slots: Empty slots per rank for replicas, with contiguous or round-robin placement.
+        activation: Activation function of the experts.
+        shared_expert: A module applied to every token.
         capacity_factor: Most pairs of an expert over the mean. Default: no pair is dropped.
-        recompute: What the backward computes again: nothing, the experts' hidden activations (selective), or the whole
-            layer (full).
-        router: How experts are chosen and balanced; None: a softmax and a balance loss.
-        router_type: A class in place of `TopKRouter`.
-        expert_type: A class in place of `GroupedExperts`, with the arguments of its `__init__`. Its own parameters have
+        recompute: Activation checkpointing: none, the experts' hidden activations (selective), or the layer (full).
+        router: Router options. None: a softmax and a balance loss.
+        router_type: A class to use instead of `TopKRouter`.
+        expert_type: A class to use instead of `GroupedExperts`, with the same `__init__` arguments. Its parameters have
             one row per slot. It is called with rows (N, D) in slot order and the rows of each slot, int64 (S,).
-        seed: Of the initial weights, which depend on an expert's id and not on its rank.
+        seed: Seed of the initial weights, which depend on an expert's id and not on its rank.
 
     Raises:
         UserError: For sizes below 1, fewer `spare_slots` than 0, a `capacity_factor` of 0 or less, a `top_k` that does
@@ -221,10 +220,10 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
-    """Facts for `Run.describe`: the size of an EP group, the ranks of each where they are not neighbours, and which
-    experts each of its ranks holds, by layer.
+    """Return facts for `Run.describe`: EP group size, ranks of each group unless they are neighbours, and the placement
+    of each layer.
 
-    The latter is a function, because experts move and dynamic ones are added and removed while training.
+    The placement is a function, because experts migrate, and dynamic experts are added and removed during training.
     """
     facts: dict[str, Any] = {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
     if any(group[-1] - group[0] >= groups.ep_size for group in groups.ep_groups):

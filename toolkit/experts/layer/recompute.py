@@ -1,11 +1,11 @@
 """Activation checkpointing that routes a token once.
 
-A checkpointed region runs again in the backward. A router that runs again may choose other experts, because of another
-kernel or a tie, and gradients would then belong to other experts than outputs. So the forward of a region records the
-decisions of each MoE layer (expert ids, dropped assignments, all-to-all sizes) and its recomputation reuses them: rows
-are sent again, but counts are not exchanged again, and the routing log counts nothing again.
+A checkpointed region runs again in the backward pass. A router that runs again can choose different experts, because of
+a different kernel or a tie, so gradients would belong to other experts than outputs. So the forward pass of a region
+records the decisions of each MoE layer (expert ids, dropped pairs, all-to-all sizes) and its recomputation reuses them:
+rows are sent again, but counts are not exchanged again, and the routing log counts nothing again.
 
-    y = checkpoint(block, x)      # in place of torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    y = checkpoint(block, x)      # instead of torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
     # in transformers, with `toolkit.ExpertParallel`:
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay_contexts})
@@ -100,7 +100,7 @@ def in_reentrant_forward() -> bool:
 
 
 def decide(make: Callable[[], Decision]) -> Decision:
-    """`make()`; in the recomputation of a region what it returned in the forward.
+    """Return `make()`; in the recomputation of a region, its result of the forward pass.
 
     It must not return tensors that require gradients: region and graph would keep each other alive.
     """

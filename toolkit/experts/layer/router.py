@@ -36,11 +36,11 @@ class Routing:
     logits_TE: Float[Tensor, "T E"]
     """float32."""
     counted_T: Bool[Tensor, " T"] | None = None
-    """bool, False for padding, which no loss and no load counts; None where there is none."""
+    """bool, False for padding, which losses and loads ignore; None without padding."""
 
 
 class ChoiceHook(Protocol):
-    """What stands where a router chooses, to record its choices or to give it others."""
+    """Hook at the router's top-k choice, to record or replace it."""
 
     def choose(
         self, own: Callable[[], Int[Tensor, "T K"]], *, tokens: int, top_k: int, choices: int, device: torch.device
@@ -50,7 +50,7 @@ class ChoiceHook(Protocol):
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast is off within it. Entering costs as much as an operation on a few rows, so only where it is on."""
+    """Disable autocast in a context. Only if it is on, because entering costs as much as an operation on a few rows."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -91,7 +91,7 @@ class TopKRouter(nn.Module):
 
     def forward(self, x_TD: Float[Tensor, "T D"]) -> Routing:
         logits_TE, scores_TE = self.scores(x_TD)
-        # The scores of a softmax that are divided by their sum are the softmax of their logits alone.
+        # Softmax scores of the chosen experts, divided by their sum, equal the softmax over only their logits.
         by_logits = self.uses_softmax and self.options.router_normalize
         values_TE = logits_TE if by_logits else scores_TE
         if self.bias is None and self.route_hook is None and not in_region():  # one operation instead of two
@@ -121,7 +121,7 @@ class TopKRouter(nn.Module):
         return logits_TE
 
     def chosen(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
-        """(T, K): the experts of each token, recorded or replayed where that was asked for."""
+        """Return (T, K), the experts of each token, recorded or replayed if a hook is set."""
         if self.route_hook is None:
             return self.choose(scores_TE)
         tokens, choices = scores_TE.shape
@@ -145,5 +145,5 @@ class TopKRouter(nn.Module):
     def normalized(self, scores: Tensor) -> Tensor:
         """`scores` (T, E or K), divided by their sum for each token."""
         total = scores.sum(dim=-1, keepdim=True)
-        # The sum of sigmoids may underflow to 0; that of the largest of a softmax may not.
+        # The sum of sigmoids can underflow to 0; the sum of the largest softmax scores cannot.
         return scores / (total if self.uses_softmax else total + 1e-20)

@@ -3,17 +3,17 @@
 `ExpertStack.record` writes each training forward into the stack's `RoutingLog`. A reader holds a cursor and gets what
 is new since it last read:
 
-    cursor = stack.log.cursor()                     # sums: assignments per expert
-    forwards = stack.log.follow()                   # one entry per forward, for what cannot be summed over forwards
+    cursor = stack.log.cursor()                     # sums: (token, expert) pairs per expert
+    forwards = stack.log.follow()                   # one entry per forward pass, for values that cannot be summed
     ...
     cursor.new_load_E(); cursor.advance()
     forwards.take()
 
-Evaluation, forwards without gradients and forwards that activation checkpointing repeats in the backward are not
-counted; nor are tokens that the model's `attention_mask` marks as padding (`toolkit.experts.layer.model_inputs`).
-Writing costs one addition per forward, without a host sync; entries hold references.
+Not counted: evaluation, forward passes without gradients, recomputation by activation checkpointing, and tokens that
+the model's `attention_mask` marks as padding (`toolkit.experts.layer.model_inputs`).
+Writing costs one addition per forward pass, without a host sync; entries hold references.
 
-`copy.deepcopy` and pickling of a model give the copy an empty log without readers: what the copy computes is not
+`copy.deepcopy` and pickling of a model give the copy an empty log without readers: forward passes of the copy are not
 counted in the original's log, and cursors keep reading the original.
 """
 
@@ -58,13 +58,13 @@ class Choices(NamedTuple):
     """bool: False for padding; None without padding."""
 
     def kept(self) -> Bool[Tensor, "T K"]:
-        """Return `kept_TK`, True everywhere where it is None."""
+        """Return `kept_TK`, all True if it is None."""
         if self.kept_TK is None:
             return torch.ones_like(self.expert_ids_TK, dtype=torch.bool)
         return self.kept_TK
 
     def load(self, num_experts: int) -> Int[Tensor, " E"]:
-        """Return int64 (E), how many of the kept choices are each expert's."""
+        """Return int64 (E), the kept choices per expert."""
         ids_N = self.expert_ids_TK.flatten()
         return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, self.kept().flatten().long())
 
@@ -74,13 +74,13 @@ class RoutedForward(NamedTuple):
 
     placement: ExpertPlacement
     load_E: Int[Tensor, " E"]
-    """int64: assignments per expert, those that a capacity dropped included, those of padding not."""
+    """int64: pairs per expert, including pairs dropped by a capacity, excluding padding."""
     dropped_E: Int[Tensor, " E"] | None
-    """int64: those that a capacity dropped; None without a capacity."""
+    """int64: pairs dropped by a capacity; None without a capacity."""
     visits_P: Int[Tensor, " P"] | None
-    """int64: tokens that have experts on each rank of the EP group; None where it is of one rank."""
+    """int64: tokens that have experts on each rank of the EP group; None for a group of one rank."""
     crossings_M: Int[Tensor, " M"] | None
-    """int64: distinct tokens that have experts on each other node of the EP group; None where it is not counted."""
+    """int64: distinct tokens that have experts on each other node of the EP group; None if not counted."""
     row_bytes: RowBytes
     choices: Choices | None
     """None for readers that did not ask."""
@@ -98,7 +98,7 @@ class RoutingLog:
         self.dropped_E = torch.zeros_like(self.load_E)
         """The assignments that a capacity dropped."""
         self.last_load_E = self.load_E
-        """The load of the last forward alone, in training or evaluation: what router losses need."""
+        """Load of the last forward pass, in training or evaluation, for router losses."""
         self.last: RoutedForward | None = None
         """The last training forward."""
         self._followers: weakref.WeakSet[ForwardCursor] = weakref.WeakSet()
@@ -113,10 +113,9 @@ class RoutingLog:
         return Cursor(self)
 
     def follow(self, *, choices: bool = False) -> ForwardCursor:
-        """Return a reader of single forwards, from now on; with `choices` also of each token's experts.
+        """Return a reader of forward passes from now on, with `choices` also of each token's experts.
 
-        What it has not taken is kept for it, so it should read after each step, or every few. Entries are no longer
-        kept once the cursor is garbage collected.
+        Unread entries are kept until the cursor is garbage collected, so it should read every few steps.
         """
         cursor = ForwardCursor(choices=choices)
         self._followers.add(cursor)
@@ -132,7 +131,7 @@ class RoutingLog:
         if self._has_readers:
             self._deliver(forward)
 
-    # Traced, the growing lists would make torch.compile compile anew at each forward.
+    # If traced, the growing lists would make torch.compile recompile at each forward pass.
     @torch.compiler.disable
     def _deliver(self, forward: RoutedForward) -> None:
         for follower in self._followers:
@@ -140,7 +139,7 @@ class RoutingLog:
 
 
 class Cursor:
-    """What is new in the sums of a log since the last `advance`."""
+    """Reader of the increase of a log's sums since the last `advance`."""
 
     def __init__(self, log: RoutingLog):
         self.log = log
@@ -155,14 +154,14 @@ class Cursor:
         return self.log.load_E - self._read_E.to(self.log.load_E.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks have not read yet, as JSON values, by the EP rank of its source. A collective."""
+        """Return the unread counts of all ranks, as JSON values, by source EP rank. A collective."""
         groups, new_E = self.log.groups, self.new_load_E()
         load_PE = new_E.new_zeros(groups.ep_size, len(new_E))
         load_PE[groups.ep_rank] = new_E
         return {"load": sum_over_ranks(load_PE).tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Mark as unread what was unread when `state` was taken, and nothing else, on any number of ranks."""
+        """Mark as unread only the counts that were unread in `state`, for any number of ranks."""
         self.advance()
         groups = self.log.groups
         load_RE = torch.tensor(state["load"], device=self._read_E.device)
@@ -208,13 +207,13 @@ class Sample(NamedTuple):
     """Some tokens of each rank's last training forward of a layer."""
 
     choices_STK: NDArray[np.int32]
-    """The experts of each token, by the EP rank of its source; -1 where it has none, and to fill up."""
+    """Experts of each token, by source EP rank; -1 for no expert and for padding."""
     row_bytes: int
-    """Of a token's row, there and back."""
+    """Bytes of a token's row, dispatched and combined."""
 
 
 def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | None]:
-    """Return for each layer up to `tokens` tokens of each rank; None where no rank had a forward. A collective."""
+    """Return up to `tokens` tokens of each rank per layer; None if no rank had a forward pass. A collective."""
     mine: list[tuple[NDArray[np.int32], int] | None] = []
     for log in logs:
         if log.last is None or log.last.choices is None:

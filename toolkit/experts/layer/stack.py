@@ -1,6 +1,6 @@
 """The experts of one layer on this rank: stacked parameters, their placement, and the log of the layer's routing.
 
-A module with such a stack gives no part of its state dict for the whole, and takes its rows of a whole one.
+The state dict of a module with a partial stack raises; loading a full state dict takes this rank's rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 RowsInFiles = Literal["stacked", "joined", "columns"]
-"""E experts with A x B numbers each: (E, A, B); (E * A, B), one after another; or (A, B * E), the columns of experts
-within those of B."""
+"""Layout of E experts with A x B numbers each: (E, A, B); (E * A, B), concatenated; or (A, B * E), with the E experts
+interleaved in each column."""
 
 
 class ExpertStack:
@@ -52,22 +52,22 @@ class ExpertStack:
     ):
         self._parameters = dict(parameters)
         self._in_files = dict(in_files or {})
-        """Of parameters that are not stacked in files."""
+        """Layout in files of the parameters that are not stacked there."""
         self.computed_on: dict[str, torch.device] = {}
         """Name -> device of the computation, of parameters that stay in the host's memory."""
         self.only_names_are_read = False
-        """Whether the module's state dict is read for its names alone, so that rows of one rank may be in it."""
+        """Whether only the names of the module's state dict are read, so that it can hold rows of one rank."""
         self.groups = groups
         self.dispatcher = make_dispatcher(placement, groups)
         self.log = RoutingLog(placement.num_experts, groups)
         self.node_of_peer: Tensor | None = None
         """The node of each rank of the EP group; None unless `count_crossings` was called."""
         self.copies: WeakSet[ExpertStack] = WeakSet()
-        """Those of copied models, whose experts stay when these move."""
+        """Stacks of copied models, whose experts stay when these experts migrate."""
         self.is_known_to_stay = False
-        """Of a copy: whether a warning said so."""
+        """Whether a warning about this copy was given."""
         self.sync: ExpertSync | None = None
-        """What follows the optimizer under `ExpertParallel`."""
+        """Synchronization after each optimizer step under `ExpertParallel`."""
         self.mark()
         leave_out_of_every_ddp()
 
@@ -102,7 +102,7 @@ class ExpertStack:
 
     @property
     def device(self) -> torch.device:
-        """Return where the experts are computed, and their rows exchanged."""
+        """Return the device on which the experts are computed and their rows exchanged."""
         return next(iter(self.computed_on.values()), next(iter(self.parameters.values())).device)
 
     @property
@@ -148,9 +148,9 @@ class ExpertStack:
 
     @torch.no_grad()
     def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
-        """Place experts where a checkpoint has them, before their rows are read, so that nothing has to migrate.
+        """Adopt the placement of a checkpoint before its rows are read, so that no expert has to migrate.
 
-        Where this run has other ranks or slots they stay where they are, and the rows are read from there.
+        The placement is unchanged if this run has different ranks or slots.
         """
         saved = ExpertPlacement(tuple(tuple(row) for row in rows_of_ranks))
         if saved == self.placement or saved.slots_per_rank != self.placement.slots_per_rank:
@@ -172,10 +172,10 @@ class ExpertStack:
         training: bool,
         dropped_E: Int[Tensor, " E"] | None = None,
     ) -> None:
-        """Write the forward that `plan` dispatched into the log; one that is not `training` only as `last_load_E`.
+        """Log the forward pass that `plan` dispatched; without `training`, set only `last_load_E`.
 
-        `inputs` (..., D) were dispatched with `weights_TK`, `outputs` (..., D) are what came of them. `dropped_E`:
-        assignments that a capacity dropped, which are not in the plan's `load_E`. Assignments of padding are left out.
+        `inputs` (..., D) were dispatched with `weights_TK` and gave `outputs` (..., D). `dropped_E`: pairs dropped by a
+        capacity, which are not in the plan's `load_E`. Pairs of padding are not counted.
         """
         counted_T = counted_tokens(len(choices.expert_ids_TK))
         if counted_T is None:
@@ -217,10 +217,9 @@ class ExpertStack:
 
 
 def crossings(visits_TP: Bool[Tensor, "T P"], node_of_peer_P: Int[Tensor, " P"], here: int) -> Int[Tensor, " P"]:
-    """int64: tokens that visit each other node than that of peer `here`, each once however many of its experts are
-    there. No host sync.
+    """Return int64: distinct tokens sent to each node except the node of peer `here`. No host sync.
 
-    `node_of_peer_P`: int64, numbered from 0. There are as many counts as peers, the most nodes that there can be.
+    `node_of_peer_P`: int64, numbered from 0. The result has one count per peer, the maximum number of nodes.
     """
     peers_TM = torch.zeros_like(visits_TP, dtype=torch.int64).index_add_(1, node_of_peer_P, visits_TP.long())
     return (peers_TM > 0).sum(0).index_fill_(0, node_of_peer_P[here], 0)
@@ -253,7 +252,7 @@ def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
     """The expert stacks of `model` by the name of their module, in the order of modules."""
     stacks: dict[str, ExpertStack] = {}
     for name, module in model.named_modules():
-        # Its own: wrappers such as that of torch.compile give the attributes of the module within.
+        # `vars`, because wrappers such as torch.compile's forward attributes of the inner module.
         stack = vars(module).get("expert_stack")
         if isinstance(stack, ExpertStack):
             stacks[name] = stack
@@ -264,15 +263,15 @@ def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
 
 
 def hook_state(module: nn.Module) -> None:
-    """Has `module`, which has an `expert_stack`, refuse to give its rows for all, and take them of all."""
+    """Make `state_dict()` of `module` raise if its `expert_stack` is partial, and loading take this rank's rows."""
     module.register_state_dict_pre_hook(_refuse_partial_state_dict)
     module.register_load_state_dict_pre_hook(_take_rows)
 
 
 def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001
-    """Raise UserError where the experts of this rank, in the order of its slots, would be taken for all of them.
+    """Raise UserError if the experts of this rank, in slot order, would be mistaken for all experts.
 
-    Whoever passes `keep_vars` asks for the parameters that are here, and gets them.
+    `keep_vars=True` returns the parameters of this rank.
     """
     stack: ExpertStack = vars(module)["expert_stack"]
     if not keep_vars and not stack.only_names_are_read and stack.is_part:

@@ -1,6 +1,6 @@
 """Migration of experts: weights and optimizer rows go from one placement to another, in place.
 
-A schedule of rounds says what each rank sends, receives and copies; every rank computes the same one. In a round
+Every rank computes the same schedule of rounds, with the rows that each rank sends, receives and copies. In a round
 
     park      copy a slot's rows into the row buffer that each rank has, so that the slot is free
     exchange  send and receive the rows of all tensors of all moves at once, into slots whose rows are no longer needed
@@ -36,7 +36,7 @@ from toolkit.experts.placement.traffic import MigrationCost, migration_cost
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """What one migration sent, and how long it took."""
+    """Traffic and duration of one migration."""
 
     cost: MigrationCost
     """Within one EP group; every group sends as much."""
@@ -109,15 +109,15 @@ def place_experts(
 
     Args:
         model: The model.
-        placement: The placement of all layers, or of the layers that it names.
+        placement: The placement of all layers, or of each named layer.
         optimizer: The optimizer of the experts, whose rows move with them. None for a model that is not trained.
 
     Returns:
         A report for each layer, by its name.
 
     Raises:
-        UserError: On every rank alike, for a model without experts of ours; for a placement of other slots or experts;
-            and under `ExpertParallel` if gradients wait for a step, or for another optimizer than the prepared one.
+        UserError: On every rank, if the model has no sharded experts or the placement has different slots or experts;
+            under `ExpertParallel` also if gradients wait for a step, or if `optimizer` is not the prepared one.
 
     Example:
         ```python
@@ -152,7 +152,7 @@ def _require_prepared(optimizer: Optimizer | None, stack: ExpertStack) -> None:
 
 
 def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
-    """Raise UserError, on every rank alike, where experts have gradients that no step has taken."""
+    """Raise UserError, on every rank, if experts have gradients that no step has used."""
     waiting = [stack for stack in stacks if stack.sync is not None and stack.sync.awaits_step]
     parameters = [parameter for stack in waiting for parameter in stack.parameters.values()]
     mine = any(bool((p.grad != 0).any()) for p in parameters if p.grad is not None)
@@ -164,7 +164,7 @@ def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
         )
 
 
-# --- what has rows -----------------------------------------------------------------------------------------------
+# --- tensors with rows -------------------------------------------------------------------------------------------
 
 
 def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ class _Payload:
     rounds: list[Round]
     groups: ExpertGroups
     device: torch.device
-    """Where rows are exchanged, also rows that are kept in the host's memory."""
+    """Device on which rows are exchanged, including CPU-offloaded rows."""
     staged: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     """Device copies of this round for rows that are kept elsewhere, and the row if it receives."""
 
@@ -231,7 +231,7 @@ class _Payload:
                 _copy(self.buffer, self._rows(slot))
 
     def exchange(self, now: Round) -> list[dist.P2POp]:
-        """Return what this rank sends and receives; both sides list the transfers between them in the same order."""
+        """Return this rank's sends and receives; both peers list the transfers between them in the same order."""
         operations = []
         for transfer in now.transfers:
             move = transfer.move

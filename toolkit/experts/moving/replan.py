@@ -28,7 +28,7 @@ from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners import Planner, find_planner
 
 MOST_SAMPLED, FEWEST_SAMPLED = 4096, 32
-"""Tokens whose choices tell the guard what a placement sends: of all ranks, and of each."""
+"""Tokens sampled for the guard's traffic estimate: maximum over all ranks, minimum of each rank."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Migration:
 
 
 class Replanner:
-    """Every `options.every` optimizer steps, asks a planner for a new placement of each layer, and moves experts there.
+    """Periodic rebalancing: every `options.every` optimizer steps, a planner proposes a placement of each layer.
 
     The loads of the window are summed over all ranks, so all make the same plans. With `options.guarded`, each layer
-    has a guard (`toolkit.experts.placement.guard`). The first refusal for each reason is printed.
+    has a guard (`toolkit.experts.placement.guard`). The first rejection for each reason is printed.
 
     Args:
         stacks: The experts to plan for, by layer.
-        options: The planner (default: "swap"), how often it is asked, and what the guard assumes.
+        options: The planner (default: "swap"), its period, and the guard's assumptions.
     """
 
     def __init__(self, stacks: Mapping[str, ExpertStack], options: ReplanOptions):
@@ -61,7 +61,7 @@ class Replanner:
         self.planner: Planner = find_planner(planner) if isinstance(planner, str) else planner
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
-        """Those of this process."""
+        """Migrations of this process."""
         self.window_imbalance = 1.0
         """Busiest rank over the mean in the last window, mean over layers."""
         self.planner_seconds = 0.0
@@ -124,11 +124,11 @@ class Replanner:
 
     @property
     def plans_refused(self) -> int:
-        """Plans that the guards refused, in this process."""
+        """Plans rejected by the guards, in this process."""
         return sum(guard.refused for guard in self.guards.values())
 
     def _explain(self, step: int, layer: str, reason: str) -> None:
-        """Print a reason of the guard to refuse a plan, the first time that it occurs."""
+        """Print the guard's reason to reject a plan, the first time that it occurs."""
         kind = re.sub(r"[\d.e+-]+", "", reason)
         if kind not in self._explained and is_main():
             text = f"step {step:,}: the guard refuses a plan for {layer}: {reason} (moe/plans_refused).\n"
@@ -165,7 +165,7 @@ class Replanner:
             guard.cost_model = cost_model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values. Where experts are is in the checkpoint's manifest. A collective."""
+        """Return JSON values, without the placement, which is in the checkpoint's manifest. A collective."""
         return {
             "slots_per_rank": {name: stack.placement.slots_per_rank for name, stack in self.stacks.items()},
             "window": {name: cursor.state_dict() for name, cursor in self._cursors.items()},

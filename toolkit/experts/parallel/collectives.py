@@ -18,7 +18,7 @@ _KINDS: tuple[type[Exception], ...] = (RuntimeError, UserError, OSError)
 
 
 def rank() -> int:
-    """Return that of this process; 0 where it is alone."""
+    """Return the rank of this process; 0 for a single process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -28,12 +28,12 @@ def is_main() -> bool:
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """How many ranks `group` has, by default the world; 1 where this process is alone."""
+    """Return the number of ranks of `group`, by default the world; 1 for a single process."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank, in order of rank, on each. A collective of `group`, by default of all ranks."""
+    """Return the `value` of every rank, in order of rank. A collective of `group`, by default of all ranks."""
     if world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * world_size(group)
@@ -51,9 +51,9 @@ def broadcast_from_main(tensor: Tensor) -> None:
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """The result of `work` on every rank, in order of rank. A collective of `group`, by default of all ranks.
+    """Return the result of `work` on every rank, in order of rank. A collective of `group`, by default of all ranks.
 
-    Where it failed on one rank, all raise: UserError as it was, OSError if the disk was the cause, else RuntimeError.
+    If it failed on one rank, all raise: UserError unchanged, OSError if the disk was the cause, else RuntimeError.
     """
     result, failure = None, None
     try:

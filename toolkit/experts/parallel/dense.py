@@ -1,4 +1,4 @@
-"""The parameters that are not the experts': what DDP must leave alone, and what must hold of them. No Accelerate."""
+"""Non-expert parameters: exclusion of the others from DDP, and checks. Does not import Accelerate."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from toolkit.experts.parallel.ownership import is_owned
 
 
 def leave_out_of_ddp(model: nn.Module, equal: Sequence[str] = ()) -> None:
-    """Put owned parameters, and what is equal on all ranks for ever, on the list of what DDP leaves alone.
+    """Exclude owned parameters, and tensors that are always equal on all ranks, from DDP.
 
-    DDP then neither overwrites them with the first rank's nor averages their gradients. Without DDP it changes nothing.
+    DDP then neither broadcasts them from the first rank nor averages their gradients. Without DDP it has no effect.
 
     Args:
-        model: Which DDP will wrap.
-        equal: The names of frozen parameters that all ranks read from the same files.
+        model: The model that DDP will wrap.
+        equal: Names of frozen parameters that all ranks read from the same files.
 
     Raises:
-        ValueError: For an owned parameter on the root module: DDP makes the names that it ignores from those of
-            sub-modules, so it would skip the broadcast of such a parameter and still average its gradient.
+        ValueError: An owned parameter is on the root module. DDP excludes parameters by the names of sub-modules, so it
+            would skip the broadcast of this parameter but still average its gradient.
     """
     names = [name for name, parameter in model.named_parameters() if is_owned(parameter)]
     for name in names:
@@ -38,10 +38,9 @@ def leave_out_of_ddp(model: nn.Module, equal: Sequence[str] = ()) -> None:
 
 @cache
 def leave_out_of_every_ddp() -> None:
-    """Have each DDP that is made from now on leave out owned parameters, also those of a module within another one.
+    """Exclude owned parameters from every DDP instance created from now on, also in nested modules.
 
-    A LightningModule, a module that computes the loss, or `torch.compile` put other names before those of the model, by
-    which DDP excludes parameters.
+    DDP excludes parameters by name, and a LightningModule, a loss module or `torch.compile` adds a prefix to names.
     """
 
     def exclude(module: nn.Module) -> None:
@@ -52,7 +51,7 @@ def leave_out_of_every_ddp() -> None:
 
 
 OF_EACH_PROCESS = "batch norm is over each process's part of the batch, unlike in one process: "
-"""The beginning of what is said of a model that `has_batch_norm`; how it is made one over all depends on the host."""
+"""First part of the warning about a model that `has_batch_norm`; the integration adds the remedy."""
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -73,7 +72,7 @@ def constant_buffers(model: nn.Module) -> list[str]:
 def keep_group_longer_than(model: DistributedDataParallel) -> None:
     """Hold a reference to the process group of `model` for longer than DDP's reducer and logger do.
 
-    If the reducer drops the last reference, which happens where a model outlives its run, the group is destroyed under
+    If the reducer drops the last reference, which happens if a model outlives its run, the group is destroyed under
     the GIL and joins its threads, one of which may be waiting for the GIL to free the tensors of its last collective.
     """
     for holder in holders_of_process_group(model):

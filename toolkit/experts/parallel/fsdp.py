@@ -1,7 +1,7 @@
-"""FSDP2 for the parameters that would otherwise be replicated; experts are not sharded and stay with their owners.
+"""FSDP2 for the non-expert parameters; experts stay with their owners.
 
-Ranks may form several sets, each of which has all shards (HSDP): gradients are scattered within a set, and averaged
-between the ranks of all sets that have the same shard, once per optimizer step.
+Ranks can form several sets, each of which has all shards (HSDP): gradients are reduce-scattered within a set, and
+averaged between the ranks with the same shard once per optimizer step.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def fully_shard_dense(
 ) -> None:
     """Shard all parameters of `model` but `ignored` over the ranks, in place; all go to the device. A collective.
 
-    Modules that repeat in a list are gathered one at a time, and so are those whose parameters have another type than
-    most, such as a router in float32; the rest together.
+    Repeated modules in a list are gathered one at a time, as are modules with a less common dtype, such as a router in
+    float32; the rest is gathered together.
 
     Args:
-        model: Sets of shards begin with the weights of the first one, as replicas do under DDP.
-        optimizers: Are given the new parameters; they must not have stepped.
-        device: Where this rank's shards and the ignored parameters go.
-        fsdp_size: So many neighbouring ranks have one set of shards; None: all.
-        ignored: Stay whole on each rank.
-        is_synchronising: Says before a forward whether it is that of the last micro-batch of a step.
-        autocast: A type that the forward computes in.
+        model: The model. All sets of shards start with the weights of the first set, as replicas do under DDP.
+        optimizers: Optimizers that get the new parameters; they must not have stepped.
+        device: Device of this rank's shards and of the ignored parameters.
+        fsdp_size: Number of neighbouring ranks that hold one set of shards. None: all.
+        ignored: Parameters that are not sharded.
+        is_synchronising: Whether the next forward pass is for the last micro-batch of a step.
+        autocast: Autocast dtype of the forward pass.
 
     Raises:
         UserError: An optimizer has state already, or a trainable parameter is in none of `optimizers`.
@@ -79,7 +79,7 @@ def fully_shard_dense(
 
 
 def _refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], replaced: Mapping[str, nn.Parameter]) -> None:
-    """Raise UserError where an optimizer has state of parameters that are `replaced`, or none has a trainable one."""
+    """Raise UserError if an optimizer has state of `replaced` parameters, or a trainable one has no optimizer."""
     held: set[nn.Parameter] = set()
     for optimizer in optimizers:
         held |= {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -156,7 +156,7 @@ def _units(model: nn.Module, trainable: set[nn.Parameter]) -> list[nn.Module]:
     elements: Counter[torch.dtype] = Counter()
     for parameter in trainable:
         elements[parameter.dtype] += parameter.numel()
-    # Of a tie the same on every rank, where sets have other orders.
+    # Break ties by name, because the order of sets differs between ranks.
     usual = max(elements, key=lambda dtype: (elements[dtype], str(dtype)), default=None)
     holders = Counter(parameter for module in modules for parameter in module.parameters(recurse=False))
     wanted = set(_repeated(model))

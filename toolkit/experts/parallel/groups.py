@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from jaxtyping import Shaped
 
 Partition = tuple[tuple[int, ...], ...]
-"""Groups of equally many ranks that together are the world; ranks ascend in each group, groups by their first rank."""
+"""Groups of equal size that partition the world; ranks ascend in each group, groups by their first rank."""
 
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """The nodes of an EP group, with equally many ranks on each: those of a node are consecutive EP ranks."""
+    """Nodes of an EP group, with the same number of consecutive EP ranks on each node."""
 
     count: int
     """Nodes."""
     size: int
-    """Ranks of the EP group on each."""
+    """Ranks of the EP group on each node."""
     inside: dist.ProcessGroup
-    """Those on this node."""
+    """Ranks of the EP group on this node."""
     between: dist.ProcessGroup
-    """One on each node: those with this rank's place on its node."""
+    """Ranks with this rank's index on their node, one per node."""
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The world as EP groups of `ep_size` ranks, each of which holds every expert.
+    """The world as EP groups of `ep_size` ranks; each group holds every expert.
 
     With 4 ranks and `ep_size` 2, {0, 1} and {2, 3} are EP groups, {0, 2} and {1, 3} expert data-parallel groups; or the
-    other way round, with a stride of 2. The experts of a rank are those of its place in its EP group.
+    other way round, with a stride of 2. A rank's index in its EP group determines its experts.
     """
 
     ep_size: int = 1
@@ -53,13 +53,13 @@ class ExpertGroups:
     ep_rank: int = 0
     """This rank's index in its EP group."""
     ep_group: dist.ProcessGroup | None = None
-    """The ranks of this EP group; None where there is only this one."""
+    """Ranks of this EP group; None if it has only this rank."""
     expert_dp_group: dist.ProcessGroup | None = None
-    """The ranks that hold the same experts as this one; None where there is only this one."""
+    """Ranks that hold the same experts as this rank; None if no other rank does."""
     partition: Partition | None = None
     """The ranks of each EP group; None for neighbours. See `ep_groups`."""
     nodes: NodeGroups | None = None
-    """None where ranks exchange rows with each other, whichever node they are on."""
+    """Node groups of the hierarchical all-to-all; None for the flat one."""
 
     @property
     def ep_groups(self) -> Partition:
@@ -135,10 +135,10 @@ def make_expert_groups(
 
 
 def strided_partition(world: int, ep_size: int, stride: int = 1) -> Partition:
-    """The groups of `ep_size` ranks that are `stride` apart, out of `world`.
+    """Split `world` ranks into groups of `ep_size` ranks that are `stride` apart.
 
-    With 8 ranks in groups of 2 that are 2 apart: {0, 2}, {1, 3}, {4, 6}, {5, 7}. Raises UserError where `world` is no
-    multiple of their product.
+    With 8 ranks in groups of 2 that are 2 apart: {0, 2}, {1, 3}, {4, 6}, {5, 7}. Raises UserError if `world` is not a
+    multiple of `ep_size * stride`.
     """
     check_group_size(world, ep_size, stride)
     blocks = range(0, world, ep_size * stride)
@@ -159,9 +159,9 @@ def _agreed_partition(ranks: Sequence[Sequence[int]] | DeviceMesh | None) -> Par
 
 
 def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
-    """The groups, given that of each rank in ascending order, empty where it has none.
+    """Return the partition, given the group of each rank in ascending order, empty for a rank without a group.
 
-    Raises UserError where ranks disagree, a rank is in no group, or groups differ in size.
+    Raises UserError if ranks disagree, a rank is in no group, or groups differ in size.
     """
     partition = tuple(sorted({tuple(group) for group in group_of_rank}))
     is_whole = sorted(rank for group in partition for rank in group) == list(range(len(group_of_rank)))
@@ -190,7 +190,7 @@ def _node_groups(partition: Partition) -> NodeGroups:
 
 
 def new_group_of_each(partition: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """A process group for each group of ranks; returns that of this rank, None where it has no other. A collective."""
+    """Create a process group per group of ranks; return this rank's, None for a group of one. A collective."""
     mine = None
     for ranks in partition:
         if len(ranks) > 1:
@@ -216,7 +216,7 @@ def wait_for(work: dist.Work, device: torch.device) -> None:
 
 
 def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """`value`, summed in place over all ranks where there are several. A collective."""
+    """Sum `value` in place over all ranks and return it. A collective."""
     if dist.is_initialized():
         waits.timed("losses", value.device, dist.all_reduce, value)
     return value
@@ -225,10 +225,9 @@ def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
 def extremes_over_ranks(
     value: Shaped[Tensor, "*shape"], group: dist.ProcessGroup | None = None
 ) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
-    """The largest and the smallest of each element over the ranks of `group`, None for all; one collective, where there
-    are several processes.
+    """Return the element-wise maximum and minimum over the ranks of `group`; None: all ranks. One collective.
 
-    Where they are the same, so is `value` on all ranks.
+    If the two are equal, `value` is equal on all ranks.
     """
     if not dist.is_initialized():
         return value, value

@@ -1,7 +1,7 @@
-"""Optimizers of owned parameters: what one does to a row may depend on that row only, as each rank has other rows.
+"""Optimizers of owned parameters: the update of a row must depend only on that row, because each rank has other rows.
 
-AdamW, Adagrad or SGD treat each number by itself. Adafactor, LAMB or Prodigy use statistics of a whole tensor or model,
-which would be those of one rank's rows. Optimizers are not known by name: each is tried.
+AdamW, Adagrad and SGD are element-wise. Adafactor, LAMB and Prodigy use statistics of a tensor or model, which would
+cover only one rank's rows. There is no list of optimizer names: each optimizer is tried.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from toolkit.experts.compat import set_data_of_other_shape
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 
 ROWS, LARGEST, STEPS, LR, GROWTH = 5, 4, 3, 0.1, 100.0
-"""Of a trial: rows of each owned parameter, its other dimensions at most, steps, the learning rate, and how many times
-larger gradients of other experts become from step to step."""
+"""Settings of a trial: rows of each owned parameter, maximum of its other dimensions, steps, learning rate, and growth
+factor per step of the gradients of other experts."""
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside `AcceleratedOptimizer`, or `optimizer` itself where it is not wrapped."""
+    """Return the optimizer inside `AcceleratedOptimizer`, or `optimizer` itself if it is not wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def refuse_coupled_rows(optimizer: Optimizer) -> None:
-    """Raise UserError where what `optimizer` does depends on the rows of owned parameters that other ranks hold.
+    """Raise UserError if updates of `optimizer` depend on rows of owned parameters that other ranks hold.
 
-    The optimizer itself is not called: another of its type, with its settings, makes steps on small tensors of random
-    numbers, twice. Between the two only the last row of owned parameters differs; nothing else may. Where that cannot
-    be tried there is a warning. Changes no weights, no state, and no random state.
+    A copy of the optimizer, with its settings, makes steps on small random tensors, twice. Between the two trials only
+    the last row of owned parameters differs, so no other row may. If the trial fails, there is a warning. Weights,
+    optimizer state and random state are unchanged.
 
-    On any number of ranks raises UserError for states without a row for each of the parameter's: none could be saved.
+    For any world size, also raises UserError if a state lacks a row for each parameter row: it could not be saved.
     """
     inner = unwrapped(optimizer)
     name = type(inner).__name__
@@ -84,7 +84,7 @@ def refuse_strangers(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 _STEPPED_BY = WeakTensorKeyDictionary()
-"""Parameter -> what gives the only optimizer that can step it."""
+"""Parameter -> reference to the only optimizer that can step it."""
 
 
 def step_by_only(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -> Callable[[], None]:
@@ -165,12 +165,12 @@ def _set_data(parameter: Tensor, data: Tensor) -> None:
 
 
 class RowsInUse:
-    """Lets a training step see the rows in use of `parameters` and of their states alone: from `narrow`, before its
-    forward, to the end of the step of `optimizer`, or `widen` where none is made.
+    """Restriction of a training step to the rows in use of `parameters` and their states, from `narrow`, before the
+    forward pass, to the end of the step of `optimizer`, or to `widen` without a step.
 
-    What is in no use is zero: weights, gradients and moments, which a step would leave as they are, in as much time as
-    others take. An optimizer makes its states in its first step, which is on all rows. Parameters whose gradients DDP
-    averages, in buckets of a fixed size, are narrowed for the optimizer's step only: `in_ddp`, all that are not owned.
+    Weights, gradients and moments of unused rows are zero, so a step would spend time without changing them. The first
+    step, which creates the optimizer states, uses all rows. With `in_ddp`, parameters that are not owned are narrowed
+    for the optimizer step only, because DDP averages their gradients in buckets of a fixed size.
     """
 
     def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer, *, in_ddp: bool):
@@ -178,7 +178,7 @@ class RowsInUse:
         self._optimizer = unwrapped(optimizer)
         self._weights: list[tuple[Tensor, Tensor, SetData]] = []
         self._states: list[tuple[dict[str, Any], str, Tensor]] = []
-        """Of the step that is running, the whole tensors."""
+        """Full state tensors during a step."""
         self._hooks = [
             self._optimizer.register_step_pre_hook(lambda *_: self._narrow(self.parameters, _set_data)),
             self._optimizer.register_step_post_hook(lambda *_: self.widen()),
@@ -193,7 +193,7 @@ class RowsInUse:
             hook.remove()
 
     def narrow(self) -> None:
-        """Has to be called before the forward of a step, without gradients."""
+        """Narrow the parameters. Call it before the forward pass of a step, without gradients."""
         self._narrow([p for p in self.parameters if is_owned(p) or not self.in_ddp], set_data_of_other_shape)
 
     def _narrow(self, parameters: Iterable[Tensor], set_data: SetData) -> None:
@@ -222,7 +222,7 @@ class RowsInUse:
 
 
 def rows_of_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tensor:
-    """`value`, state `key` of `parameter`, if it has a row for each of the parameter's. Else UserError says `name`."""
+    """Return `value`, state `key` of `parameter`. Raises UserError with `name` unless it has one row per expert."""
     if value.shape[0] == parameter.shape[0]:
         return value
     raise UserError(
@@ -235,11 +235,11 @@ def rows_of_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
 def _try(
     optimizer: Optimizer, parameters: list[nn.Parameter], *, others_differ: bool
 ) -> tuple[list[Tensor], list[tuple[nn.Parameter, dict[str, Any]]]]:
-    """Steps of another optimizer like `optimizer` on small parameters: those, without the last row of owned ones; and
-    the owned ones with their states.
+    """Step a copy of `optimizer` on small parameters; return them, without the last row of owned parameters, and the
+    owned parameters with their states.
 
-    Where `others_differ`, the last rows have other weights, and other gradients that grow from step to step: to a
-    constant factor an optimizer that divides by the size of gradients would be blind.
+    With `others_differ`, the last rows have different weights and gradients that grow from step to step, because an
+    optimizer that normalizes gradients would not react to a constant factor.
     """
     draws, other_draws = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
     growth = 1.0
@@ -275,7 +275,7 @@ def _try(
             group["lr"].fill_(LR)
         elif isinstance(group.get("lr"), float | int):
             group["lr"] = LR
-    if callable(train := getattr(other, "train", None)):  # schedule-free optimizers step in this mode alone
+    if callable(train := getattr(other, "train", None)):  # schedule-free optimizers step in training mode only
         train()
     step = type(optimizer).step
     closure = [lambda: torch.zeros(())] if len(inspect.signature(step).parameters) > 1 else []

@@ -135,7 +135,7 @@ def ownership_of(parameter: Tensor) -> Ownership | None:
 
 
 def is_owned(parameter: Tensor) -> bool:
-    """Whether other ranks hold other rows, so that DDP must leave `parameter` alone."""
+    """Whether other ranks hold other rows, so that DDP must exclude `parameter`."""
     ownership = ownership_of(parameter)
     return ownership is not None and ownership.groups.ep_size > 1
 

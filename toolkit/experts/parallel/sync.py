@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Arrivals:
-    """What hooks of parameters hold instead of the `ExpertSync`, whose parameters would never be freed."""
+    """State of the parameter hooks; a reference to the `ExpertSync` would keep its parameters alive."""
 
     await_average: bool = True
     await_step: bool = False
@@ -35,7 +35,7 @@ class _Arrivals:
 
 
 class ExpertSync:
-    """What expert parallelism adds around an optimizer step.
+    """Expert-parallel synchronization around an optimizer step.
 
     `before_clip`, `clip` and `after_step` are collectives: call them on every rank.
 
@@ -196,9 +196,9 @@ class ExpertSync:
 
 
 def _sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
-    """Add the gradients of a row's replicas to its owner's, and zero those of the others.
+    """Add the gradients of a row's replicas to its owner's gradient, and zero the replicas' gradients.
 
-    Frozen parameters keep none: weight decay moves what has a gradient of zero.
+    Frozen parameters keep no gradient: weight decay changes parameters whose gradient is zero.
     """
     for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -222,7 +222,7 @@ def _ownership(parameter: Tensor) -> Ownership:
 
 
 def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, ownership: Ownership) -> Tensor:
-    """Send rows to each rank of the EP group; returns what was received, in order of rank."""
+    """Send rows to each rank of the EP group and return the received rows, in order of rank."""
     result = rows.new_empty(len(received.rows), *rows.shape[1:])
     out = rows.index_select(0, sent.rows)
     dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)

@@ -47,7 +47,7 @@ class Wait:
 
 
 class Waits:
-    """The collectives of this process since the last `take`, while `on`; otherwise measuring costs nothing."""
+    """Timed collectives of this process since the last `take`, while `on`; no overhead while off."""
 
     def __init__(self) -> None:
         self.on = False
@@ -56,7 +56,7 @@ class Waits:
     def timed(
         self, kind: str, device: torch.device, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return what `collective` returns."""
+        """Call and time `collective`; return its result."""
         if torch.compiler.is_compiling() or not self.on:
             return collective(*args, **kwargs)
         begin = mark(device)
@@ -65,7 +65,7 @@ class Waits:
         return result
 
     def add(self, kind: str, begin: Mark, end: Mark) -> None:
-        """Note what was measured elsewhere."""
+        """Add an external measurement."""
         if self.on:
             self._waits.append(Wait(kind, begin, end))
 
@@ -76,4 +76,4 @@ class Waits:
 
 
 waits = Waits()
-"""Of this process, which is one rank. Kinds: counts, experts, losses, gradients."""
+"""Timed collectives of this rank. Kinds: counts, experts, losses, gradients."""

@@ -90,8 +90,8 @@ class CostModel:
     """Experts of a token."""
 
     def step_seconds(self, load_E: NDArray[Any], placement: ExpertPlacement) -> float:
-        """Return the seconds of the busiest rank's experts in a step with `load_E` rows per expert, and of what
-        replicas send."""
+        """Return the seconds of the busiest rank's experts and of replica traffic in a step with `load_E` rows per
+        expert."""
         experts = self.expert_seconds(load_E @ shares(placement), placement.slots_per_rank)
         return float(experts + self.replica_seconds(placement))
 
@@ -134,7 +134,7 @@ class CostModel:
 
     def _transfer_seconds(self, bytes_PP: NDArray[Any]) -> Floats:
         """Return (...), the seconds until each rank has sent and received its part of `bytes_PP` (..., P, P), without
-        latency. Links work in both directions at once; what stays on a rank costs nothing."""
+        latency. Links are full-duplex; rows that stay on a rank cost nothing."""
         leaving_PP = np.where(np.eye(bytes_PP.shape[-1], dtype=bool), 0, bytes_PP)
         busier_P = np.maximum(leaving_PP.sum(-1), leaving_PP.sum(-2))
         return self.together(busier_P / self.bytes_per_second)

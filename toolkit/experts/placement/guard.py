@@ -1,10 +1,9 @@
 """The guard: a check per layer that a plan saves more time than its migration costs, in training and in replays.
 
 A window is the load between two plans. A plan is made for one window, and its gain changes from window to window. So
-the guard computes its gain for each of the last HISTORY windows and predicts a lower bound of the mean: the mean less
-1.5 times its standard error, of the last RECENT windows (loads that drift) or of all (loads that do not), whichever is
-larger. What a plan saves of the exchange of rows is added if `review` is told tokens' choices: the saving of the last
-window.
+the guard computes its gain for each of the last HISTORY windows and predicts a lower bound of the mean: the mean minus
+1.5 times its standard error, over the last RECENT windows (for drifting loads) or over all (for stable loads),
+whichever is larger. If `review` gets the tokens' choices, the all-to-all time saved in the last window is added.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ HISTORY, RECENT = 20, 3
 PATIENCE = 2
 """Windows in a row in which a plan was worse before it is rolled back."""
 MARGIN = 1.5
-"""A plan must save this many times what its migration costs."""
+"""Minimum ratio of a plan's saving to its migration cost."""
 LEAST = 0.005
 """A plan must save this fraction of the time of the experts: a migration adds noise of its own to a run."""
 
 
 class MigrationGuard:
-    """Accepts or refuses the plans of one layer.
+    """Cost check that accepts or rejects the plans of one layer.
 
-    After each window of steps call `review`, which may return a placement to roll back to. If it returns None, ask
-    `accepts` about a new plan. The caller must apply what either decides.
+    After each window of steps call `review`, which can return a placement to roll back to. If it returns None, ask
+    `accepts` about a new plan. The caller must apply either decision.
     """
 
     def __init__(self, cost_model: CostModel):
         self.cost_model = cost_model
         self.refused = 0
-        """Plans that `accepts` has refused, in this process."""
+        """Plans that `accepts` has rejected, in this process."""
         self.reason = ""
-        """Why it refused the last one."""
+        """Reason of the last rejection."""
         self._windows: list[Floats] = []
         self._choices_PTK: NDArray[Any] | None = None
         self._replaced: list[tuple[ExpertPlacement, list[float]]] = []

@@ -87,7 +87,7 @@ class ExpertPlacement:
         return self._replicas[expert]
 
     def owner(self, expert: int) -> Place:
-        """Return the replica that the optimizer updates: that of the lowest rank."""
+        """Return the replica that the optimizer updates: the one on the lowest rank."""
         return self._replicas[expert][0]
 
     def replica_on(self, expert: int, rank: int) -> Place | None:
@@ -95,7 +95,7 @@ class ExpertPlacement:
         return next((place for place in self._replicas[expert] if place.rank == rank), None)
 
     def experts_on(self, rank: int) -> list[int]:
-        """Return the expert id of each slot of `rank`, `EMPTY_ROW` where it is empty."""
+        """Return the expert id of each slot of `rank`, `EMPTY_ROW` for an empty slot."""
         return list(self.slots[rank])
 
     @property
@@ -118,17 +118,16 @@ class ExpertPlacement:
         return torch.tensor([len(places) for places in self._replicas])
 
     def expert_of_slot(self) -> Tensor:
-        """Return int64 (ranks, stride), the expert in each slot; `EMPTY_ROW` where it is empty or the rank has fewer
-        slots."""
+        """Return int64 (ranks, stride), the expert in each slot; `EMPTY_ROW` for an empty or missing slot."""
         return torch.tensor([[*row, *[EMPTY_ROW] * (self.stride - len(row))] for row in self.slots])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return the placement as JSON values."""
         return {"num_experts": self.num_experts, "slots": [list(row) for row in self.slots]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ExpertPlacement:
-        """Return the placement that `to_dict` wrote; raises ValueError where the numbers contradict each other."""
+        """Return the placement that `to_dict` wrote. Raises ValueError if the numbers contradict each other."""
         placement = cls(tuple(tuple(int(e) for e in row) for row in data["slots"]))
         if placement.num_experts != data["num_experts"]:
             raise ValueError(f"slots hold {placement.num_experts} experts, not {data['num_experts']}")
@@ -161,7 +160,7 @@ def contiguous(num_experts: int, ranks: int, *, slots_per_rank: int | None = Non
     Args:
         num_experts: Number of experts.
         ranks: Ranks of an EP group.
-        slots_per_rank: Slots of each rank. Default: as many as the first rank has experts.
+        slots_per_rank: Slots of each rank. Default: the number of experts on the first rank.
 
     Raises:
         UserError: `num_experts` is larger than `MOST_EXPERTS`, such as in a damaged config.json.
@@ -218,7 +217,7 @@ class Move:
 
     @property
     def travels(self) -> bool:
-        """Whether it leaves its rank."""
+        """Whether the expert leaves its rank."""
         return self.source_rank != self.rank
 
 
@@ -239,7 +238,7 @@ def moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
 
 
 def owner_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """Return the moves of what only owners have, such as optimizer rows: from owner to owner.
+    """Return the moves of rows that only owners have, such as optimizer rows: from owner to owner.
 
     Not a subset of `moves`: a rank whose weights stay in their slot can become the owner.
     """

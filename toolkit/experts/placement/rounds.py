@@ -26,7 +26,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Moves whose rows are sent together, after those of some slots were put into buffers."""
+    """Moves whose rows are sent together, after the rows of some slots were put into buffers."""
 
     parked: tuple[Place, ...]
     """Slots whose rows are put into their rank's buffer first."""
@@ -34,13 +34,13 @@ class Round:
 
 
 def schedule(moves: Sequence[Move]) -> list[Round]:
-    """Return rounds that make every move once, such that no row is overwritten before all its receivers have it; a
+    """Return rounds that make every move once, such that no row is overwritten before all its receivers have it, with a
     buffer of one row per rank.
 
-    A slot takes its new rows when no slot waits for those it has, or when all that wait receive them in the same round
-    and the buffer of its rank is free. What remains are cycles. A cycle that visits each rank at most once is done in
-    one round. Of any other, one slot is put into its rank's buffer, which makes the cycle a chain with a free end. So
-    each round makes progress.
+    A slot takes its new rows if no slot waits for its old rows, or if all waiting slots receive them in the same round
+    and the buffer of its rank is free. The remaining moves are cycles. A cycle that visits each rank at most once takes
+    one round. In any other cycle, one slot is put into its rank's buffer, which turns the cycle into a chain with a
+    free end. So each round makes progress.
     """
     pending = {Place(move.rank, move.slot): move for move in sorted(moves, key=lambda move: (move.rank, move.slot))}
     waiting: dict[Place, set[Place]] = defaultdict(set)
@@ -63,7 +63,7 @@ def _source(move: Move) -> Place:
 
 
 class _Draft:
-    """A round that is being planned. `pending`, `waiting` and `parked` are what earlier rounds left."""
+    """A round that is being planned, with `pending`, `waiting` and `parked` left by earlier rounds."""
 
     def __init__(self, pending: dict[Place, Move], waiting: dict[Place, set[Place]], parked: set[Place]):
         self.pending, self.waiting, self.parked = pending, waiting, parked
@@ -88,7 +88,7 @@ class _Draft:
         self.busy.add(place.rank)
 
     def cycles(self) -> list[list[Place]]:
-        """Return the cycles among what is not taken, for whose slots only the next slot of the cycle waits."""
+        """Return the cycles of remaining moves in which only the next slot of the cycle waits for each slot."""
         found = []
         seen = set(self.taken)
         for start in self.pending:

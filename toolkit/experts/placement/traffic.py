@@ -19,8 +19,7 @@ from toolkit.experts.placement.placement import ExpertPlacement, moves, owner_mo
 
 
 def rows_per_slot(load_PE: NDArray[Any], placement: ExpertPlacement, *, sources: Sequence[int] | None = None) -> Ints:
-    """Return int64 (..., P, global slots), how many of each rank's pairs go to each slot, in one forward pass or in
-    each of several.
+    """Return int64 (..., P, global slots), the pairs of each rank for each slot, in one or several forward passes.
 
     A rank that has a replica of the expert uses it. Otherwise the i-th of a rank's tokens for an expert with M replicas
     goes to replica (rank + i) mod M.
@@ -28,10 +27,10 @@ def rows_per_slot(load_PE: NDArray[Any], placement: ExpertPlacement, *, sources:
     Args:
         load_PE: (..., P, E), the pairs of each rank for each expert.
         placement: The placement.
-        sources: The ranks that `load_PE` is from. None: all.
+        sources: The source ranks of `load_PE`. None: all.
 
     Raises:
-        ValueError: For a load of another shape.
+        ValueError: `load_PE` has a different shape.
     """
     load = np.asarray(load_PE, dtype=np.int64)
     source_P = np.arange(placement.ranks) if sources is None else np.asarray(sources)
@@ -57,8 +56,8 @@ def rows_per_slot(load_PE: NDArray[Any], placement: ExpertPlacement, *, sources:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows between ranks in one pass: dispatch sends them, combine returns as many, and the backward pass does both
-    again. Or the pairs that the rows are sent for."""
+    """Rows between ranks in one dispatch, or their pairs. Combine returns the same number of rows, and the backward
+    pass repeats both."""
 
     rows_PP: Ints
     """Rows that each rank sends to each; the diagonal stays on its rank."""
@@ -116,14 +115,14 @@ def _earlier(id_N: Ints) -> Ints:
 
 
 def hierarchical_rows(visits_PP: NDArray[Any], visits_PG: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return twice (P, P), rows between nodes, and rows inside them, if each token goes to a node once.
+    """Return twice (P, P), rows between nodes and inside nodes, with the hierarchical all-to-all.
 
-    A row goes to the rank with the place of its source on the other node, and from there to the ranks that it visits;
-    what stays on a rank is on a diagonal.
+    A row goes to the rank with its source's index on the other node, and from there to the ranks of its experts; rows
+    that stay on a rank are on the diagonal.
 
     Args:
-        visits_PP: (P, P), tokens of each rank that have experts on each rank, with equally many consecutive ranks on
-            each node.
+        visits_PP: (P, P), tokens of each rank that have experts on each rank, with the same number of consecutive ranks
+            on each node.
         visits_PG: (P, G), tokens of each rank that have experts on each node.
     """
     ranks, nodes = visits_PG.shape
@@ -166,14 +165,14 @@ def replica_rows(placement: ExpertPlacement) -> Ints:
 
 @dataclass(frozen=True)
 class MigrationCost:
-    """What one change of placement sends."""
+    """Traffic of one change of placement."""
 
     experts: int
     """Physical experts that leave their rank."""
     weight_bytes: int
     optimizer_bytes: int
     busiest_rank_bytes: int
-    """Sent or received by one rank, the larger; what the time depends on."""
+    """Maximum of bytes sent and bytes received by one rank; it determines the time."""
 
     @property
     def bytes(self) -> int:

@@ -30,10 +30,10 @@ class Forwards(NamedTuple):
     dropped_FLE: Tensor
     """int64: assignments that a capacity dropped."""
     visits_FLR: Tensor
-    """int64: tokens that have experts on each rank of the EP group; 0 where it is of one rank."""
+    """int64: tokens that have experts on each rank of the EP group; 0 for a group of one rank."""
     crossings_FLR: Tensor
-    """int64: distinct tokens that went to each other node, numbered within the EP group, of which there are at most as
-    many as ranks; 0 where `ExpertStack.count_crossings` was not called."""
+    """int64: distinct tokens sent to each other node, numbered within the EP group; one entry per rank, 0 if
+    `ExpertStack.count_crossings` was not called."""
 
 
 class ModelForwards:

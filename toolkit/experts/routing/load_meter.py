@@ -40,7 +40,7 @@ class LoadMeter:
     def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
         self.forwards = ModelForwards(model)
         self.names, self.stacks = self.forwards.names, self.forwards.stacks
-        # Counts are in the order of EP groups: the first ranks are those of the first group, and so on.
+        # Counts are in the order of EP groups: first the ranks of the first group, and so on.
         self.order = [r for group in self.stacks[0].groups.ep_groups for r in group] if self.stacks else [rank()]
         self.place, self.world_size = self.order.index(rank()), world_size()
         per_node = ranks_per_node or launched_per_node(self.world_size)
@@ -123,7 +123,7 @@ class LoadMeter:
         return shares, metrics
 
     def begin(self, step: int) -> None:
-        """Begin a new window at `step`, without what was counted before."""
+        """Begin a new window at `step`, without earlier counts."""
         self.forwards.take(fill=True)
         self.window = self.empty()
         self.began = step

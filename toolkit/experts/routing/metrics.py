@@ -24,7 +24,7 @@ PER_FORWARD = {"received_FLW", "imbalance_FL"}
 
 
 class _Sums:
-    """Dataclass fields that are arrays: sums over forwards, but for those of `PER_FORWARD`."""
+    """Base of dataclasses with array fields: sums over forward passes, except for the fields in `PER_FORWARD`."""
 
     def then(self, later: Self) -> Self:
         """Return these forward passes and `later` ones."""
@@ -39,7 +39,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class DispatchCounts(_Sums):
-    """What some source ranks sent. Counts of different sources in the same forwards add up element by element."""
+    """Rows sent by some source ranks. Counts of different sources in the same forward passes add up element-wise."""
 
     load_LE: Ints
     """Assignments per expert, over all forwards, dropped ones included."""
@@ -76,7 +76,7 @@ def count(
     visits_LSR: NDArray[Any] | None = None,
     crossings_LSR: NDArray[Any] | None = None,
 ) -> DispatchCounts:
-    """Count what some ranks sent in forwards under one placement per layer.
+    """Count the rows that some ranks sent in forward passes under one placement per layer.
 
     Args:
         sent_FLSE: Rows from each source rank to each expert.
@@ -86,8 +86,8 @@ def count(
         dropped_LE: Pairs that a capacity dropped. None: none.
         visits_LSR: Tokens of each source that have experts on each rank. None: not counted.
         crossings_LSR: Tokens of each source that have experts on each other node
-            (`toolkit.experts.layer.stack.crossings`). None: not counted. Loads do not say which experts one token
-            chose, so neither of the two can be derived from them.
+            (`toolkit.experts.layer.stack.crossings`). None: not counted. Neither can be derived from loads, which do
+            not contain the experts of single tokens.
     """
     forwards, layers, _, experts = sent_FLSE.shape
     group = placements[0].ranks
@@ -118,7 +118,7 @@ class Window(_Sums):
     load_LE: Ints
     dropped_LE: Ints
     imbalance_FL: Floats
-    """Maximum over mean of the rows per rank of the world; 0 where a layer has no rows."""
+    """Return maximum over mean of the rows per rank of the world; 0 for a layer without rows."""
     sent_LWR: Ints
     visits_LWR: Ints
     crossings_LWR: Ints
@@ -160,11 +160,11 @@ def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
 
 
 def usage_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """Return the balance over experts in five numbers, whatever the number of layers and experts, given each layer's
-    load (E); empty without loads. Layers that were not called are left out.
+    """Return five metrics of the balance over experts, given each layer's load (E); empty without loads. Layers that
+    were not called are left out.
 
-    The names are those of huggingface/trl#6514, so that a curve in TRL's logs and one in ours mean the same: entropies
-    and largest shares of layers, and the fraction of experts with any assignment.
+    The names match huggingface/trl#6514, so that curves are comparable with TRL's logs: entropies and largest shares of
+    layers, and the fraction of experts with any tokens.
     """
     called = [load_E for load_E in loads if load_E.any()]
     if not called:
@@ -212,10 +212,10 @@ def traffic_metrics(
     node_of_rank: Sequence[int],
     hierarchical: bool = False,
 ) -> dict[str, float]:
-    """Return the bytes that dispatch and combine sent, forward and backward, without what recomputation sends again.
+    """Return the bytes that dispatch and combine sent, forward and backward, excluding recomputation.
 
     Args:
-        window: The sums over all ranks, with visits; with crossings where the exchange is `hierarchical`.
+        window: The sums over all ranks, with visits; also with crossings if the exchange is `hierarchical`.
         row_bytes: The bytes of a row, per layer.
         steps: The optimizer steps of the window.
         node_of_rank: The node of each rank, in the order of EP groups.

@@ -1,11 +1,11 @@
-"""Routes: the experts of each token, recorded in one forward and replayed in another.
+"""Routes: the experts of each token, recorded in one forward pass and replayed in another.
 
-In reinforcement learning the server that generates a text and the model that is trained on it choose other experts for
-some tokens, because of other kernels or newer weights. Replayed routes keep the choices; their weights are computed
-from the trained router's scores, which so has its gradient (R3: Ma et al. 2025, arXiv 2510.11370).
+In reinforcement learning, the inference server and the trained model choose different experts for some tokens because
+of different kernels or newer weights. Only the choice is replayed; routing weights are computed from the trained
+router's scores, so the router gets gradients (R3: Ma et al. 2025, arXiv 2510.11370).
 
-A `RouteHook` stands where a layer chooses. Ours is called by `toolkit.experts.layer.router`; those of models of
-transformers are in `toolkit.experts.sharding.router_replay`, which has `record_routes` and `replay_routes`.
+`toolkit.experts.layer.router` calls the `RouteHook` of an `MoE` layer. The hooks of transformers models are in
+`toolkit.experts.sharding.router_replay`, which has `record_routes` and `replay_routes`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 NO_ROUTE = -1
-"""What is in each of a token's places where it has no recorded experts, so that its router chooses."""
+"""Id in all K places of a token without recorded experts; its router chooses."""
 
 
 @dataclass(eq=False)
@@ -51,20 +51,20 @@ class Routes:
 
     @classmethod
     def from_rollout(cls, routed_experts: Sequence[ArrayLike], attention_mask: ArrayLike) -> Routes:
-        """Return the routes of one call on B sequences, from what vLLM and SGLang return with each.
+        """Return the routes of one call on B sequences, from the arrays that vLLM and SGLang return per sequence.
 
-        An array has a row for each token, or one less, because a server does not feed the last token to the model. That
-        token, padding, and rows of -1 (in unsigned arrays the largest value) have no route.
+        An array has a row for each token, optionally without the last token, which a server does not feed to the model.
+        That token, padding, and rows of -1 (the largest value in unsigned arrays) have no route.
 
         Args:
-            routed_experts: B integer arrays (length, layers, K). Their layers are those with experts, or all hidden
-                ones; the rows of a dense layer are ignored.
+            routed_experts: B integer arrays (length, layers, K), with only the MoE layers or all hidden layers; the
+                rows of a dense layer are ignored.
             attention_mask: (B, S), nonzero at the tokens of each sequence, padded at either side.
 
         Raises:
-            UserError: Arrays have another number of rows than tokens.
-            ValueError: There is not one array for each sequence.
-            TypeError: Arrays are not of integers.
+            UserError: The number of rows of an array does not match the number of tokens.
+            ValueError: The number of arrays is not the number of sequences.
+            TypeError: An array is not of integers.
         """
         mask_BS = torch.as_tensor(np.asarray(attention_mask)).bool()
         arrays = [_signed(np.asarray(array)) for array in routed_experts]
@@ -97,10 +97,9 @@ class Routes:
         return [ids_SLK[mask_S[: len(ids_SLK)]].numpy() for ids_SLK, mask_S in zip(ids_BSLK, mask_BS, strict=True)]
 
     def flipped(self, other: Routes) -> float:
-        """Return the fraction of assignments whose expert is none of the token's experts in `other`; 0 where all
-        agree.
+        """Return the fraction of (token, expert) pairs whose expert is not among the token's experts in `other`.
 
-        Tokens without a route are left out.
+        Tokens without a route are ignored.
         """
         mine, its = ([ids_TK for calls in routes.layers for ids_TK in calls] for routes in (self, other))
         kept = compared = 0
@@ -122,17 +121,16 @@ def _signed(array: NDArray[Any]) -> Int[Tensor, "S L K"]:
 
 
 class Given(NamedTuple):
-    """Experts of one call that are not to be chosen anew."""
+    """Fixed experts of one call."""
 
     ids_TK: Int[Tensor, "T K"]
-    """int64; -1 for tokens whose router chooses."""
+    """int64; -1 for tokens that the router routes."""
     largest: int
     complete: bool
-    """Whether no token is left to its router: known on the host, so that a forward need not wait for the
-    device."""
+    """Whether every token has a route; known on the host, so the forward pass needs no host sync."""
 
     def fill(self, choose: Callable[[], Int[Tensor, "T K"]], device: torch.device) -> Int[Tensor, "T K"]:
-        """Return int64 (T, K), the given experts, and where there are none those of `choose`."""
+        """Return int64 (T, K), the given experts, with missing routes filled by `choose`."""
         ids_TK = self.ids_TK.to(device)
         return ids_TK if self.complete else torch.where(ids_TK == NO_ROUTE, choose(), ids_TK)
 
@@ -159,12 +157,12 @@ def given(layer: str, ids_TK: Tensor) -> Given:
 
 
 class RouteHook:
-    """Where one layer's choices are recorded, or given to it.
+    """Hook that records or replays the expert choices of one layer.
 
-    A call of the layer is `begin`, then what is given or the router's own choice, then `end`. A forward that activation
-    checkpointing repeats in the backward is given what its first run chose, after the end of `record_routes` and
-    `replay_routes` too, and neither counts nor consumes anything. `toolkit.experts.layer.recompute.replay_contexts`
-    tells any number of forwards apart; plain checkpointing has one at a time.
+    A call of the layer is `begin`, then the given experts or the router's own choice, then `end`. Recomputation by
+    activation checkpointing reuses the choices of the original forward pass, even after `record_routes` and
+    `replay_routes` have ended, and neither counts nor consumes routes. Plain checkpointing supports one forward pass at
+    a time; `toolkit.experts.layer.recompute.replay_contexts` supports several.
     """
 
     def __init__(self, layer: str):
@@ -174,8 +172,7 @@ class RouteHook:
         self._replayed: list[Given] | None = None
         self._next = 0
         self._recent: list[Given | None] = []
-        """What was chosen in the last forwards that a backward may repeat, two at most; None where the router chose for
-        itself."""
+        """Choices of at most two last forward passes that can be recomputed; None if the router chose."""
         self._repeated = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,7 +202,7 @@ class RouteHook:
     def choose(
         self, own: Callable[[], Int[Tensor, "T K"]], *, tokens: int, top_k: int, choices: int, device: torch.device
     ) -> Int[Tensor, "T K"]:
-        """Make a whole call of a router that would choose as `own`."""
+        """Return the replayed experts, or `own()` for tokens without a route, and record them."""
         if not tokens:
             return own()
         fixed = self.begin(tokens)
@@ -216,8 +213,7 @@ class RouteHook:
         return ids_TK
 
     def begin(self, tokens: int) -> Given | None:
-        """Return what is given to this call, or None. Raises UserError where there is nothing left, or for other
-        tokens."""
+        """Return the experts given to this call, or None. Raises UserError if the recorded calls do not match."""
         if recomputing():
             return None if replaying() else self._of_first_run()
         if self._replayed is None:
@@ -241,7 +237,7 @@ class RouteHook:
             )
 
     def end(self, ids_TK: Int[Tensor, "T K"]) -> None:
-        """Record what this call used."""
+        """Record the experts that this call used."""
         if recomputing():
             return
         for record in self.records:
@@ -249,14 +245,14 @@ class RouteHook:
         self._note(Given(ids_TK.detach(), NO_ROUTE, True) if self.is_active else None)
 
     def pass_by(self) -> None:
-        """Stands for `begin` and `end` where nothing is recorded or given."""
+        """Replace `begin` and `end` if nothing is recorded or replayed."""
         if recomputing():
             self._repeated = True
         else:
             self._note(None)
 
     def _note(self, call: Given | None) -> None:
-        """Remember what a backward may repeat; None: a call whose router chose for itself."""
+        """Keep the choices of a call that can be recomputed; None: a call whose router chose."""
         if call is None and not self._recent:
             return
         if torch.is_grad_enabled() or in_reentrant_forward():

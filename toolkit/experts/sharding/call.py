@@ -23,7 +23,7 @@ Forward = Callable[..., Tensor]
 
 
 class LowRank(NamedTuple):
-    """What is added to one stacked parameter of experts: `scaling * B @ A`, slot by slot."""
+    """Low-rank update of one stacked parameter of experts: `scaling * B @ A`, slot by slot."""
 
     a_SRI: Float[Tensor, "S R I"]
     b_SOR: Float[Tensor, "S O R"]

@@ -1,4 +1,4 @@
-"""Registry of what sharding has to know about other libraries' experts. Nothing here imports one of them.
+"""Registry of other libraries' experts for sharding. Nothing here imports these libraries.
 
 A library is registered under the name of its package, with the module and name of its `Library` class. The module is
 imported once a program has imported the package, because no model of the library exists before.
@@ -22,7 +22,7 @@ _registered: dict[str, tuple[str, str]] = {}
 
 
 class Library:
-    """What a library knows about its models. The methods here say that it knows nothing."""
+    """A library's knowledge about its models. The defaults know nothing."""
 
     def stack_adapters(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Turn the adapters of the experts modules `layers` of `model` into rows, one per expert, in place."""
@@ -56,7 +56,7 @@ class Library:
         raise NotImplementedError
 
     def record(self, model: nn.Module) -> Callable[[Path], None] | None:  # noqa: ARG002
-        """Return what writes further files of `model` into its folder on rank 0; None for nothing. A collective."""
+        """Return a function that writes more files of `model` into its folder on rank 0, or None. A collective."""
         return None
 
 

@@ -138,7 +138,7 @@ def _block_of(experts: str, model: nn.Module) -> nn.Module:
 
 
 def _layers_with_experts(model: nn.Module, names: list[str], routes: Routes) -> list[list[Tensor]]:
-    """Return the layers of `routes` for the layers `names`: all, or out of all hidden layers those of their numbers."""
+    """Return the layers of `routes` for the layers `names`: all, or a selection by number from all hidden layers."""
     if len(routes.layers) == len(names):
         return routes.layers
     numbers = [int(found[1]) if (found := re.search(r"\.(\d+)(\.|$)", f".{name}")) else -1 for name in names]
@@ -203,7 +203,7 @@ class _BlockWatch:
 
 
 class _Call(TorchFunctionMode):
-    """One forward pass of a block: what its router's `topk` returns."""
+    """One forward pass of a block, with the results of its router's `topk`."""
 
     def __init__(self, hook: RouteHook, experts: int, tokens: int):
         super().__init__()
@@ -231,7 +231,7 @@ class _Call(TorchFunctionMode):
         if not over_experts or scores.numel() != self.tokens * size:
             return torch.topk(scores, k, dim, largest, sorted, **out)
         self.top_k = k
-        # With groups there may be more than one: the last is the choice, and what routes say of the others is unused.
+        # With groups there can be several calls: the last is the choice, and the routes of the others are unused.
         if self.given is not None and self.given.ids_TK.shape[1] != k:
             return torch.topk(scores, k, dim, largest, sorted)
         if self.given is not None:

@@ -118,7 +118,7 @@ def begin_save(
     to_cpu: ToCPU = on_cpu,
     ranks: Sequence[int] | None = None,
 ) -> Callable[[dist.ProcessGroup | None], list[str]]:
-    """Collect what the checkpoint `final` holds, and make room for it. A collective.
+    """Collect the contents of the checkpoint `final`, and free disk space for it. A collective.
 
     Args:
         final: Path of the checkpoint.
@@ -131,11 +131,11 @@ def begin_save(
         ranks: Ranks that share the folder; the first makes it. Default: all.
 
     Returns:
-        A collective of the group it is given, which writes the checkpoint, whole or not at all, and returns the names
-        of the files in this folder.
+        A collective of the group it is given, which atomically writes the checkpoint and returns the names of the files
+        in this folder.
 
     Raises:
-        OSError: On every rank, if there is no room. So does the returned function.
+        OSError: On every rank, if the disk is full; also raised by the returned function.
     """
     makes_folder = is_main() if ranks is None else rank() == ranks[0]
     writing = final.with_name(manifest.WRITING + final.name)
@@ -273,7 +273,7 @@ def load_tensors(saved: Saved, model: nn.Module, optimizer: Optimizers, found: S
         found: Mismatches between the checkpoint and the run, each as half a sentence.
 
     Raises:
-        UserError: On every rank, before anything is changed, for these mismatches and those of model and optimizer.
+        UserError: On every rank, before anything is changed, for `found` and for mismatches of model and optimizer.
     """
     optimizers = _listed(model, optimizer)
     with SavedTensors() as tensors:

@@ -47,7 +47,7 @@ def publish(writing: Path, final: Path, manifest: dict[str, Any], names: Collect
     Args:
         writing: The folder with the sealed files.
         final: Its name once it is complete.
-        manifest: Must have `files`, which maps file names to what `seal` returned.
+        manifest: Must have `files`, a mapping of file names to the results of `seal`.
         names: The files on this machine, if others are on other machines.
 
     Raises:
@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
-    """Return what is wrong with `folder`, as "<file> <what>", or None if every byte is as it was written.
+    """Return the first fault of `folder`, as "<file> <fault>", or None if every byte is unchanged.
 
     Only regular files are opened, and only if their size is right. `names` restricts the check to these files.
     """
@@ -129,7 +129,7 @@ def recover(final: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Delete what killed processes left behind in `parent`."""
+    """Delete leftovers of killed processes in `parent`."""
     for prefix in (WRITING, REMOVING):
         for folder in parent.glob(prefix + "*"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -55,7 +55,7 @@ def on_cpu(key: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
 def tensors_to_write(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], to_cpu: ToCPU = on_cpu
 ) -> FileContents:
-    """Return what this rank writes. A collective, because sharded tensors are gathered."""
+    """Return the file contents of this rank. A collective, because sharded tensors are gathered."""
     rows_file = ROWS.format(rank=rank())
     files: FileContents = {MODEL: dict(_buffers(model)) if is_main() else {}, OPTIMIZER: {}, rows_file: {}}
     states = {parameter: state for each in optimizers for parameter, state in unwrapped(each).state.items()}
@@ -72,7 +72,7 @@ def tensors_to_write(
             for uid, row in _owned(ownership).items():
                 files[rows_file][f"{name}/{uid}"] = parameter[row : row + 1]
                 for key, value in state.items():
-                    # What all rows share, such as Adam's step, is saved with each, as each may be loaded elsewhere.
+                    # Shared state, such as Adam's step, is saved with each row, because rows can load on other ranks.
                     rows = rows_of_state(name, key, value, parameter)[row : row + 1] if value.ndim else None
                     files[rows_file][f"{name}/{uid}/{key}"] = value.clone() if rows is None else rows
     return {
@@ -187,7 +187,7 @@ class SavedTensors(ExitStack):
         """Parameter -> the uids of its rows, in order."""
 
     def open(self, path: Path, names: Iterable[str]) -> None:
-        """Open those of the files `names` in `path` that hold tensors, and list their keys."""
+        """Open the tensor files among `names` in `path`, and list their keys."""
         for name in (name for name in names if name.endswith(".safetensors")):
             file = self.enter_context(safe_open(path / name, "pt"))
             for key in file.keys():  # noqa: SIM118 (not a dict)
@@ -252,7 +252,7 @@ def adopt_places(model: nn.Module, places: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def spread_like(like: DTensor, whole: Tensor) -> DTensor:
-    """This rank's shard of `whole`, sharded as `like`, without communication: each rank has the same `whole`."""
+    """Shard `whole` like `like`, without communication: each rank has the same full tensor."""
     part = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     assert isinstance(part, DTensor)
     return part
@@ -289,7 +289,7 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
         return {key: _placed_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
     state = {}
     rows = _owned(ownership)
-    # A rank that owns no row can get one in the next migration: it needs what rows share, and states of their shape.
+    # A rank without rows can get one in the next migration: it needs the shared state, and states of the right shape.
     for uid in rows or tensors.uids.get(name, [])[:1]:
         for key, value in tensors.state(f"{name}/{uid}").items():
             if value.ndim == 0:
@@ -311,5 +311,5 @@ def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Such as float32[4, 16]."""
+    """Describe a tensor like float32[4, 16]."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

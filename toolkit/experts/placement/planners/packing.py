@@ -1,4 +1,4 @@
-"""What planners share: slots as arrays, packing, and exchanges that even out the load.
+"""Shared code of the planners: slots as arrays, packing, and swaps that balance the load.
 
 Letters: `E` experts, `P` ranks of an EP group. Arrays `..._of_slot` count the slots of all ranks.
 """
@@ -35,19 +35,19 @@ class PackingState:
         self.weight_of_slot: Floats = np.append(load_E / replicas_E, 0.0)[self.expert_of_slot]
         self.load_P: Floats = np.zeros(len(sizes))
         np.add.at(self.load_P, self.rank_of_slot, self.weight_of_slot)
-        # Only replicas need it: an expert has one slot otherwise, which no exchange adds to.
+        # Only for replicas: without them an exchange cannot put an expert on a rank twice.
         self.holds_PE = np.zeros((len(sizes) if self.has_replicas else 0, len(load_E) + 1), dtype=bool)
         if self.has_replicas:
             self.holds_PE[self.rank_of_slot[held], self.expert_of_slot[held]] = True
 
     @property
     def imbalance(self) -> float:
-        """Busiest rank over mean; 1 where there is no load."""
+        """Busiest rank over mean; 1 without load."""
         mean = float(self.load_P.mean())
         return float(self.load_P.max()) / mean if mean else 1.0
 
     def exchange(self, i: int, j: int) -> None:
-        """Exchange what slots `i` and `j` hold."""
+        """Swap the experts of slots `i` and `j`."""
         p = self.rank_of_slot[i]
         q = self.rank_of_slot[j]
         for rank, leaving, coming in ((p, i, j), (q, j, i)):
@@ -107,10 +107,7 @@ class PackingState:
 
 
 def even_counts(items: int, room: Sequence[int]) -> list[int]:
-    """Divide `items` so that counts differ only where there is no more room; the first get one more.
-
-    Raises ValueError where there is too little room.
-    """
+    """Divide `items` as evenly as `room` allows; the first get one more. Raises ValueError if `room` is too small."""
     if items > sum(room):
         raise ValueError(f"{items} do not fit into {sum(room)} places")
     counts = [0] * len(room)
@@ -128,8 +125,7 @@ def pack(weights: Sequence[float], room: Sequence[int], replicas: Sequence[int] 
     """Return the items of each bin: heaviest first, each to the bin with the least weight that still has room (longest
     processing time first, with a limit of items per bin).
 
-    An item with `replicas` goes to as many bins, each with its part of the weight. Where too few bins have room, it
-    gets fewer replicas.
+    An item with `replicas` is split over this number of bins, or fewer if too few have room, with equal weights.
     """
     replicas = replicas or [1] * len(weights)
     parts = [weight / n for weight, n in zip(weights, replicas, strict=True)]
