@@ -211,7 +211,7 @@ def test_a_start_that_fails_after_the_server_answered_is_recorded_offline(answer
     folder = tmp_path / "run"
     done = run_program(FAILING_SERVER.format(answer=answer), folder, WANDB_API_KEY=FAKE_KEY)
     assert_ended_well(done, folder)
-    sending = done.stdout.index("W&B: sending metrics to project toy")
+    sending = done.stdout.index("W&B: sending metrics to toy.")
     assert sending < done.stdout.index("W&B is offline (")
     assert f"wandb sync {offline_folder(folder)} uploads the run." in done.stdout
     records = inspect(offline_folder(folder))

@@ -70,8 +70,8 @@ class WandB:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         reason = why_offline()
         if reason is None:
-            entity = os.environ.get("WANDB_ENTITY", "the default entity")
-            self.say(f"W&B: sending metrics to project {self.labels.project} of {entity}. --tracker none turns it off.")
+            project = "/".join(filter(None, (os.environ.get("WANDB_ENTITY"), self.labels.project)))
+            self.say(f"W&B: sending metrics to {project}. --tracker none turns it off.")
             try:
                 return f"W&B: {self._init('online').url}"
             except Exception as error:
