@@ -85,9 +85,12 @@ def dense(mixture: Config | None = None) -> Config:
 def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
     """From saved weights, or from scratch."""
     sizes = ("dim", "layers", "heads", "experts", "top_k", "expert_hidden_size", "context")
-    source = config.model and tk.data.model_folder(config.model)
-    source = source or language_model_config(
-        config.architecture, vocab_size=vocab_size, **{name: getattr(config, name) for name in sizes}
+    source = (
+        tk.data.model_folder(config.model)
+        if config.model
+        else language_model_config(
+            config.architecture, vocab_size=vocab_size, **{name: getattr(config, name) for name in sizes}
+        )
     )
     return tk.transformers.causal_lm(
         source, vocab_size=vocab_size, experts_implementation=tk.transformers.use_toolkit_kernel()
