@@ -134,8 +134,8 @@ def load_activity(
     }
     unknown = ~torch.isin(tables["test"].columns["label"], tables["train"].columns["label"])
     if tk.data.is_own(dataset) and unknown.any():
-        name = classes[tables["test"].columns["label"][unknown][0]]
-        raise tk.UserError(f"dataset={dataset!r}: no training window has the activity {name!r} of a test window.")
+        activity = classes[tables["test"].columns["label"][unknown][0]]
+        raise tk.UserError(f"dataset={dataset!r}: no training window has the activity {activity!r} of a test window.")
     std, mean = torch.std_mean(tables["train"].columns["input"], dim=(0, 2))
     return ActivityData(
         name=name,

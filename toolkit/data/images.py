@@ -284,7 +284,8 @@ def _read_own(
             if value not in known or value in (None, -1):
                 raise UserError(f"{where} has the label {value!r} in row {row}, which no training row has.")
         if not isinstance(kind, datasets.ClassLabel):
-            written = [classes.index(value) for value in written]
+            places = {name: place for place, name in enumerate(classes)}
+            written = [places[value] for value in written]
         columns |= {f"{split}_input": np.stack(images), f"{split}_label": np.array(written, dtype=np.int64)}
     return _with_facts(columns, map(str, classes))
 

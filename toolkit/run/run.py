@@ -386,8 +386,11 @@ def start_run(name: str, config: RunConfig) -> Run:
                 field="auto_batch_size", value=True, remedy="only the command of a recipe, without a launcher, takes it"
             )
         if (config.num_processes or 1) > 1 and launched_world() is None:
-            remedy = "only the command of a recipe starts processes; use accelerate.notebook_launcher"
-            raise UserError(field="num_processes", value=config.num_processes, remedy=remedy)
+            raise UserError(
+                field="num_processes",
+                value=config.num_processes,
+                remedy="only the command of a recipe starts processes; use accelerate.notebook_launcher",
+            )
         pieces = run.world_size * config.gradient_accumulation_steps
         require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
         run.on_main_and_share(lambda: check_installed(config.tracker))

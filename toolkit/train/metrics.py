@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import UserError
+from toolkit.experts.parallel.collectives import world_size
 
 
 def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence[Any] | Tensor, Any]:
     """The count of each micro-batch over all ranks, and their sum, which divides every loss: 1 if nothing counts, so
     that the loss is zero and not NaN. A collective."""
     on_device = isinstance(counts[0], Tensor)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         # A number divided by an integer tensor is of the default dtype, float32.
         return counts, sum(counts).clamp(min=1).double() if on_device else max(sum(counts), 1)
     # To build it on the device would wait until the device has done all its work.

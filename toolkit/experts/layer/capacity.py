@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from toolkit.experts.layer.rows import place_within_slot
+from toolkit.experts.parallel.collectives import world_size
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -52,7 +53,7 @@ def _pairs_of_ranks(
 
     A host sync: ranks have different numbers of pairs, and are padded to the largest.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return ids_N, weights_N, 0
     most = torch.tensor(len(ids_N)).to(ids_N.device, non_blocking=True)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)

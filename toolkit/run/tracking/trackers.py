@@ -57,7 +57,7 @@ def start_trackers(
 
 
 class WandB:
-    """W&B tracker: online with an API key and a reachable server, else offline. Never prompts or prints."""
+    """W&B tracker: online with an API key and a reachable server, else offline. Never prompts."""
 
     name = "W&B"
 
