@@ -75,7 +75,7 @@ def test_try_planner_by_hand():
         try_planner(case, STAY, guarded=False, rules=Rules(every=12))
 
 
-def test_try_planner_with_the_guard_moves_later_or_never():
+def test_try_planner_with_the_guard_moves_where_it_pays():
     sizes = Sizes(steps=60, ranks=4, experts=16, pairs=512)
     rules = Rules(every=10, machine=ASSUMED.replace(seconds_per_row=1e-4))
     case = case_of_workload("W2", sizes)
@@ -83,7 +83,7 @@ def test_try_planner_with_the_guard_moves_later_or_never():
         try_planner(case, name, guarded=guard, rules=rules)
         for name, guard in (("swap", False), ("swap", True), (STAY, False))
     )
-    assert free["imbalance"] < guarded["imbalance"] < stay["imbalance"]
+    assert free["imbalance"] == guarded["imbalance"] < stay["imbalance"]
     assert guarded["worst span"] <= 1 + 1e-9
     balanced = try_planner(case_of_workload("W0", sizes), "lpt", guarded=True, rules=Rules(every=10))
     assert balanced["experts moved"] == 0

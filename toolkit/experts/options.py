@@ -14,8 +14,6 @@ from toolkit.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
-FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
-"""A number above 0, up to 1."""
 
 
 class Options(BaseModel):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from toolkit.errors import UserError
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
-from toolkit.experts.placement.loads import Floats, Ints, max_over_mean, shares
+from toolkit.experts.placement.loads import Floats, Ints, max_over_mean, shares, window_of
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.placement.planners import find_planner
@@ -82,7 +82,7 @@ def replay(
         window = loads[first : first + every]
         rows.append(rows_between_ranks(window, placement).sum(-2))
         if planner is not None and first + every < len(loads):
-            plan = plan_layer(planner, window.sum(1).mean(0), placement, guard=guard, steps=every)
+            plan = plan_layer(planner, window_of(window.sum(1)), placement, guard=guard)
             placement = plan or placement
     return Replay(np.concatenate(rows), tuple(placements), every)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint
-from toolkit.experts.layer.routing_log import Cursor, count_pairs, take_loads
+from toolkit.experts.layer.routing_log import Cursor, count_pairs, take_parts
 from toolkit.experts.parallel.groups import make_expert_groups
 
 DIM, EXPERTS, TOP_K = 8, 4, 2
@@ -164,22 +164,24 @@ def read_on_ranks(state: dict[str, Any] | None, ep_size: int) -> tuple[dict[str,
         layer(tokens(3, 9))
         cursor.advance()
         layer(tokens(4 + rank, 10 + rank))
+        cursor.end_part()
+        layer(tokens(2, 12))
     else:
         layer(tokens(5))  # before the state is loaded, so not to be read
         cursor.load_state_dict(state)
     other = Cursor(layer.expert_stack.log)
     unread = cursor.state_dict()
-    return unread, [load_E.tolist() for load_E in take_loads([cursor, other])]
+    return unread, [load_SE.tolist() for load_SE in take_parts([cursor, other])]
 
 
 def test_what_is_unread_goes_into_the_state_and_comes_back_on_any_number_of_ranks() -> None:
     ranks = run_distributed(read_on_ranks, 2, None, 2)
     layer = layer_of()
-    by_rank = [chosen(layer, tokens(4 + rank, 10 + rank)) for rank in range(2)]
+    by_rank = [[chosen(layer, tokens(4 + rank, 10 + rank)), chosen(layer, tokens(2, 12))] for rank in range(2)]
     state, loads = ranks[0]
     assert ranks[1] == ranks[0]
-    assert state["load"] == [chosen_TE.sum(0).tolist() for chosen_TE in by_rank]
-    total = [a + b for a, b in zip(*state["load"], strict=True)]
-    assert loads == [total, [0] * EXPERTS]
+    assert state["load"] == [[chosen_TE.sum(0).tolist() for chosen_TE in parts] for parts in by_rank]
+    total = torch.tensor(state["load"]).sum(0).tolist()
+    assert loads == [total, [[0] * EXPERTS]]
     assert run_distributed(read_on_ranks, 2, state, 2) == ranks
     assert read_on_ranks(state, 1) == ({"load": [total]}, loads)

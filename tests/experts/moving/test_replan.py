@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,61 +100,63 @@ def test_sample_forwards_gives_the_last_choices_of_all_ranks(world: int, ep_size
         assert row_bytes == 2 * 4 * DIM + 2 * (4 + 2)  # with two weights, and half of two slots
 
 
-def guard_after_two_steps(**assumptions: Any) -> CostModel:
-    layer, clock = a_layer(1), iter([0.0, 3.0])
+def guarded_rates() -> tuple[CostModel, int]:
+    """The rates of a guard whose clock advances by a second at each look, and the rows of this rank's experts."""
+    layer = a_layer(dist.get_world_size() if dist.is_initialized() else 1)
     optimizer = torch.optim.SGD(layer.parameters())
-    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=2, **assumptions))
+    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.experts.moving.replan.time.perf_counter", lambda: next(clock, 4.0))
-        for number in (1, 2):
-            step(layer, number)
-            replanner.after_step(number, optimizer)
+        patch.setattr("toolkit.experts.parallel.waits.time.perf_counter", map(float, count()).__next__)
+        step(layer, 1)
+        replanner.after_step(1, optimizer)
     (guard,) = replanner.guards.values()
-    return guard.cost_model
+    return guard.cost_model, TOKENS * 2
 
 
-def test_guard_assumptions_are_options() -> None:
-    assumed = guard_after_two_steps()
-    rows = TOKENS * 2
-    assert (assumed.bytes_per_second, assumed.seconds_per_row) == (10e9, 0.5 * 3.0 / rows)
-    given = guard_after_two_steps(link_gbytes_per_second=2.5, expert_time_share=0.8)
-    assert (given.bytes_per_second, given.seconds_per_row) == (2.5e9, pytest.approx(0.8 * 3.0 / rows))
+def test_guard_measures_the_time_of_rows_and_the_link() -> None:
+    alone, rows = guarded_rates()
+    assert alone.seconds_per_row == pytest.approx(3 / rows)  # one look before the experts, one after
+    assert alone.bytes_per_second == math.inf
+    for rates, rows in run_distributed(guarded_rates, 2):
+        assert rates.seconds_per_row == pytest.approx(3 / rows)
+        assert rates.bytes_per_second == 2**21  # one second for half of 4 MiB
 
 
-def test_replanner_without_a_guard_keeps_no_step_times() -> None:
-    replanner = Replanner(expert_stacks(a_layer(1)), ReplanOptions(planner="lpt", every=100, guarded=False))
+def test_replanner_without_a_guard_keeps_no_times() -> None:
+    layer = a_layer(1)
+    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=100, guarded=False))
     for number in (1, 2):
+        step(layer, number)
         replanner.after_step(number, torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
     assert replanner._ends == []
+    assert layer.expert_stack.timing is None
 
 
-def plans_that_do_not_pay(every: int) -> tuple[list[Any], dict[str, Any]]:
-    """`moe/plans_refused` at each log step, and the results, where a plan costs hours and each window has one."""
+def plans_that_do_not_pay() -> tuple[list[Any], dict[str, Any]]:
+    """`moe/plans_refused` at each log step, and the results, where plans save nothing and each window has one."""
     layer, optimizer = a_layer(1), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     swapped = by_slot((1, 0, 2, 3), 1)
 
     def swap(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:  # noqa: ARG001
         return swapped
 
-    replan = Replan(layer, ReplanOptions(planner=swap, every=every, link_gbytes_per_second=1e-15))
+    replan = Replan(layer, ReplanOptions(planner=swap, every=4))
     lines: list[Any] = []
     trainer: Any = SimpleNamespace(optimizer=optimizer, results={}, state=SimpleNamespace(step=0))
     trainer.record = lambda name, value: lines.append(value) if name == "moe/plans_refused" else None
-    for number in range(1, 9):
+    for number in range(1, 17):
         step(layer, number)
-        trainer.state.step, trainer.at_log_step = number, number % 4 == 0
+        trainer.state.step, trainer.at_log_step = number, number % 8 == 0
         replan.on_step_end(trainer)
     return lines, trainer.results
 
 
 def test_refused_plans_are_counted_and_the_first_is_explained(capsys: pytest.CaptureFixture[str]):
-    lines, results = plans_that_do_not_pay(2)
+    lines, results = plans_that_do_not_pay()
     assert lines == [2, 2]
     assert results["plans_refused"] == 4
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("step 2: the guard refuses a plan for ")
-    assert "a gain is judged by 2 windows of loads or more" in first
-    assert second.startswith("step 4: the guard refuses a plan for ")
+    (only,) = capsys.readouterr().out.splitlines()
+    assert only.startswith("step 4: the guard refuses a plan for ")
 
 
 def test_replanner_without_a_planner_exchanges_experts() -> None:

@@ -1,16 +1,16 @@
-"""The guard lets plans pass that pay, and takes back plans that proved worse."""
+"""The guard accepts the plans that pay."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.drifting import drifting
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
+from toolkit.experts.placement.loads import Window, window_of
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate, swap
 from toolkit.lab.replay import replay, worst_span
@@ -26,17 +26,22 @@ REVERSED = np.array([4.0, 1.0, 4.0, 1.0])
 """5 and 5 now, 8 and 2 under the plan."""
 
 
-def seen(*windows: np.ndarray, cost_model: CostModel = COST_MODEL) -> MigrationGuard:
-    """Return a guard after these windows, of ten steps each, in which nothing moved."""
-    guard = MigrationGuard(cost_model)
-    for load in windows:
-        assert guard.review(load, NOW, steps=10) is None
-    return guard
+def window(*loads: np.ndarray) -> Window:
+    """Return a window with a part of ten steps for each load."""
+    return Window(np.stack(loads), np.full(len(loads), 10))
 
 
-def costing(seconds: float) -> MigrationGuard:
-    """Return a guard with three windows of `UNEVEN`, for which the plan's migration costs `seconds`."""
-    return seen(UNEVEN, UNEVEN, UNEVEN, cost_model=replace(COST_MODEL, bytes_per_second=100.0 / seconds))
+STEADY = window(*[UNEVEN] * 4)
+
+
+def takes(planned: Window, cost_model: CostModel = COST_MODEL, **choices: Any) -> bool:
+    """Return whether a guard accepts `PLAN`, from a planner that always returns it."""
+    return MigrationGuard(cost_model).accepts(PLAN, NOW, planned, lambda *_: PLAN, **choices)
+
+
+def costing(seconds: float) -> CostModel:
+    """Return a cost model by which the plan's migration takes `seconds`."""
+    return replace(COST_MODEL, bytes_per_second=100.0 / seconds)
 
 
 def test_cost_model_counts_the_busiest_rank():
@@ -51,116 +56,85 @@ def test_cost_model_counts_the_busiest_rank():
     assert replace(COST_MODEL, row_bytes=100).seconds_of_visits(np.array([[7, 2], [2, 7]])) == 4.0
 
 
-def test_guard_before_two_windows_refuses():
-    for windows in range(2):
-        assert not seen(*[UNEVEN] * windows).accepts(NOW, PLAN, steps=10)
-    assert not seen(UNEVEN, UNEVEN).accepts(NOW, NOW, steps=10)
-    assert seen(UNEVEN, UNEVEN).accepts(NOW, PLAN, steps=10)
+def test_guard_accepts_in_the_first_window_that_has_a_spread():
+    assert takes(STEADY)
+    assert not takes(window(*[UNEVEN] * 3))
+    assert not MigrationGuard(COST_MODEL).accepts(NOW, NOW, STEADY, lambda *_: PLAN)
 
 
-def test_guard_takes_plans_that_save_one_and_a_half_times_their_migration():
-    # The plan saves 3 s a step.
-    assert costing(1.99).accepts(NOW, PLAN, steps=1)
-    assert not costing(2.01).accepts(NOW, PLAN, steps=1)
-    assert costing(2.01).accepts(NOW, PLAN, steps=2)
+def test_guard_accepts_plans_that_save_one_and_a_half_times_their_migration():
+    # The plan saves 3 s a step, 120 s in the next window.
+    assert takes(STEADY, costing(79.9))
+    assert not takes(STEADY, costing(80.1))
 
 
 @pytest.mark.parametrize(
-    ("guard", "reason"),
+    ("planned", "cost_model", "reason"),
     [
-        (seen(UNEVEN), "a gain is judged by 2 windows of loads or more"),
-        (seen(UNEVEN, REVERSED), "its gain cannot be told from how the loads change between windows"),
-        (seen(*[np.array([1.004, 1.004, 1.0, 1.0])] * 2), "it saves less than 0.50% of the time of the experts"),
+        (window(UNEVEN), COST_MODEL, "a window of fewer than 4 steps does not show how loads change"),
         (
-            costing(2.01),
-            "until the next plan it saves 3e+03 ms, which is less than 1.5 times the 2.01e+03 ms of the migration",
+            window(UNEVEN, REVERSED, UNEVEN, REVERSED),
+            COST_MODEL,
+            "its gain cannot be told from how the loads change within a window",
+        ),
+        (window(*[np.array([1.004, 1.004, 1.0, 1.0])] * 4), COST_MODEL, "it saves less than 0.50% of the time"),
+        (
+            STEADY,
+            costing(80.1),
+            "until the next plan it saves 1.2e+05 ms, which is less than 1.5 times the 8.01e+04 ms",
         ),
     ],
 )
-def test_guard_counts_refused_plans_and_says_why(guard: MigrationGuard, reason: str):
-    guard.accepts(NOW, NOW, steps=1)
+def test_guard_counts_refused_plans_and_says_why(planned: Window, cost_model: CostModel, reason: str):
+    guard = MigrationGuard(cost_model)
+    guard.accepts(NOW, NOW, planned, lambda *_: PLAN)
     assert guard.refused == 0
     for refused in (1, 2):
-        assert not guard.accepts(NOW, PLAN, steps=1)
+        assert not guard.accepts(PLAN, NOW, planned, lambda *_: PLAN)
         assert guard.refused == refused
         assert guard.reason.startswith(reason)
 
 
-def test_promise_is_the_mean_gain_minus_one_and_a_half_standard_errors():
-    # 3, 6 and 3 s a step, then 9, 6, 9: a mean of 4 and of 8, with a standard error of 1.
-    assert seen(UNEVEN, 2 * UNEVEN, UNEVEN).promise(NOW, PLAN) == pytest.approx(4.0 - 1.5)
-    assert seen(3 * UNEVEN, 2 * UNEVEN, 3 * UNEVEN).promise(NOW, PLAN) == pytest.approx(8.0 - 1.5)
-    # The last three windows count if their bound is larger, as for loads that drift.
-    assert seen(REVERSED, *[UNEVEN] * 3).promise(NOW, PLAN) == pytest.approx(3.0)
-    # All windows count if their bound is larger: 3 and 15 s in turn, then three windows of a loss.
-    assert seen(*[UNEVEN, 5 * UNEVEN] * 8, *[REVERSED] * 3).promise(NOW, PLAN) > 0
-    # Windows before the last twenty are forgotten.
-    assert seen(*[REVERSED] * 9, *[UNEVEN] * 20).promise(NOW, PLAN) == pytest.approx(3.0)
+def test_predicted_gain_is_that_of_a_plan_from_the_earlier_half_in_the_later_one():
+    heard = []
+
+    def planner(load_E: Any, current: ExpertPlacement) -> ExpertPlacement:
+        heard.append((load_E.tolist(), current))
+        return PLAN
+
+    guard = MigrationGuard(COST_MODEL)
+    # 3, 6 and 3 s a step in the later half: a mean of 4 with a standard error of 1.
+    loads = window(REVERSED, 3 * REVERSED, 2 * REVERSED, UNEVEN, 2 * UNEVEN, UNEVEN)
+    assert guard.predicted_gain(NOW, loads, planner) == pytest.approx(4.0 - 2.0)
+    assert heard == [((2 * REVERSED).tolist(), NOW)]
 
 
-def test_guard_rolls_back_a_plan_that_was_worse_in_two_windows_in_a_row():
-    guard = seen(UNEVEN, UNEVEN)
-    assert guard.accepts(NOW, PLAN, steps=10)
-    assert guard.review(REVERSED, PLAN, steps=10) is None
-    assert guard.review(UNEVEN, PLAN, steps=10) is None, "one good window starts over"
-    assert guard.review(REVERSED, PLAN, steps=10) is None
-    assert guard.review(REVERSED, PLAN, steps=0) is None, "a return must pay too"
-    assert guard.review(REVERSED, PLAN, steps=1) == NOW
-    assert guard.review(REVERSED, NOW, steps=10) is None, "it is ordered once"
+def test_window_has_equal_parts_whose_mean_is_that_of_its_steps():
+    loads = np.random.default_rng(0).random((21, 4))
+    whole = window_of(loads)
+    assert whole.steps_S.tolist() == [3] * 5 + [2] * 3
+    assert whole.steps == 21
+    np.testing.assert_allclose(whole.load_E, loads.mean(0))
+    np.testing.assert_allclose(whole.load_SE[[0, 7]], [loads[:3].mean(0), loads[19:].mean(0)])
+    earlier, later = whole.halves()
+    np.testing.assert_allclose([earlier.load_E, later.load_E], [loads[:12].mean(0), loads[12:].mean(0)])
+    assert window_of(loads[:3]).steps_S.tolist() == [1] * 3
 
 
-def test_guard_rolls_back_to_the_placement_before_the_last():
-    guard, third = seen(UNEVEN, UNEVEN), ExpertPlacement(((0, 3), (1, 2)))
-    assert guard.accepts(NOW, PLAN, steps=100)
-    for _ in range(3):  # NOW and PLAN are alike, `third` is better
-        assert guard.review(np.array([4.0, 2.0, 2.0, 0.0]), PLAN, steps=100) is None
-    assert guard.accepts(PLAN, third, steps=100)
-    best_of_now = np.array([4.0, 0.0, 3.0, 1.0])
-    assert guard.review(best_of_now, third, steps=100) is None
-    assert guard.review(best_of_now, third, steps=100) == NOW
-
-
-EVEN = np.array([2.0, 2.0, 2.0, 2.0])
+EVEN = window(*[np.array([2.0, 2.0, 2.0, 2.0])] * 4)
 TOGETHER = np.array([[[0, 2], [1, 3]], [[2, 0], [3, 1]]])
 """Of two ranks with two tokens each: experts 0 and 2 are chosen together, so under NOW each token visits two ranks."""
 
 
 def test_guard_counts_what_a_plan_saves_of_the_exchange_of_rows():
     for row_bytes, choices, taken in ((100, TOGETHER, True), (100, None, False), (0, TOGETHER, False)):
-        guard = MigrationGuard(replace(COST_MODEL, row_bytes=row_bytes))
-        for _ in range(2):
-            assert guard.review(EVEN, NOW, steps=10, choices_PTK=choices) is None
-        assert guard.accepts(NOW, PLAN, steps=10) == taken
-    guard = MigrationGuard(replace(COST_MODEL, row_bytes=100))
-    for _ in range(2):
-        guard.review(EVEN, NOW, steps=10, choices_PTK=TOGETHER)
-    assert guard.accepts(NOW, PLAN, steps=10)
-    # 5 s with experts as they were, 5.5 s and 2 s less for rows as they are.
-    nearly = np.array([2.75, 2.25, 2.75, 2.25])
-    for choices, kept in ((TOGETHER, True), (TOGETHER, True), (None, True), (None, False)):
-        assert (guard.review(nearly, PLAN, steps=100, choices_PTK=choices) is None) == kept
-
-
-def test_guard_restored_from_its_state_decides_alike():
-    loads = drifting(Sizes(steps=400, ranks=4, experts=16, heat=4.0), sigma=0.03).sum(1).reshape(20, 20, 16).mean(1)
-    cost_model = CostModel(seconds_per_row=1e-3, bytes_per_second=100.0, weight_bytes=60, optimizer_bytes=40)
-    kept, saved = MigrationGuard(cost_model), MigrationGuard(cost_model)
-    placement, decisions = contiguous(16, 4), set()
-    for load in loads:
-        state = json.loads(json.dumps(saved.state_dict()))
-        saved = MigrationGuard(cost_model)
-        saved.load_state_dict(state)
-        plan = plan_layer(swap, load, placement, guard=kept, steps=20)
-        assert plan_layer(swap, load, placement, guard=saved, steps=20) == plan
-        decisions.add(plan is None)
-        placement = plan or placement
-    assert decisions == {True, False}
+        assert takes(EVEN, replace(COST_MODEL, row_bytes=row_bytes), choices_PTK=choices) == taken
 
 
 def test_plan_layer_without_a_guard_applies_every_change():
     crossed = ExpertPlacement(((2, 1), (0, 3)))
-    assert plan_layer(swap, UNEVEN, NOW, steps=10) == crossed
-    assert plan_layer(swap, UNEVEN, crossed, steps=10) is None
+    assert plan_layer(swap, STEADY, NOW) == crossed
+    assert plan_layer(swap, STEADY, crossed) is None
 
 
 # --- replayed loads ----------------------------------------------------------------------------------------------
@@ -168,14 +142,14 @@ def test_plan_layer_without_a_guard_applies_every_change():
 EXPERT = 3 * 2048 * 1024
 """Parameters of an expert: bf16 weights; moments and master weights in float32."""
 CLUSTER = CostModel(seconds_per_row=1e-6, bytes_per_second=25e9, weight_bytes=2 * EXPERT, optimizer_bytes=12 * EXPERT)
-EVERY, ROUNDING = 20, 1 + 1e-9
+EVERY = 20
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_guarded_planner_is_never_worse_than_no_plans_over_two_plans(workload: str):
+def test_guarded_planner_is_at_most_two_percent_worse_than_no_plans_over_two_plans(workload: str):
     loads, blocks = WORKLOADS[workload](Sizes(steps=400)), contiguous(64, 8)
     for planner, start in ((swap, blocks), (lpt, blocks), (replicate, with_spare_slots(blocks, 1))):
         run = replay(loads, start, planner, every=EVERY, guard=MigrationGuard(CLUSTER))
-        assert worst_span(loads, run, CLUSTER) <= ROUNDING
+        assert worst_span(loads, run, CLUSTER) <= 1.02
         if workload in ("W2", "W6"):
             assert run.imbalance.mean() < replay(loads, start, None, every=EVERY).imbalance.mean() / 1.5

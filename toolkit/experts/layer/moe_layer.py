@@ -107,7 +107,8 @@ class MoE(nn.Module):
         rows_ND, dispatched = dispatcher.dispatch(
             x_TD, routing.expert_ids_TK, routing.weights_TK, kept_TK=kept_TK, meanwhile=meanwhile
         )
-        y_TD = dispatcher.combine(self.experts(rows_ND, dispatched.rows_per_slot, *weights), dispatched)
+        y_ND = self.expert_stack.timed(len(rows_ND), self.experts, rows_ND, dispatched.rows_per_slot, *weights)
+        y_TD = dispatcher.combine(y_ND, dispatched)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if not recomputing():

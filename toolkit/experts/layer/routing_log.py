@@ -139,7 +139,7 @@ class RoutingLog:
 
 
 class Cursor:
-    """Reader of the increase of a log's sums since the last `advance`."""
+    """Reader of the increase of a log's sums since the last `advance`, in parts that `end_part` ends."""
 
     def __init__(self, log: RoutingLog):
         self.log = log
@@ -147,28 +147,39 @@ class Cursor:
 
     def advance(self) -> None:
         """Mark everything as read."""
-        self._read_E = self.log.load_E
+        self._begins = [self.log.load_E]
+        """The log's sums at the beginning of each part."""
+
+    def end_part(self) -> None:
+        """Begin another part."""
+        self._begins.append(self.log.load_E)
+
+    def new_load_SE(self) -> Int[Tensor, "S E"]:
+        """Return int64 (S, E), this rank's new assignments per expert in each part."""
+        sums = [begin_E.to(self.log.load_E.device) for begin_E in self._begins]
+        return torch.stack([*sums, self.log.load_E]).diff(dim=0)
 
     def new_load_E(self) -> Int[Tensor, " E"]:
         """Return int64 (E), this rank's new assignments per expert."""
-        return self.log.load_E - self._read_E.to(self.log.load_E.device)
+        return self.new_load_SE().sum(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unread counts of all ranks, as JSON values, by source EP rank. A collective."""
-        groups, new_E = self.log.groups, self.new_load_E()
-        load_PE = new_E.new_zeros(groups.ep_size, len(new_E))
-        load_PE[groups.ep_rank] = new_E
-        return {"load": sum_over_ranks(load_PE).tolist()}
+        """Return the unread counts of all ranks, as JSON values, by source EP rank and part. A collective."""
+        groups, new_SE = self.log.groups, self.new_load_SE()
+        load_PSE = new_SE.new_zeros(groups.ep_size, *new_SE.shape)
+        load_PSE[groups.ep_rank] = new_SE
+        return {"load": sum_over_ranks(load_PSE).tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Mark as unread only the counts that were unread in `state`, for any number of ranks."""
-        self.advance()
-        groups = self.log.groups
-        load_RE = torch.tensor(state["load"], device=self._read_E.device)
-        if len(load_RE) != groups.ep_size:  # other ranks than now: only the sum is of use
-            load_RE = load_RE.sum(0, keepdim=True)
-        if groups.is_in_first_group and groups.ep_rank < len(load_RE):
-            self._read_E = self._read_E - load_RE[groups.ep_rank]
+        groups, now_E = self.log.groups, self.log.load_E
+        load_RSE = torch.tensor(state["load"], device=now_E.device)
+        if len(load_RSE) != groups.ep_size:  # other ranks than now: only the sum is of use
+            load_RSE = load_RSE.sum(0, keepdim=True)
+        unread_SE = torch.zeros_like(load_RSE[0])
+        if groups.is_in_first_group and groups.ep_rank < len(load_RSE):
+            unread_SE = load_RSE[groups.ep_rank]
+        self._begins = list(now_E - unread_SE.flip(0).cumsum(0).flip(0))
 
 
 class ForwardCursor:
@@ -239,11 +250,19 @@ def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | No
 
 
 def take_loads(cursors: Sequence[Cursor]) -> list[Tensor]:
-    """Return int64 (E) of each layer, new assignments per expert over all ranks, in one reduction, and marks them as
-    read. A collective."""
+    """Return int64 (E) of each layer, new assignments per expert over all ranks, and mark them as read. A
+    collective."""
+    return [parts_SE.sum(0) for parts_SE in take_parts(cursors)]
+
+
+def take_parts(cursors: Sequence[Cursor]) -> list[Tensor]:
+    """Return int64 (S, E) of each layer, new assignments per expert over all ranks in each part, in one reduction, and
+    mark them as read. A collective."""
     if not cursors:
         return []
-    counts = sum_over_ranks(torch.cat([cursor.new_load_E() for cursor in cursors]))
+    mine = [cursor.new_load_SE() for cursor in cursors]
+    counts = sum_over_ranks(torch.cat([load_SE.flatten() for load_SE in mine]))
     for cursor in cursors:
         cursor.advance()
-    return list(counts.split([cursor.log.num_experts for cursor in cursors]))
+    sizes = [load_SE.numel() for load_SE in mine]
+    return [part.view(load_SE.shape) for part, load_SE in zip(counts.split(sizes), mine, strict=True)]

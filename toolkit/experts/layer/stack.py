@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 from weakref import WeakSet
 
 import torch
@@ -25,11 +25,13 @@ from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
 from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.waits import Mark, mark
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+P = ParamSpec("P")
 RowsInFiles = Literal["stacked", "joined", "columns"]
 """Layout of E experts with A x B numbers each: (E, A, B); (E * A, B), concatenated; or (A, B * E), with the E experts
 interleaved in each column."""
@@ -68,6 +70,10 @@ class ExpertStack:
         """Whether a warning about this copy was given."""
         self.sync: ExpertSync | None = None
         """Synchronization after each optimizer step under `ExpertParallel`."""
+        self.is_timed = False
+        """Whether `timed` notes times."""
+        self.timing: tuple[Mark, Mark, int] | None = None
+        """Begin, end and rows of the experts' last forward pass."""
         self.mark()
         leave_out_of_every_ddp()
 
@@ -88,7 +94,7 @@ class ExpertStack:
             yield from each.all_copies()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "copies": None, "sync": None}
+        return {**self.__dict__, "copies": None, "sync": None, "is_timed": False, "timing": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -199,6 +205,18 @@ class ExpertStack:
         sent, returned = (rows.shape[-1] * rows.element_size() for rows in (inputs, outputs))
         row_bytes = RowBytes(sent + with_row, returned)
         self.log.add(RoutedForward(self.placement, load_E, dropped_E, visits_P, crossed, row_bytes, choices))
+
+    def timed(self, rows: int, compute: Callable[P, Tensor], *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        """Call the experts' forward pass `compute` of `rows` rows, and note its time, without a host sync.
+
+        Nothing is noted in compiled code.
+        """
+        if torch.compiler.is_compiling() or not self.is_timed:
+            return compute(*args, **kwargs)
+        begin = mark(self.device)
+        outputs = compute(*args, **kwargs)
+        self.timing = begin, mark(self.device), rows
+        return outputs
 
     def count_crossings(self, node_of_peer: Sequence[int]) -> None:
         """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""

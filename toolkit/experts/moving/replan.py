@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -12,18 +13,18 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
-from toolkit.experts.layer.routing_log import Sample, sample_forwards, take_loads
+from toolkit.experts.layer.routing_log import Sample, sample_forwards, take_parts
 from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
 from toolkit.experts.moving.migrate import MigrationReport, migrate
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.collectives import is_main, world_size
+from toolkit.experts.parallel.groups import extremes_over_ranks, sum_over_ranks
+from toolkit.experts.parallel.waits import seconds_between, seconds_per_byte
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
-from toolkit.experts.placement.loads import rank_imbalance, shares
+from toolkit.experts.placement.loads import Window, rank_imbalance, shares, steps_of_parts
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners import Planner, find_planner
 
@@ -52,7 +53,7 @@ class Replanner:
 
     Args:
         stacks: The experts to plan for, by layer.
-        options: The planner (default: "swap"), its period, and the guard's assumptions.
+        options: The planner (default: "swap"), its period, and whether plans are guarded.
     """
 
     def __init__(self, stacks: Mapping[str, ExpertStack], options: ReplanOptions):
@@ -64,6 +65,9 @@ class Replanner:
         """Migrations of this process."""
         self.window_imbalance = 1.0
         """Busiest rank over the mean in the last window, mean over layers."""
+        self._steps_of_parts = steps_of_parts(options.every)
+        self._seconds_per_byte: float | None = None
+        """Of the link between the ranks, measured before the first plan."""
         self.planner_seconds = 0.0
         """Spent on planning by this process."""
         self._explained: set[str] = set()
@@ -76,6 +80,8 @@ class Replanner:
         self._cursors = {name: stack.log.cursor() for name, stack in stacks.items()}
         self._ends: list[float] = []
         """When the steps of this window ended, for the guard."""
+        for stack in stacks.values():
+            stack.is_timed = self.options.guarded
 
     def after_step(self, step: int, optimizer: Optimizer) -> list[Migration]:
         """Plan and migrate after the `step`-th optimizer step, if a plan is due. A collective: call it on all ranks.
@@ -85,32 +91,33 @@ class Replanner:
         """
         if self.options.guarded:
             self._ends.append(time.perf_counter())
-        if step % self.options.every or not self.stacks:
+        if place := step % self.options.every:
+            if place in self._steps_of_parts.cumsum():
+                for cursor in self._cursors.values():
+                    cursor.end_part()
+            return []
+        if not self.stacks:
             return []
         stacks = list(self.stacks.values())
-        groups = world_size() // stacks[0].groups.ep_size
-        # Mean pairs per step and EP group.
-        sums = take_loads(list(self._cursors.values()))
-        loads = [load_E.cpu().double() / (self.options.every * groups) for load_E in sums]
+        windows = self._take_windows(world_size() // stacks[0].groups.ep_size)
         self.window_imbalance = fmean(
-            rank_imbalance(load_E, stack.placement) for load_E, stack in zip(loads, stacks, strict=True)
+            rank_imbalance(window.load_E, stack.placement) for window, stack in zip(windows, stacks, strict=True)
         )
-        samples: list[Sample | None] = [None] * len(loads)
+        samples: list[Sample | None] = [None] * len(windows)
         if self.options.guarded:
             samples = sample_forwards(
                 [stack.log for stack in stacks], max(MOST_SAMPLED // world_size(), FEWEST_SAMPLED)
             )
-            self._set_cost_model(loads, samples, optimizer)
+            self._set_cost_models(windows, samples, optimizer)
         done = []
-        for (name, stack), load_E, sample in zip(self.stacks.items(), loads, samples, strict=True):
+        for (name, stack), window, sample in zip(self.stacks.items(), windows, samples, strict=True):
             guard = self.guards.get(name)
             began = time.perf_counter()
             new = plan_layer(
                 self.planner,
-                load_E,
+                window,
                 stack.placement,
                 guard=guard,
-                steps=self.options.every,
                 choices_PTK=None if sample is None else sample.choices_STK,
             )
             self.planner_seconds += time.perf_counter() - began
@@ -118,7 +125,7 @@ class Replanner:
                 self._explain(step, name, guard.reason)
             if new is not None:
                 report = migrate(stack, new, optimizer)
-                done.append(Migration(step, name, new, rank_imbalance(load_E, new), report))
+                done.append(Migration(step, name, new, rank_imbalance(window.load_E, new), report))
         self.migrations += done
         return done
 
@@ -136,50 +143,65 @@ class Replanner:
             sys.stdout.flush()
         self._explained.add(kind)
 
-    def _set_cost_model(self, loads: list[Tensor], samples: list[Sample | None], optimizer: Optimizer) -> None:
-        """Give the guards the median step time of this window, of the slowest rank. A collective.
+    def _take_windows(self, groups: int) -> list[Window]:
+        """Return the loads of each layer since the last plan, the mean of `groups` EP groups. A collective."""
+        windows = []
+        for parts_SE in take_parts(list(self._cursors.values())):
+            steps_S = self._steps_of_parts[-len(parts_SE) :]  # fewer after a start within a window
+            windows.append(Window(parts_SE.cpu().numpy() / (groups * steps_S[:, None]), steps_S))
+        return windows
 
-        Each pair of the busiest rank, over all layers, has its part of the step."""
-        gaps = [after - before for before, after in pairwise(self._ends)]
-        self._ends = []
-        stacks = list(self.stacks.values())
+    def _set_cost_models(self, windows: list[Window], samples: list[Sample | None], optimizer: Optimizer) -> None:
+        """Give each layer's guard the rates that were measured. A collective."""
+        stacks, device = list(self.stacks.values()), next(iter(self.stacks.values())).device
+        if self._seconds_per_byte is None:
+            self._seconds_per_byte = seconds_per_byte(stacks[0].groups.ep_group, device)
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
         kept = [optimizer_bytes(stack, optimizer) for stack in stacks]
-        agreed = torch.tensor([median(gaps) if gaps else 0.0, *kept], dtype=torch.float64)
-        if dist.is_initialized():
-            agreed = agreed.to(stacks[0].log.load_E.device)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        seconds, *most_kept = agreed.tolist()
-        rows = sum(
-            float((load_E.numpy() @ shares(stack.placement)).max()) for load_E, stack in zip(loads, stacks, strict=True)
-        )
-        for (name, stack), most, sample in zip(self.stacks.items(), most_kept, samples, strict=True):
+        most, _ = extremes_over_ranks(torch.tensor([self._seconds_per_byte, *kept], dtype=torch.float64, device=device))
+        per_byte, *most_kept = most.tolist()
+        rates = self._seconds_per_row(windows, device)
+        for (name, stack), per_row, most_bytes, sample in zip(
+            self.stacks.items(), rates, most_kept, samples, strict=True
+        ):
             cost_model = CostModel(
-                seconds_per_row=self.options.expert_time_share * seconds / max(rows, 1.0),
-                bytes_per_second=self.options.link_gbytes_per_second * 1e9,
+                seconds_per_row=per_row,
+                bytes_per_second=1 / per_byte if per_byte else math.inf,
                 weight_bytes=weight_bytes(stack),
-                optimizer_bytes=int(most),
+                optimizer_bytes=int(most_bytes),
                 row_bytes=0 if sample is None else sample.row_bytes,
             )
             guard = self.guards.setdefault(name, MigrationGuard(cost_model))
             guard.cost_model = cost_model
 
+    def _seconds_per_row(self, windows: list[Window], device: torch.device) -> list[float]:
+        """Return the seconds of a row in each layer's experts, by their last forward pass on all ranks. A collective.
+
+        The backward pass is taken to be twice as long. Compiled code is not timed: its experts are taken to be half of
+        the median step, in proportion to the rows of the busiest rank.
+        """
+        forwards = [
+            (0.0, 0) if (t := stack.timing) is None else (seconds_between(*t[:2]), t[2])
+            for stack in self.stacks.values()
+        ]
+        gaps = [after - before for before, after in pairwise(self._ends)]
+        self._ends = []
+        step = median(gaps) if gaps else 0.0
+        *sums, steps = sum_over_ranks(torch.tensor([*forwards, (step, 1)], dtype=torch.float64, device=device)).tolist()
+        busiest = sum(
+            (window.load_E @ shares(stack.placement)).max()
+            for window, stack in zip(windows, self.stacks.values(), strict=True)
+        )
+        assumed = 0.5 * steps[0] / steps[1] / max(busiest, 1.0)
+        return [3 * seconds / rows if rows else assumed for seconds, rows in sums]
+
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values, without the placement, which is in the checkpoint's manifest. A collective."""
-        return {
-            "slots_per_rank": {name: stack.placement.slots_per_rank for name, stack in self.stacks.items()},
-            "window": {name: cursor.state_dict() for name, cursor in self._cursors.items()},
-            "guards": {name: guard.state_dict() for name, guard in self.guards.items()},
-        }
+        window = {name: cursor.state_dict() for name, cursor in self._cursors.items()}
+        return {"every": self.options.every, "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. On other ranks or slots the guards start without a history."""
-        for name, stack in self.stacks.items():
-            if name not in state["window"]:
-                continue
-            self._cursors[name].load_state_dict(state["window"][name])
-            same_slots = state["slots_per_rank"][name] == stack.placement.slots_per_rank
-            if self.options.guarded and same_slots and name in state["guards"]:
-                # The cost model comes with the next window, before the guard is asked anything.
-                self.guards[name] = MigrationGuard(CostModel(seconds_per_row=0.0, bytes_per_second=1.0, weight_bytes=0))
-                self.guards[name].load_state_dict(state["guards"][name])
+        """Continue the window of `state_dict` on any ranks, unless windows have another length now."""
+        for name, cursor in self._cursors.items():
+            if state["every"] == self.options.every and name in state["window"]:
+                cursor.load_state_dict(state["window"][name])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import PlainValidator, PositiveFloat, PositiveInt
+from pydantic import PlainValidator, PositiveInt
 
 from toolkit.errors import UserError
-from toolkit.experts.options import FractionAboveZero, Options
+from toolkit.experts.options import Options
 from toolkit.experts.placement.placement_options import PLANNER_NAMES
 
 
@@ -28,8 +28,8 @@ else:  # a command line gives names
 class ReplanOptions(Options):
     """Rebalancing: experts move between ranks while training.
 
-    By default a guard applies a plan only if its predicted saving outweighs its migration. The guard measures the time
-    of a step and counts bytes; `link_gbytes_per_second` and `expert_time_share` are assumptions, for you to correct.
+    By default a guard applies a plan only if its predicted saving outweighs its migration. It measures the time of
+    the experts and the speed of the link between ranks.
     """
 
     switch: ClassVar[str] = "planner"
@@ -39,8 +39,4 @@ class ReplanOptions(Options):
     every: PositiveInt = 200
     """Optimizer steps between plans."""
     guarded: bool = True
-    """Apply only plans whose predicted saving, from measured step times, outweighs the migration."""
-    link_gbytes_per_second: PositiveFloat = 10.0
-    """Assumed link speed of a rank, GB/s in each direction. 10 is a 100 Gbit/s network card."""
-    expert_time_share: FractionAboveZero = 0.5
-    """Assumed share of step time spent in experts and their transfers."""
+    """Apply only plans whose predicted saving, from measured times, outweighs the migration."""

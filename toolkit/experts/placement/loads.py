@@ -21,6 +21,45 @@ Load = Tensor | NDArray[Any] | Sequence[float]
 """(E,): (token, expert) pairs per expert, over any window of steps. Only proportions matter."""
 
 
+PARTS = 8
+"""Parts of a window."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The load of one layer in the steps between two plans, in parts of one step or more."""
+
+    load_SE: Floats
+    """Mean pairs per expert and step in each part."""
+    steps_S: Ints
+
+    @property
+    def steps(self) -> int:
+        return int(self.steps_S.sum())
+
+    @property
+    def load_E(self) -> Floats:
+        """The mean pairs per expert and step."""
+        return np.asarray(np.average(self.load_SE, axis=0, weights=self.steps_S))
+
+    def halves(self) -> tuple[Window, Window]:
+        """Return the earlier and the later half of the parts."""
+        half = len(self.steps_S) // 2
+        return Window(self.load_SE[:half], self.steps_S[:half]), Window(self.load_SE[half:], self.steps_S[half:])
+
+
+def steps_of_parts(steps: int) -> Ints:
+    """Return the steps of each part of a window."""
+    return np.array([len(part) for part in np.array_split(range(steps), min(PARTS, steps))])
+
+
+def window_of(load_TE: NDArray[Any]) -> Window:
+    """Return the window of steps with the loads `load_TE` (T, E)."""
+    steps_S = steps_of_parts(len(load_TE))
+    parts = np.split(load_TE, steps_S.cumsum()[:-1])
+    return Window(np.stack([part.mean(0) for part in parts]), steps_S)
+
+
 def as_floats(load_E: Load) -> Floats:
     """Return `load_E` as float64 (E,) on the host."""
     return np.asarray(load_E.cpu() if isinstance(load_E, Tensor) else load_E, dtype=np.float64)

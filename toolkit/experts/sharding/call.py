@@ -79,7 +79,7 @@ def run_experts(
             )
     rows_ND, dispatched = stack.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
     parameters = {*stack.parameters.values(), *module.parameters()}
-    y_ND = compute_rows(forward, rows_ND, dispatched.rows_per_slot, parameters)
+    y_ND = stack.timed(len(rows_ND), compute_rows, forward, rows_ND, dispatched.rows_per_slot, parameters)
     y_TD = stack.dispatcher.combine(y_ND, dispatched)
     if not recomputing():
         # Not `module.training`: a model that was read from a folder is in eval mode until somebody calls train().
