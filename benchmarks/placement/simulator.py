@@ -42,7 +42,6 @@ from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.layer.router import TopKRouter
-from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.cost_model import EXCHANGES, Cores
@@ -103,10 +102,6 @@ class DrawnRouter(TopKRouter):
     """Router with fixed choices `ids_TK` and the usual routing weights."""
 
     ids_TK: Tensor
-
-    def __init__(self, dim: int, num_experts: int, top_k: int, options: RouterOptions | None = None):
-        super().__init__(dim, num_experts, top_k, options)
-        self.chooses_by_score = False
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         return self.ids_TK[: len(scores_TE)]

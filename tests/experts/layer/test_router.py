@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
 
@@ -119,3 +120,16 @@ def test_it_routes_as_the_softmax_families_of_transformers_do(family: str) -> No
     ours.weight.data = router.weight.data
     _, weights_TK, ids_TK = router(x_TD)
     assert_same_routing(ours(x_TD), ids_TK, weights_TK)
+
+
+def test_a_subclass_chooses_experts_by_its_own_method() -> None:
+    class Last(TopKRouter):
+        def choose(self, scores_TE: Tensor) -> Tensor:
+            return super().choose(-scores_TE)
+
+    torch.manual_seed(0)
+    layer, x_TD = make_moe(6, 4, 5, 2, router_type=Last), torch.randn(9, 6)
+    layer.router.weight.data.normal_()
+    layer(x_TD)
+    expected = layer.router.scores(x_TD)[1].topk(2, largest=False).indices
+    assert torch.equal(layer.routing.expert_ids_TK, expected)

@@ -94,7 +94,8 @@ class TopKRouter(nn.Module):
         # Softmax scores of the chosen experts, divided by their sum, equal the softmax over only their logits.
         by_logits = self.uses_softmax and self.options.router_normalize
         values_TE = logits_TE if by_logits else scores_TE
-        if self.bias is None and self.route_hook is None and not in_region():  # one operation instead of two
+        by_score = self.bias is None and self.route_hook is None and type(self).choose is TopKRouter.choose
+        if by_score and not in_region():  # one operation instead of two
             weights_TK, ids_TK = values_TE.topk(self.top_k, dim=-1)
         else:
             # `choose` is outside of autograd, so a recomputation, which skips it, saves the same tensors.

@@ -121,7 +121,7 @@ class Replanner:
                 choices_PTK=None if sample is None else sample.choices_STK,
             )
             self.planner_seconds += time.perf_counter() - began
-            if guard is not None and guard.refused:
+            if guard is not None and guard.reason:
                 self._explain(step, name, guard.reason)
             if new is not None:
                 report = migrate(stack, new, optimizer)

@@ -38,7 +38,7 @@ class MigrationGuard:
     refused: int = 0
     """Plans that `accepts` has rejected, in this process."""
     reason: str = ""
-    """Reason of the last rejection."""
+    """Reason to reject the last plan, empty if it was accepted."""
 
     def accepts(
         self,
@@ -58,11 +58,9 @@ class MigrationGuard:
             choices_PTK: The experts of some tokens of each rank, shape (P, T, K), negative for none. With it, the
                 all-to-all time that the plan saves is part of its gain.
         """
-        if plan == current:
-            return False
-        self.reason = self._objection(plan, current, window, planner, choices_PTK)
+        self.reason = "" if plan == current else self._objection(plan, current, window, planner, choices_PTK)
         self.refused += bool(self.reason)
-        return not self.reason
+        return plan != current and not self.reason
 
     def _objection(
         self,
