@@ -51,7 +51,7 @@ from tests.support.helpers import run_distributed
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.loads import Load, rank_imbalance
-from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 from toolkit.experts.placement.planners.simple import lpt, round_robin
 from toolkit.experts.routing.traces import read_trace
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
@@ -99,8 +99,8 @@ def _recorded(seed: int) -> Tensor:
 STAY, CONTROL, GUARDED = "blocks, never moved", "control", "swap"
 FEWER = (STAY, CONTROL, GUARDED, "swap, no guard", "eplb, no guard")
 LOADS = {
-    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, rivals=FEWER),
-    "steep": Loads(skew=1.0),
+    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048),
+    "steep": Loads(skew=1.0, rivals=FEWER),
     "balanced": Loads(rivals=FEWER),
     "drifting": Loads(skew=0.5, drift=0.1, rivals=FEWER),
     "mild": Loads(skew=0.5, rivals=FEWER),
@@ -149,6 +149,7 @@ RIVALS = {
     "round robin, never moved": Rival(initial="round robin"),
     GUARDED: Rival(replan=_moves("swap")),
     "swap, no guard": Rival(replan=_moves("swap", guarded=False)),
+    "swap, a spare slot": Rival(replan=_moves("swap"), spare_slots=1),
     "replicate": Rival(replan=_moves("replicate"), spare_slots=1),
     "eplb, no guard": Rival(replan=_moves(eplb, guarded=False)),
     "oracle": Rival(initial="oracle"),
@@ -199,7 +200,7 @@ class Live:
         load_E = drawn(log_popularity, 20_000, 0).flatten().bincount(minlength=EXPERTS).numpy()
         if rival.initial == "round robin":
             return round_robin(load_E, blocks)
-        return lpt(load_E, blocks) if rival.initial == "oracle" else with_spare_slots(blocks, rival.spare_slots)
+        return lpt(load_E, blocks) if rival.initial == "oracle" else blocks
 
     def turn(self, number: int) -> Times:
         """Run the steps of a turn on all ranks."""
