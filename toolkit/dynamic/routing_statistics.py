@@ -119,7 +119,7 @@ class RoutingStatistics:
             forwards = list(group)
             pairs_EE = count_pairs([note.choices for note in forwards], logical_experts)
             experts_TK = torch.cat([note.choices.expert_ids_TK for note in forwards])
-            kept_TK = torch.cat([note.choices.kept() for note in forwards]).long()
+            kept_TK = torch.cat([note.choices.counted() for note in forwards]).long()
             labels_T = torch.cat([_labels(note, classes) for note in forwards])
             # Tokens without a class go into an extra column, which is cut off.
             cells = experts_TK * (classes + 1) + labels_T[:, None]

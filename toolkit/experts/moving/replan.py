@@ -118,7 +118,7 @@ class Replanner:
                 window,
                 stack.placement,
                 guard=guard,
-                choices_PTK=None if sample is None else sample.choices_STK,
+                choices_PTK=None if sample is None else sample.choices_PTK,
             )
             self.planner_seconds += time.perf_counter() - began
             if guard is not None and guard.reason:

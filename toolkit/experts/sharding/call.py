@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import LocalDispatcher
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
-from toolkit.experts.layer.routing_log import Choices
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.placement.placement import contiguous
 
@@ -84,7 +83,7 @@ def run_experts(
     if not recomputing():
         # Not `module.training`: a model that was read from a folder is in eval mode until somebody calls train().
         training = torch.is_grad_enabled() or in_reentrant_forward()
-        stack.record(dispatched.plan, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
+        stack.record(dispatched.plan, ids_TK, x_TD, weights_TK, y_TD, training=training)
     return y_TD
 
 
