@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.layer.routing_log import MOST_ASSIGNMENTS, Choices, ForwardCursor, count_pairs
-from toolkit.experts.parallel.groups import sum_over_ranks
+from toolkit.experts.parallel.collectives import sum_over_ranks
 
 Ids = tuple[int | None, ...]
 """The uid of each logical expert; None for inactive ones."""

@@ -23,7 +23,8 @@ from toolkit.dynamic.plans import Grow, Merge, Plan
 from toolkit.dynamic.roster import ExpertRoster, LifecycleEvent
 from toolkit.dynamic.similarity import alignment, reordered
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.parallel.optimizer_rows import RowsInUse, mark_rows_in_use, unwrapped
+from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.parallel.rows_in_use import RowsInUse, mark_rows_in_use
 
 
 class Snapshot:

@@ -18,7 +18,7 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balancing_share
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.parallel.groups import sum_over_ranks
+from toolkit.experts.parallel.collectives import sum_over_ranks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import watch_routers
 

@@ -179,7 +179,7 @@ class LocalDispatcher(TokenDispatcher):
         slots_TK = expert_ids_TK
         if self.slot_of_expert is not None:
             self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device, non_blocking=True)
-            slots_TK = rows_of_ids(self.slot_of_expert, expert_ids_TK)
+            slots_TK = look_up(self.slot_of_expert, expert_ids_TK)
         load_S = count(slots_TK, self.slots, kept_TK)
         load_E = load_S if self.slot_of_expert is None else load_S[self.slot_of_expert]
         if kept_TK is None:
@@ -293,7 +293,7 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.slots_are_experts:
             return expert_ids_TK
         if self.slots_EM.shape[1] == 1:
-            return rows_of_ids(self.slots_EM.squeeze(1), expert_ids_TK)
+            return look_up(self.slots_EM.squeeze(1), expert_ids_TK)
         place_TK, _ = place_within_slot(expert_ids_TK, len(self.replicas_E))
         turn_TK = place_TK + self.groups.ep_rank
         return self.slots_EM[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
@@ -347,7 +347,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         return Plan(slots_TK, load_E, sum(pairs), visits_TP, sizes, (copies_for_peers(visits_TG, sum(there)),))
 
 
-def rows_of_ids(values_E: Tensor, ids_TK: Int[Tensor, "T K"]) -> Tensor:
+def look_up(values_E: Tensor, ids_TK: Int[Tensor, "T K"]) -> Tensor:
     """`values_E[ids_TK]`, shape (T, K). Negative ids raise."""
     return values_E.index_select(0, ids_TK.flatten()).view(ids_TK.shape)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -219,18 +218,6 @@ def make_moe(
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
     """The MoE layers of `model` by name, in the order of its modules."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-
-
-def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
-    """Return facts for `Run.describe`: EP group size, ranks of each group unless they are neighbours, and the placement
-    of each layer.
-
-    The placement is a function, because experts migrate, and dynamic experts are added and removed during training.
-    """
-    facts: dict[str, Any] = {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
-    if any(group[-1] - group[0] >= groups.ep_size for group in groups.ep_groups):
-        facts["ep_groups"] = [list(group) for group in groups.ep_groups]
-    return facts
 
 
 def experts_on_ranks(model: nn.Module) -> dict[str, list[list[int]]]:

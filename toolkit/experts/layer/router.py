@@ -1,8 +1,4 @@
-"""The router: chooses the experts of each token and weights their outputs.
-
-Letters, here and in the other files of this folder: T tokens on this rank, D model width, F hidden width of an
-expert, E logical experts, K experts per token (top-k), S slots (physical experts) on this rank, N = T * K assignments.
-"""
+"""The router: chooses the experts of each token and weights their outputs."""
 
 from __future__ import annotations
 

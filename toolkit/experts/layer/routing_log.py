@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.experts.layer.rows import count
-from toolkit.experts.parallel.collectives import gather_objects
-from toolkit.experts.parallel.groups import ExpertGroups, sum_over_ranks
+from toolkit.experts.parallel.collectives import gather_objects, sum_over_ranks
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement
 
 if TYPE_CHECKING:

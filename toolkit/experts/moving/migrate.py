@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack, bytes_of_slot, expert_stacks
-from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
-from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
+from toolkit.experts.parallel.collectives import extremes_over_ranks
+from toolkit.experts.parallel.groups import ExpertGroups, wait_for
+from toolkit.experts.parallel.optimizer_rows import require_rows, unwrapped
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, schedule
 from toolkit.experts.placement.traffic import MigrationCost, migration_cost
@@ -181,7 +182,7 @@ def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str,
         for key, value in all_states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
                 state = f"{name}.{key}"
-                rows[state] = _with_contiguous_rows(state, rows_of_state(name, key, value, parameter))
+                rows[state] = _with_contiguous_rows(state, require_rows(name, key, value, parameter))
     return rows
 
 

@@ -23,7 +23,7 @@ from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.experts.parallel.optimizer_rows import refuse_strangers
+from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.sharding.join import join_forwards
@@ -168,7 +168,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 "Call only ExpertParallel's prepare, once, and evaluate the model that it returns."
             )
         for each in optimizers:
-            refuse_strangers(model, each)
+            refuse_foreign_parameters(model, each)
         if optimizers and has_stepped(optimizers[0]):
             raise UserError(
                 "optimizer: it has stepped, with states of all experts. Call prepare before its first step."

@@ -18,7 +18,7 @@ from toolkit.experts.parallel.dense import (
     leave_out_of_ddp,
 )
 from toolkit.experts.parallel.fsdp import fully_shard_dense
-from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows, refuse_strangers
+from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows, refuse_foreign_parameters
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
 from toolkit.experts.parallel.parallel_options import DDPOptions, Dense
 from toolkit.integrations.accelerate.compat import mark_as_prepared
@@ -68,7 +68,7 @@ def prepare(
             "mixed_precision: 'fp16' looks for overflow on each rank only, and ranks have different parameters. "
             "Use 'bf16', or ep_size=1 and dense='ddp' (data_parallel)."
         )
-    refuse_strangers(model, optimizer)
+    refuse_foreign_parameters(model, optimizer)
     refuse_coupled_rows(optimizer)
     if is_parallel:
         end_after_gloo_threads()
