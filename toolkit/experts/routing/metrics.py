@@ -118,7 +118,7 @@ class Window(_Sums):
     load_LE: Ints
     dropped_LE: Ints
     imbalance_FL: Floats
-    """Return maximum over mean of the rows per rank of the world; 0 for a layer without rows."""
+    """Maximum over mean of the rows per rank of the world; 0 for a layer without rows."""
     sent_LWR: Ints
     visits_LWR: Ints
     crossings_LWR: Ints

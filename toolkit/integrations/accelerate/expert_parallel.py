@@ -37,7 +37,7 @@ from toolkit.integrations.accelerate.patches import Patches
 from toolkit.integrations.accelerate.prepare import prepare
 from toolkit.integrations.accelerate.saving import load, replace_saving_methods, save
 
-DIVIDES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+SHARD_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Accelerate's own ways to shard a model."""
 
 
@@ -87,7 +87,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         require_choice("dense", dense, Dense)
         if groups is not None and ep_size is not None:
             raise UserError(f"ep_size: {ep_size} and groups both say which ranks share the experts. Leave one out.")
-        if accelerator.distributed_type in DIVIDES or accelerator.parallelism_config is not None:
+        if accelerator.distributed_type in SHARD_THEMSELVES or accelerator.parallelism_config is not None:
             raise UserError(
                 "accelerator: FSDP, DeepSpeed, Megatron-LM and parallelism_config shard the model themselves. Leave "
                 'them out, and give ExpertParallel dense="fsdp2" to shard non-expert parameters.'
