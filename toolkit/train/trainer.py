@@ -93,7 +93,7 @@ class Trainer:
     ):
         check_optimization(model, optimizer, schedule)
         self.run, self.task, self.batches, self.penalty = run, task, batches, penalty
-        self.stepped = SteppedRates(schedule, schedule_metric) if isinstance(schedule, Scheduler) else None
+        self.scheduler = SteppedRates(schedule, schedule_metric) if isinstance(schedule, Scheduler) else None
         self.schedule = None if isinstance(schedule, Scheduler) else schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
         self.base_rates = initial_rates(optimizer)
@@ -172,8 +172,8 @@ class Trainer:
         self.hooks("on_step_start", micro_batches)
         norm = self.learn(micro_batches, multiplier)
         rate = self.optimizer.param_groups[0]["lr"]
-        if self.stepped is not None:
-            self.stepped.after_step()
+        if self.scheduler is not None:
+            self.scheduler.after_step()
         self.state.samples += self.batches.samples_of(self.state.step)
         self.state.step += 1
         if self.at_log_step:
@@ -255,8 +255,8 @@ class Trainer:
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.of_evaluation(name)).items()}
         self._recorded |= metrics
         self._line_is_due = True
-        if self.stepped is not None:
-            self.stepped.after_evaluation(metrics)
+        if self.scheduler is not None:
+            self.scheduler.after_evaluation(metrics)
         self.hooks("on_evaluate_end", name, metrics)
         return metrics
 
@@ -370,12 +370,12 @@ class Trainer:
             "results": self.results,
             "callbacks": states_of(self.callbacks),
             "metrics": self.run.seal_of_metrics(),
-            **({} if self.stepped is None else {"schedule": self.stepped.state_dict()}),
+            **({} if self.scheduler is None else {"schedule": self.scheduler.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`. Raises UserError if only one of the two runs has a scheduler of its own."""
-        if ("schedule" in state) != (self.stepped is not None):
+        if ("schedule" in state) != (self.scheduler is not None):
             has = "the" if "schedule" in state else "no"
             raise UserError(
                 f"schedule: the checkpoint has {has} state of a scheduler. Pass the schedule of the run that saved it."
@@ -384,6 +384,6 @@ class Trainer:
         self.sums.load_state_dict(state["metric_sums"])
         self._recorded = dict(state["recorded"])
         self.results = dict(state["results"])
-        if self.stepped is not None:
-            self.stepped.load_state_dict(state["schedule"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["schedule"])
         load_states(self.callbacks, state["callbacks"])

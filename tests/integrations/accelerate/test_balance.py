@@ -48,7 +48,7 @@ def without_padding(family: str) -> tuple[list[Tensor], float, list[Tensor]]:
     for parts in found:
         probs, logits = (torch.cat([getattr(r, name) for r, _ in parts]) for name in ("probs_TE", "logits_TE"))
         load = sum(load for _, load in parts)
-        penalty = penalty + load_balancing_share(probs, load / load.sum(), sum(LENGTHS))
+        penalty = penalty + load_balancing_share(probs, load / load.sum(), sum(LENGTHS), probs.shape[1])
         penalty = penalty + 0.5 * logits.logsumexp(-1).square().mean()
     (penalty / len(found)).backward()
     return [sum(load for _, load in p) for p in found], float(penalty.detach()) / len(found), gradients(watches)

@@ -155,7 +155,7 @@ class LocalDispatcher(TokenDispatcher):
             raise ValueError(f"a placement on {placement.ranks} ranks for a dispatcher of one")
         self.placement, self.slots = placement, placement.stride
         identity = placement.slots[0] == tuple(range(self.slots))
-        self.slot_of_expert = None if identity else torch.tensor(placement.slot_of_expert)
+        self.slot_of_expert = None if identity else torch.tensor(placement.owner_slots)
 
     def dispatch(
         self,
@@ -212,7 +212,7 @@ class AllToAllDispatcher(TokenDispatcher):
         self.slots, self.first_slot = len(placement.slots[here]), here * self.stride
         self.slots_EM = placement.slots_of_experts()
         self.replicas_E = placement.num_replicas()
-        self.slots_are_experts = placement.slot_of_expert == tuple(range(placement.ranks * placement.stride))
+        self.slots_are_experts = placement.owner_slots == tuple(range(placement.ranks * placement.stride))
         """Whether expert e is in slot e, as in contiguous placements of equal counts."""
         # Empty slots never get a row, so any expert will do.
         self.expert_of_slot = placement.expert_of_slot().flatten().clamp(min=0)

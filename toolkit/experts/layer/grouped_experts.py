@@ -28,7 +28,6 @@ class Weights(NamedTuple):
     """Both weights of all experts of a rank."""
 
     up: Float[Tensor, "S H D"]
-    """H is F, or 2F for SwiGLU."""
     down: Float[Tensor, "S F D"]
     later: LaterGradients | None
     """The deferred computation of their gradients; None if autograd computes them at once."""

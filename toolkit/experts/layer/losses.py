@@ -65,15 +65,14 @@ def load_balancing_share(
     probs_TE: Float[Tensor, "T E"],
     fraction_E: Float[Tensor, " E"],
     num_tokens: Tensor | int,
-    num_experts: Tensor | int | None = None,
+    num_experts: Tensor | int,
 ) -> Float[Tensor, ""]:
     """Return this rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
 
     f_e is the fraction of all ranks' pairs that went to expert e, and P_e the mean probability of e over all ranks'
-    `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`; None if
-    all logical experts are active.
+    `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`, the
+    active ones.
     """
-    num_experts = probs_TE.shape[1] if num_experts is None else num_experts
     return num_experts * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
 
 

@@ -199,7 +199,7 @@ def make_moe(
     experts = expert_type(
         dim,
         hidden_dim,
-        expert_ids=placement.experts_on(groups.ep_rank),
+        expert_ids=placement.slots[groups.ep_rank],
         activation=activation,
         recompute=recompute == "selective",
         seed=seed,
