@@ -14,7 +14,7 @@ from toolkit.data.splits import HasSplits
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import experts_on_ranks, moe_layers
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
+from toolkit.experts.parallel.ddp import OF_EACH_PROCESS, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.run.hardware import gpu_names, memory_limit_bytes

@@ -21,7 +21,7 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
-from toolkit.experts.parallel.dense import refuse_late_parameters
+from toolkit.experts.parallel.ddp import refuse_late_parameters
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.seeding import seed_device
@@ -143,7 +143,7 @@ class Trainer:
         self.enter("start")
         try:
             record_data(self.run, train=self.batches.identity())
-            self.hooks("on_fit_start")
+            self.call_hooks("on_fit_start")
             self.run.begin(self.state.step)
             self.model.train()
             self.use_weights_for("train")
@@ -151,17 +151,17 @@ class Trainer:
             while self.state.step < self.max_steps and self.stop_reason is None:
                 self.enter("data")
                 self.train_step(next(steps))
-                self.hooks("on_step_end")
+                self.call_hooks("on_step_end")
                 if self.at_log_step or self._line_is_due:
                     self.emit()
             self.finite.read()
             self.enter("callbacks")
             if not self.is_preempted:
                 self.use_weights_for("eval")
-            self.hooks("on_fit_end")
+            self.call_hooks("on_fit_end")
             self.enter("end")
         except BaseException as error:
-            self.hooks("on_exception", error)
+            self.call_hooks("on_exception", error)
             raise
         return self.results
 
@@ -169,7 +169,7 @@ class Trainer:
         """One optimizer step on the micro-batches of a global batch, with its hooks; advances `state`."""
         self.enter("callbacks")
         multiplier = None if self.schedule is None else self.schedule(self.state.step)
-        self.hooks("on_step_start", micro_batches)
+        self.call_hooks("on_step_start", micro_batches)
         norm = self.learn(micro_batches, multiplier)
         rate = self.optimizer.param_groups[0]["lr"]
         if self.scheduler is not None:
@@ -188,7 +188,7 @@ class Trainer:
         them as a scheduler set them. `record` False leaves the loss out of the metrics."""
         self.enter("step")
         self.micro_batches = micro_batches
-        self.hooks("on_before_forward")
+        self.call_hooks("on_before_forward")
         accelerator = self.run.accelerator
         counted = [self.task.count(batch) for batch in micro_batches]
         counts, total = waits.timed("counts", self.run.device, global_counts, counted, self.run.device)
@@ -212,7 +212,7 @@ class Trainer:
         self.sync.before_clip()
         norm = self.sync.clip(self.parameters, self.max_grad_norm, take_norms=self.finite.take_norms)
         if self.finite.add(self.state.step + 1, norm, losses):
-            self.hooks("on_before_optimizer_step")
+            self.call_hooks("on_before_optimizer_step")
             self.update()
             self.sync.after_step(self.state.step + 1, self.optimizer)
             for part in parts if record else ():
@@ -257,12 +257,12 @@ class Trainer:
         self._line_is_due = True
         if self.scheduler is not None:
             self.scheduler.after_evaluation(metrics)
-        self.hooks("on_evaluate_end", name, metrics)
+        self.call_hooks("on_evaluate_end", name, metrics)
         return metrics
 
     # --- API for callbacks ------------------------------------------------------------------------------------
 
-    def hooks(self, name: str, *args: Any) -> None:
+    def call_hooks(self, name: str, *args: Any) -> None:
         """Call hook `name` of every callback that overrides it."""
         for hook in self._hooks[name]:
             hook(self, *args)
@@ -335,7 +335,7 @@ class Trainer:
         folder = self.begin_save(keep)(None)
         self.enter(before)
         if folder is not None:
-            self.hooks("on_save", folder)
+            self.call_hooks("on_save", folder)
         return folder
 
     def begin_save(self, keep: int, to_cpu: ToCPU = on_cpu) -> Write:

@@ -18,7 +18,7 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.collectives import rank, world_size
-from toolkit.experts.parallel.dense import refuse_late_parameters
+from toolkit.experts.parallel.ddp import refuse_late_parameters
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import Ownership, mark_owned
 from toolkit.experts.parallel.penalty import parameter_penalty

@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
 from toolkit.experts.layer.model_inputs import counted_tokens
 from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
-from toolkit.experts.parallel.dense import leave_out_of_every_ddp
+from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
@@ -75,7 +75,7 @@ class ExpertStack:
         """Whether `timed` notes times."""
         self.timing: tuple[Mark, Mark, int] | None = None
         """Begin, end and rows of the experts' last forward pass."""
-        self.mark()
+        self.mark_rows()
         leave_out_of_every_ddp()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
@@ -100,7 +100,7 @@ class ExpertStack:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.copies = WeakSet()
-        self.mark()  # pickling drops the marks of parameters
+        self.mark_rows()  # pickling drops the marks of parameters
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +146,7 @@ class ExpertStack:
                 stacklevel=3,
             )
         self.dispatcher.place(new)
-        self.mark()
+        self.mark_rows()
 
     @torch.no_grad()
     def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
@@ -217,7 +217,7 @@ class ExpertStack:
         """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
-    def mark(self) -> None:
+    def mark_rows(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
         groups, placement = self.groups, self.placement
         for parameter in self.parameters.values():

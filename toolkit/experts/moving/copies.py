@@ -47,7 +47,7 @@ def full_copy(model: Model) -> Model:
         stack.groups = ExpertGroups()
         stack.dispatcher = make_dispatcher(contiguous(stack.num_experts, 1), stack.groups)
         stack.log, stack.node_of_peer = RoutingLog(stack.num_experts), None
-        stack.mark()
+        stack.mark_rows()
         expert_stacks(original)[name].copies.discard(stack)
     return copied
 

@@ -20,7 +20,7 @@ from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
+from toolkit.experts.parallel.ddp import OF_EACH_PROCESS, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters

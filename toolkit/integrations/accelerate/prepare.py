@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.experts.parallel.dense import (
+from toolkit.experts.parallel.ddp import (
     end_after_gloo_threads,
     keep_group_longer_than,
     leave_out_of_ddp,

@@ -1,4 +1,4 @@
-"""Non-expert parameters: exclusion of the others from DDP, and checks. Does not import Accelerate."""
+"""What DDP leaves out (experts, constant buffers), what it would miss, and the end of its process group."""
 
 from __future__ import annotations
 
