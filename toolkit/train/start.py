@@ -14,7 +14,7 @@ from toolkit.data.splits import HasSplits
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import experts_on_ranks, moe_layers
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.experts.parallel.ddp import OF_EACH_PROCESS, has_batch_norm
+from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.run.hardware import gpu_names, memory_limit_bytes
@@ -96,7 +96,7 @@ def warnings_of(run: Run, model: nn.Module, data: HasSplits, steps_per_epoch: in
         why = f"{stacks[0].num_experts} experts and {run.world_size} processes have no common divisor"
         warnings.append(f"ep_size=1: every process has all experts, because {why}.")
     if run.world_size > 1 and not config.sync_bn and has_batch_norm(model):
-        warnings.append(f"{OF_EACH_PROCESS}sync_bn=True has it over all")
+        warnings.append(f"{BATCH_NORM_IS_LOCAL}sync_bn=True has it over all")
     if config.validates and getattr(data, "validation", None) is None:
         warnings.append("no validation data: early stopping and the best checkpoint go by test data.")
     return warnings

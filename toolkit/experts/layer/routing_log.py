@@ -37,9 +37,6 @@ from toolkit.experts.placement.placement import ExpertPlacement
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
-MOST_ASSIGNMENTS = 2**18
-"""Assignments of a layer whose expert ids a reader keeps (8 bytes each) before it counts pairs."""
-
 
 @dataclass(frozen=True)
 class RowBytes:
@@ -201,17 +198,6 @@ class ForwardCursor:
     def deliver(self, forward: RoutedForward) -> None:
         """Take in a forward; the log calls it."""
         self._waiting.append(forward if self.choices else forward._replace(choices=None))
-
-
-def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E E"]:
-    """Return int64 (E, E), how many tokens chose both experts; the diagonal holds the tokens that chose the expert at
-    all."""
-    ids_TK = torch.cat([part.expert_ids_TK for part in choices])
-    counted_TK = torch.cat([part.counted() for part in choices]).long()
-    cells_TKK = ids_TK[:, :, None] * num_experts + ids_TK[:, None, :]
-    both_TKK = counted_TK[:, :, None] * counted_TK[:, None, :]
-    pairs = ids_TK.new_zeros(num_experts * num_experts).scatter_add_(0, cells_TKK.flatten(), both_TKK.flatten())
-    return pairs.view(num_experts, num_experts)
 
 
 class Sample(NamedTuple):

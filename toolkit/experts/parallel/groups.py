@@ -14,7 +14,6 @@ from toolkit.errors import UserError, require, require_choice
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node, rows_of_nodes
-from toolkit.experts.parallel.parallel_options import check_group_size
 from toolkit.experts.placement.placement_options import ExpertExchange
 
 Partition = tuple[tuple[int, ...], ...]
@@ -128,7 +127,14 @@ def strided_partition(world: int, ep_size: int, stride: int = 1) -> Partition:
     With 8 ranks in groups of 2 that are 2 apart: {0, 2}, {1, 3}, {4, 6}, {5, 7}. Raises UserError if `world` is not a
     multiple of `ep_size * stride`.
     """
-    check_group_size(world, ep_size, stride)
+    groups = world // max(ep_size, 1)
+    for field, value, whole, what in (
+        ("ep_size", ep_size, world, f"the {world} process(es) of this launch"),
+        ("ep_stride", stride, groups, f"the {groups} EP group(s) of {ep_size} among {world} process(es)"),
+    ):
+        divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        is_divisor = value >= 1 and whole % value == 0
+        require(is_divisor, field, value, f"it does not divide {what}: use one of {divisors}")
     blocks = range(0, world, ep_size * stride)
     firsts = (first for block in blocks for first in range(block, block + stride))
     return tuple(tuple(range(first, first + ep_size * stride, stride)) for first in firsts)

@@ -20,7 +20,7 @@ from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.parallel.ddp import OF_EACH_PROCESS, has_batch_norm
+from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
@@ -186,7 +186,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         self.accelerator.print(f"auxiliary loss: {by if weight or own else 'none'}.")
         if training.optimizers and self.accelerator.num_processes > 1 and has_batch_norm(model):
             synchronised = "nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare has it over all, on GPUs."
-            self.accelerator.print(f"{OF_EACH_PROCESS}{synchronised}")
+            self.accelerator.print(f"{BATCH_NORM_IS_LOCAL}{synchronised}")
 
     def _require_training(self, called: str) -> ExpertTraining:
         if self.training is None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import DDPCommunicationHookType
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,15 +19,8 @@ from toolkit.experts.parallel.ddp import (
 from toolkit.experts.parallel.fsdp import fully_shard_dense
 from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows, refuse_foreign_parameters
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
-from toolkit.experts.parallel.parallel_options import DDPOptions, Dense
+from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.integrations.accelerate.compat import mark_as_prepared
-
-
-def ddp_options(config: DDPOptions) -> DistributedDataParallelKwargs:
-    """Return `config` as one of the `kwargs_handlers` of an Accelerator."""
-    return DistributedDataParallelKwargs(
-        **config.model_dump() | {"comm_hook": DDPCommunicationHookType(config.comm_hook)}
-    )
 
 
 def prepare(
