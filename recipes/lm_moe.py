@@ -7,6 +7,7 @@ python recipes/lm_moe.py --data-dir FOLDER --tokenizer gpt2    any text, any tok
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PositiveInt
@@ -113,6 +114,8 @@ def main(config: Config) -> dict[str, Any]:
             validation=config.validates,
             on_main=run.on_main_and_share,
         )
+        if config.model:
+            run.on_main_and_share(partial(tk.data.model_folder, config.model))  # one rank asks the Hub
         model = build_model(config, data.tokenizer.vocab_size)
         run.describe(dataset=data.name, dataset_notice=data.notice, **describe_language_model(model))
         if config.experts:

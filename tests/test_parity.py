@@ -308,7 +308,7 @@ def test_experts_are_owned_where_ep_size_says_so_and_copies_stay_equal(traces: T
         assert len(rank["owned"]) == (4 if case.ep_size > 1 else 0)
         here = place_in_group(number, case.processes, case.ep_size, case.layout)
         held = {int(name.rpartition("/")[2]) for name in rank["weights"] if name.startswith("first.experts.up/")}
-        assert held == set(place(case.placement, case.ep_size).experts_on(here)) - {EMPTY_ROW}
+        assert held == set(place(case.placement, case.ep_size).slots[here]) - {EMPTY_ROW}
     assert len(ranks) == case.processes
 
 

@@ -35,7 +35,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "rows of one dimension": lambda: GroupedExperts(8, 4, expert_ids=[0])(X_TD[0], torch.tensor([8])),
     "counts of other slots": lambda: grouped_mm(X_TD, torch.zeros(2, 8, 4), torch.tensor([1, 1, 1])),
     "integers into a layer": lambda: make_moe(8, 4, 4, 2)(X_TD.long()),
-    "fractions of other experts": lambda: load_balancing_share(PROBS_TE, torch.ones(5), 3),
+    "fractions of other experts": lambda: load_balancing_share(PROBS_TE, torch.ones(5), 3, 4),
     "labels of other samples": lambda: correct(PROBS_TE, torch.zeros(2, dtype=torch.int64)),
     "a loss per sample": lambda: Loss(torch.zeros(3), 3),
     "views of one example": lambda: vote(PROBS_TE),

@@ -61,10 +61,10 @@ from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.profile import STEPS, Profile
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.throughput import Throughput
 from toolkit.train.optim import constant
-from toolkit.train.profile import STEPS, Profile
 from toolkit.train.tasks.language_modeling import LanguageModeling
 from toolkit.train.trainer import Trainer
 

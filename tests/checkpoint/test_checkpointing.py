@@ -73,7 +73,7 @@ class Evaluated(Evaluation):
 
     def on_step_end(self, trainer: tk.Trainer) -> None:
         if trainer.state.step % 2 == 0 and self.accuracies:
-            trainer.hooks("on_evaluate_end", "validation", {"validation/accuracy": self.accuracies.pop(0)})
+            trainer.call_hooks("on_evaluate_end", "validation", {"validation/accuracy": self.accuracies.pop(0)})
 
 
 def test_best_checkpoint_is_kept_with_the_newest_and_ends_the_run(tmp_path):

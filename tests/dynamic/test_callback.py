@@ -45,7 +45,7 @@ def assert_in_bounds(lifecycle: Lifecycle, fewest: int) -> None:
             place = layer.placement.owner(logical_id)
             if place.rank == layer.expert_stack.groups.ep_rank:
                 assert bool(layer.experts.up[place.slot].any()) == (logical_id in used)
-        per_rank = [len(used & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
+        per_rank = [len(used & set(layer.placement.slots[rank])) for rank in range(layer.placement.ranks)]
         assert max(per_rank) - min(per_rank) <= 1 or lifecycle.history[-1].kind != "sleep"
 
 
@@ -204,7 +204,7 @@ def train_watched(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, 
             assert len(layer.experts.up) == len(layer.experts.down)
             seen.append(len(layer.experts.up))
             active = layer.router.active_E.nonzero().flatten().tolist()
-            here = layer.placement.experts_on(layer.expert_stack.groups.ep_rank)
+            here = layer.placement.slots[layer.expert_stack.groups.ep_rank]
             needed.append(max(slot + 1 for slot, expert in enumerate(here) if expert in active))
 
         unwrapped(trainer.optimizer).register_step_post_hook(watch)

@@ -105,7 +105,7 @@ def splits_in_a_row(seed: int) -> float:
         worst = max(worst, float((outputs(layer) - before).abs().max()))
         assert_replicated(layer)
     used = {record.logical_id for record in experts.rosters[""].active}
-    active = [len(used & set(layer.placement.experts_on(rank))) for rank in range(layer.placement.ranks)]
+    active = [len(used & set(layer.placement.slots[rank])) for rank in range(layer.placement.ranks)]
     assert max(active) == min(active)
     return worst
 

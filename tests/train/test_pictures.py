@@ -11,11 +11,11 @@ import torch
 import toolkit as tk
 from tests.support.trainers import standard_trainer
 from toolkit.data.table import TensorTable
-from toolkit.experts.layer.moe_layer import describe_experts
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.run.config.run import RunConfig
 from toolkit.train.pictures import draw_run
+from toolkit.train.start import describe_experts
 
 
 def config(folder: Path) -> RunConfig:

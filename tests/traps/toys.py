@@ -39,7 +39,7 @@ class ToyMixture(nn.Module):
             self.stem = nn.Linear(DIM, DIM)
             router = TopKRouter(DIM, EXPERTS, TOP_K)
             self.head = nn.Linear(DIM, CLASSES)
-        experts = GroupedExperts(DIM, HIDDEN, expert_ids=placement.experts_on(groups.ep_rank))
+        experts = GroupedExperts(DIM, HIDDEN, expert_ids=placement.slots[groups.ep_rank])
         stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
         self.moe = MoE(router, experts, stack)
         self.double()

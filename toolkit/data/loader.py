@@ -23,7 +23,7 @@ from toolkit.data.identity import Identity, identity_of_length
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.compat import new_iterator
-from toolkit.experts.parallel.groups import extremes_over_ranks
+from toolkit.experts.parallel.collectives import extremes_over_ranks
 from toolkit.experts.parallel.seeding import derive_seed
 
 NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of", "seen"}

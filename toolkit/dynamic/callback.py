@@ -34,7 +34,7 @@ from toolkit.dynamic.surgery import DynamicExperts
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.routing_log import take_loads
 from toolkit.experts.moving.migrate import migrate
-from toolkit.experts.parallel.optimizer_rows import RowsInUse
+from toolkit.experts.parallel.rows_in_use import RowsInUse
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.expert_balance import WholeStepBalance
 

@@ -65,7 +65,7 @@ def make_dynamic_moe(
         router_type=partial(DynamicRouter, active=num_experts),
         seed=seed,
     )
-    inactive = [e >= num_experts for e in layer.placement.experts_on(layer.expert_stack.groups.ep_rank)]
+    inactive = [e >= num_experts for e in layer.placement.slots[layer.expert_stack.groups.ep_rank]]
     with torch.no_grad():
         for weight in layer.expert_stack.parameters.values():
             weight[torch.tensor(inactive)] = 0

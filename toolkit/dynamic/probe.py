@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from toolkit.dynamic.coverage import HALF_PROBABILITY
 from toolkit.dynamic.dynamic_router import Hyperplane
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.parallel.groups import sum_over_ranks
+from toolkit.experts.parallel.collectives import sum_over_ranks
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class LifecycleReport(Callback):
             layers[name] = {
                 "graph": graph.state_dict(),
                 "uids_of_logical": self._uids_of_logical(name),
-                "logical_on_ranks": [placement.experts_on(rank) for rank in range(placement.ranks)],
+                "logical_on_ranks": [list(row) for row in placement.slots],
             }
             text = json.dumps(graph.state_dict(), indent=1)
             write_text(folder / graph_file(name, list(self.graphs)), text, durable=False)

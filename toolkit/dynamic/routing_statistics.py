@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.experts.layer.moe_layer import moe_layers
-from toolkit.experts.layer.routing_log import MOST_ASSIGNMENTS, Choices, ForwardCursor, count_pairs
-from toolkit.experts.parallel.groups import sum_over_ranks
+from toolkit.experts.layer.routing_log import Choices, ForwardCursor
+from toolkit.experts.parallel.collectives import sum_over_ranks
 
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+MOST_ASSIGNMENTS = 2**18
+"""(Token, expert) pairs of a layer that are kept (8 bytes each) before they are counted."""
 Ids = tuple[int | None, ...]
 """The uid of each logical expert; None for inactive ones."""
 
@@ -119,7 +124,7 @@ class RoutingStatistics:
             forwards = list(group)
             pairs_EE = count_pairs([note.choices for note in forwards], logical_experts)
             experts_TK = torch.cat([note.choices.expert_ids_TK for note in forwards])
-            kept_TK = torch.cat([note.choices.kept() for note in forwards]).long()
+            kept_TK = torch.cat([note.choices.counted() for note in forwards]).long()
             labels_T = torch.cat([_labels(note, classes) for note in forwards])
             # Tokens without a class go into an extra column, which is cut off.
             cells = experts_TK * (classes + 1) + labels_T[:, None]
@@ -184,3 +189,14 @@ def _labels(note: _Note, classes: int) -> Tensor:
         return note.choices.expert_ids_TK.new_full((tokens,), classes)
     labels = note.labels.flatten()
     return labels if len(labels) == tokens else labels.repeat_interleave(tokens // max(1, len(labels)))
+
+
+def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E E"]:
+    """Return int64 (E, E), how many tokens chose both experts; the diagonal holds the tokens that chose the expert at
+    all."""
+    ids_TK = torch.cat([part.expert_ids_TK for part in choices])
+    counted_TK = torch.cat([part.counted() for part in choices]).long()
+    cells_TKK = ids_TK[:, :, None] * num_experts + ids_TK[:, None, :]
+    both_TKK = counted_TK[:, :, None] * counted_TK[:, None, :]
+    pairs = ids_TK.new_zeros(num_experts * num_experts).scatter_add_(0, cells_TKK.flatten(), both_TKK.flatten())
+    return pairs.view(num_experts, num_experts)

@@ -18,7 +18,7 @@ from toolkit.dynamic.expert_rows import ExpertRows
 from toolkit.dynamic.plans import Pair
 from toolkit.dynamic.roster import ExpertRecord
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.parallel.groups import sum_over_ranks
+from toolkit.experts.parallel.collectives import sum_over_ranks
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

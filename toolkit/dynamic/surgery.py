@@ -23,7 +23,8 @@ from toolkit.dynamic.plans import Grow, Merge, Plan
 from toolkit.dynamic.roster import ExpertRoster, LifecycleEvent
 from toolkit.dynamic.similarity import alignment, reordered
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.parallel.optimizer_rows import RowsInUse, mark_rows_in_use, unwrapped
+from toolkit.experts.parallel.optimizer_rows import unwrapped
+from toolkit.experts.parallel.rows_in_use import RowsInUse, mark_rows_in_use
 
 
 class Snapshot:
@@ -138,7 +139,7 @@ class DynamicExperts:
         """Mark this rank's rows up to the last active expert as in use, at least one row."""
         for name, layer in self.layers.items():
             active = {record.logical_id for record in self.rosters[name].active}
-            here = layer.placement.experts_on(layer.expert_stack.groups.ep_rank)
+            here = layer.placement.slots[layer.expert_stack.groups.ep_rank]
             rows = max((slot + 1 for slot, expert in enumerate(here) if expert in active), default=1)
             for parameter in layer.expert_stack.parameters.values():
                 mark_rows_in_use(parameter, rows)

@@ -75,11 +75,11 @@ def simulate(
         for layer, (placement, cost_model) in enumerate(zip(placements, cost_models, strict=True))
     ]
     parts = {name: np.sum([vars(layer)[name] for layer in layers], axis=0) for name in vars(layers[0])}
-    together = cost_models[0].together
+    until_last = cost_models[0].until_last
     tokens = loads[:, 0].sum(-1) / machine.top_k
     slots = np.sum([placement.slots_per_rank for placement in placements], axis=0)
     return StepSeconds(
-        dense=together(machine.dense_seconds + tokens * machine.dense_seconds_per_token),
-        optimizer=np.full(len(loads), together(slots * machine.optimizer_seconds_per_slot)),
+        dense=until_last(machine.dense_seconds + tokens * machine.dense_seconds_per_token),
+        optimizer=np.full(len(loads), until_last(slots * machine.optimizer_seconds_per_slot)),
         **parts,
     )

@@ -6,13 +6,12 @@ import itertools
 import os
 from datetime import timedelta
 
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch.distributed import DistError
 
 from toolkit.errors import UserError, one_line
 from toolkit.integrations.accelerate.compat import reset_accelerator_state
-from toolkit.integrations.accelerate.prepare import ddp_options
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.restarts import LAUNCH
 from toolkit.run.launch.world import is_set
@@ -39,7 +38,9 @@ def build_accelerator(config: RunConfig) -> Accelerator:
                 InitProcessGroupKwargs(
                     init_method=_init_method(config), timeout=timedelta(minutes=config.process_timeout)
                 ),
-                ddp_options(config.ddp),
+                DistributedDataParallelKwargs(
+                    **config.ddp.model_dump() | {"comm_hook": DDPCommunicationHookType(config.ddp.comm_hook)}
+                ),
             ],
         )
     except DistError as error:

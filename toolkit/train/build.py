@@ -19,14 +19,15 @@ from toolkit.experts.layer.losses import RouterPenalty, penalties_of
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.run.run import Run
-from toolkit.train.batch_size import SmallerMicroBatches
 from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.batch_size import SmallerMicroBatches
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalance
 from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.preemption import Preemption
+from toolkit.train.callbacks.profile import Profile
 from toolkit.train.callbacks.progress import Progress
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.throughput import Throughput
@@ -34,7 +35,6 @@ from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.train.optim import Scheduler, build_schedule
 from toolkit.train.pictures import draw_run
-from toolkit.train.profile import Profile
 from toolkit.train.start import announce
 from toolkit.train.task import AdaptsToRun, Task
 from toolkit.train.trainer import Trainer

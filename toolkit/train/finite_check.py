@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.data.batches import TrainBatches
-from toolkit.data.loader import LoaderBatches
-from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import together
 from toolkit.experts.state.tensor_files import first_not_finite, named_states
-from toolkit.run.run import Run
-from toolkit.train.task import Task
+
+if TYPE_CHECKING:
+    from toolkit.train.trainer import Trainer
 
 GRADIENT = "the gradient of"
 MOST_SKIPPED = 3
@@ -27,21 +24,6 @@ MOST_SKIPPED = 3
 SHOWN_SAMPLES = 8
 REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
 REMEDY_FOR_DATA = "mend or drop it"
-
-
-class Checked(Protocol):
-    """Trainer attributes read by `FiniteCheck`."""
-
-    run: Run
-    task: Task
-    model: nn.Module
-    raw_model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batches: TrainBatches | LoaderBatches
-    micro_batches: list[Batch]
-    autocast: Callable[[], AbstractContextManager[Any]]
-
-    def seed_micro_batch(self, index: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +55,7 @@ class FiniteCheck:
     forward passes are repeated to find the first module whose output is not finite.
     """
 
-    def __init__(self, trainer: Checked):
+    def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self.model = trainer.raw_model
         self.scaled = trainer.run.accelerator.scaler is not None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
 
 
 def global_counts(counts: Sequence[Any], device: torch.device) -> tuple[Sequence[Any] | Tensor, Any]:
@@ -84,17 +84,12 @@ class MetricSums:
             name: [value.tolist(), str(value.dtype).removeprefix("torch."), float(self._counts[name])]
             for name, value in self._sums.items()
         }
-        if not dist.is_initialized():
-            return [mine]
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
-        return everyones
+        return gather_objects(mine)
 
     def load_state_dict(self, state: list[dict[str, list[Any]]]) -> None:
         """Load this rank's sums. Of a state saved with another world size, rank r of W takes the parts r, r + W, ..."""
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.reset()
-        for part in state[rank::world]:
+        for part in state[rank() :: world_size()]:
             for name, (value, dtype, count) in part.items():
                 self.add({name: torch.tensor(value, dtype=getattr(torch, dtype), device=self.device)}, count)
         for name, (value, dtype, _) in state[0].items():

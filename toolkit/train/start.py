@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import LoaderBatches
 from toolkit.data.splits import HasSplits
 from toolkit.experts.layer.losses import RouterPenalty
-from toolkit.experts.layer.moe_layer import describe_experts, experts_on_ranks, moe_layers
+from toolkit.experts.layer.moe_layer import experts_on_ranks, moe_layers
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
+from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.run.hardware import gpu_names, memory_limit_bytes
 from toolkit.run.run import Run
@@ -54,6 +56,18 @@ def announce(
     run.note("\n".join([*warnings, aligned(describe_start(run, model, batches, max_steps)).rstrip()]))
 
 
+def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
+    """Return facts for `Run.describe`: EP group size, ranks of each group unless they are neighbours, and the placement
+    of each layer.
+
+    The placement is a function, because experts migrate, and dynamic experts are added and removed during training.
+    """
+    facts: dict[str, Any] = {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
+    if any(group[-1] - group[0] >= groups.ep_size for group in groups.ep_groups):
+        facts["ep_groups"] = [list(group) for group in groups.ep_groups]
+    return facts
+
+
 def settings_without_effect(config: MoERunConfig, model: nn.Module) -> list[str]:
     """Return a warning for each setting that routers and layers of `model` were built without."""
     layers, warnings = moe_layers(model), []
@@ -82,7 +96,7 @@ def warnings_of(run: Run, model: nn.Module, data: HasSplits, steps_per_epoch: in
         why = f"{stacks[0].num_experts} experts and {run.world_size} processes have no common divisor"
         warnings.append(f"ep_size=1: every process has all experts, because {why}.")
     if run.world_size > 1 and not config.sync_bn and has_batch_norm(model):
-        warnings.append(f"{OF_EACH_PROCESS}sync_bn=True has it over all")
+        warnings.append(f"{BATCH_NORM_IS_LOCAL}sync_bn=True has it over all")
     if config.validates and getattr(data, "validation", None) is None:
         warnings.append("no validation data: early stopping and the best checkpoint go by test data.")
     return warnings

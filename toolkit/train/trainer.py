@@ -21,7 +21,7 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
-from toolkit.experts.parallel.dense import refuse_late_parameters
+from toolkit.experts.parallel.ddp import refuse_late_parameters
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.seeding import seed_device
@@ -93,7 +93,7 @@ class Trainer:
     ):
         check_optimization(model, optimizer, schedule)
         self.run, self.task, self.batches, self.penalty = run, task, batches, penalty
-        self.stepped = SteppedRates(schedule, schedule_metric) if isinstance(schedule, Scheduler) else None
+        self.scheduler = SteppedRates(schedule, schedule_metric) if isinstance(schedule, Scheduler) else None
         self.schedule = None if isinstance(schedule, Scheduler) else schedule
         self.max_steps, self.max_grad_norm, self.log_every = max_steps, max_grad_norm, log_every
         self.base_rates = initial_rates(optimizer)
@@ -143,7 +143,7 @@ class Trainer:
         self.enter("start")
         try:
             record_data(self.run, train=self.batches.identity())
-            self.hooks("on_fit_start")
+            self.call_hooks("on_fit_start")
             self.run.begin(self.state.step)
             self.model.train()
             self.use_weights_for("train")
@@ -151,17 +151,17 @@ class Trainer:
             while self.state.step < self.max_steps and self.stop_reason is None:
                 self.enter("data")
                 self.train_step(next(steps))
-                self.hooks("on_step_end")
+                self.call_hooks("on_step_end")
                 if self.at_log_step or self._line_is_due:
                     self.emit()
             self.finite.read()
             self.enter("callbacks")
             if not self.is_preempted:
                 self.use_weights_for("eval")
-            self.hooks("on_fit_end")
+            self.call_hooks("on_fit_end")
             self.enter("end")
         except BaseException as error:
-            self.hooks("on_exception", error)
+            self.call_hooks("on_exception", error)
             raise
         return self.results
 
@@ -169,11 +169,11 @@ class Trainer:
         """One optimizer step on the micro-batches of a global batch, with its hooks; advances `state`."""
         self.enter("callbacks")
         multiplier = None if self.schedule is None else self.schedule(self.state.step)
-        self.hooks("on_step_start", micro_batches)
+        self.call_hooks("on_step_start", micro_batches)
         norm = self.learn(micro_batches, multiplier)
         rate = self.optimizer.param_groups[0]["lr"]
-        if self.stepped is not None:
-            self.stepped.after_step()
+        if self.scheduler is not None:
+            self.scheduler.after_step()
         self.state.samples += self.batches.samples_of(self.state.step)
         self.state.step += 1
         if self.at_log_step:
@@ -188,7 +188,7 @@ class Trainer:
         them as a scheduler set them. `record` False leaves the loss out of the metrics."""
         self.enter("step")
         self.micro_batches = micro_batches
-        self.hooks("on_before_forward")
+        self.call_hooks("on_before_forward")
         accelerator = self.run.accelerator
         counted = [self.task.count(batch) for batch in micro_batches]
         counts, total = waits.timed("counts", self.run.device, global_counts, counted, self.run.device)
@@ -212,7 +212,7 @@ class Trainer:
         self.sync.before_clip()
         norm = self.sync.clip(self.parameters, self.max_grad_norm, take_norms=self.finite.take_norms)
         if self.finite.add(self.state.step + 1, norm, losses):
-            self.hooks("on_before_optimizer_step")
+            self.call_hooks("on_before_optimizer_step")
             self.update()
             self.sync.after_step(self.state.step + 1, self.optimizer)
             for part in parts if record else ():
@@ -255,14 +255,14 @@ class Trainer:
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.of_evaluation(name)).items()}
         self._recorded |= metrics
         self._line_is_due = True
-        if self.stepped is not None:
-            self.stepped.after_evaluation(metrics)
-        self.hooks("on_evaluate_end", name, metrics)
+        if self.scheduler is not None:
+            self.scheduler.after_evaluation(metrics)
+        self.call_hooks("on_evaluate_end", name, metrics)
         return metrics
 
     # --- API for callbacks ------------------------------------------------------------------------------------
 
-    def hooks(self, name: str, *args: Any) -> None:
+    def call_hooks(self, name: str, *args: Any) -> None:
         """Call hook `name` of every callback that overrides it."""
         for hook in self._hooks[name]:
             hook(self, *args)
@@ -335,7 +335,7 @@ class Trainer:
         folder = self.begin_save(keep)(None)
         self.enter(before)
         if folder is not None:
-            self.hooks("on_save", folder)
+            self.call_hooks("on_save", folder)
         return folder
 
     def begin_save(self, keep: int, to_cpu: ToCPU = on_cpu) -> Write:
@@ -370,12 +370,12 @@ class Trainer:
             "results": self.results,
             "callbacks": states_of(self.callbacks),
             "metrics": self.run.seal_of_metrics(),
-            **({} if self.stepped is None else {"schedule": self.stepped.state_dict()}),
+            **({} if self.scheduler is None else {"schedule": self.scheduler.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`. Raises UserError if only one of the two runs has a scheduler of its own."""
-        if ("schedule" in state) != (self.stepped is not None):
+        if ("schedule" in state) != (self.scheduler is not None):
             has = "the" if "schedule" in state else "no"
             raise UserError(
                 f"schedule: the checkpoint has {has} state of a scheduler. Pass the schedule of the run that saved it."
@@ -384,6 +384,6 @@ class Trainer:
         self.sums.load_state_dict(state["metric_sums"])
         self._recorded = dict(state["recorded"])
         self.results = dict(state["results"])
-        if self.stepped is not None:
-            self.stepped.load_state_dict(state["schedule"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["schedule"])
         load_states(self.callbacks, state["callbacks"])

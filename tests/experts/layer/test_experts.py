@@ -191,7 +191,7 @@ def step_of_own_experts() -> tuple[Tensor, Tensor, list[int]]:
     y_TD.square().sum().backward()
     migrate(layer.expert_stack, ExpertPlacement(layer.placement.slots[::-1]), None)
     torch.testing.assert_close(layer(x_TD), y_TD)
-    return y_TD.detach(), world * layer.experts.scale_SD.detach(), layer.placement.experts_on(rank)
+    return y_TD.detach(), world * layer.experts.scale_SD.detach(), list(layer.placement.slots[rank])
 
 
 def test_make_moe_with_own_experts_shards_and_moves_them():

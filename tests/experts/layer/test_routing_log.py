@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.helpers import run_distributed
+from toolkit.dynamic.routing_statistics import count_pairs
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint
-from toolkit.experts.layer.routing_log import Cursor, count_pairs, take_parts
+from toolkit.experts.layer.routing_log import Cursor, take_parts
 from toolkit.experts.parallel.groups import make_expert_groups
 
 DIM, EXPERTS, TOP_K = 8, 4, 2

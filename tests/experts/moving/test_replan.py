@@ -88,7 +88,7 @@ def sampled(ep_size: int, stride: int) -> tuple[Any, Any, int]:
         chosen = step(layer, number)
     (sample,) = sample_forwards([layer.expert_stack.log], 5)
     assert sample is not None
-    return sample.choices_STK, chosen.numpy(), sample.row_bytes
+    return sample.choices_PTK, chosen.numpy(), sample.row_bytes
 
 
 @pytest.mark.parametrize(("world", "ep_size", "stride"), [(1, 1, 1), (4, 2, 1), (4, 2, 2)])

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.equality import replicas_agree
 from tests.support.helpers import run_distributed
+from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.collectives import rank, world_size
-from toolkit.experts.parallel.dense import refuse_late_parameters
+from toolkit.experts.parallel.ddp import refuse_late_parameters
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import Ownership, mark_owned
 from toolkit.experts.parallel.penalty import parameter_penalty
@@ -113,6 +114,17 @@ def test_parameter_penalty_has_the_value_and_gradient_of_one_process(world: int,
         assert (other_penalty, other_norm) == pytest.approx((penalty, norm), rel=1e-12)
     for name, expected in weights.items():
         torch.testing.assert_close(found[0][2][name], expected, rtol=1e-12, atol=1e-14)
+
+
+def penalize_by_a_scalar() -> str | None:
+    model = make_moe(4, 6, 4, 2, groups=make_expert_groups(2))
+    with pytest.raises(UserError) as caught:
+        parameter_penalty(lambda p: p.square().sum(), model.experts.parameters())
+    return caught.value.field
+
+
+def test_parameter_penalty_of_sharded_experts_raises_for_a_scalar():
+    assert run_distributed(penalize_by_a_scalar, 2) == ["function(parameter).shape"] * 2
 
 
 def averaged_with_a_missing_gradient() -> list[float] | None:

@@ -30,8 +30,6 @@ def test_uneven_placement_with_a_replica_by_hand():
     assert UNEVEN.replica_on(1, 1) == Place(1, 1)
     assert UNEVEN.replica_on(0, 1) is None
     assert UNEVEN.has_replicas
-    assert UNEVEN.experts_on(0) == [1, EMPTY_ROW, 0]
-    assert UNEVEN.experts_on(2) == []
 
 
 @pytest.mark.parametrize(

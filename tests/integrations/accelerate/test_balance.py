@@ -18,7 +18,7 @@ from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balancing_share
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.parallel.groups import sum_over_ranks
+from toolkit.experts.parallel.collectives import sum_over_ranks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import watch_routers
 
@@ -48,7 +48,7 @@ def without_padding(family: str) -> tuple[list[Tensor], float, list[Tensor]]:
     for parts in found:
         probs, logits = (torch.cat([getattr(r, name) for r, _ in parts]) for name in ("probs_TE", "logits_TE"))
         load = sum(load for _, load in parts)
-        penalty = penalty + load_balancing_share(probs, load / load.sum(), sum(LENGTHS))
+        penalty = penalty + load_balancing_share(probs, load / load.sum(), sum(LENGTHS), probs.shape[1])
         penalty = penalty + 0.5 * logits.logsumexp(-1).square().mean()
     (penalty / len(found)).backward()
     return [sum(load for _, load in p) for p in found], float(penalty.detach()) / len(found), gradients(watches)

@@ -27,7 +27,7 @@ from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
-from toolkit.integrations.accelerate.expert_parallel import DIVIDES, ExpertParallel
+from toolkit.integrations.accelerate.expert_parallel import SHARD_THEMSELVES, ExpertParallel
 from toolkit.train.callbacks.expert_load import ExpertLoad
 
 DIM, EXPERTS, TOP_K, BATCH, STEPS = 8, 8, 2, 16, 3
@@ -425,7 +425,7 @@ def test_experts_frozen_with_a_gradient_equal_their_replicas() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*(("distributed_type", value) for value in DIVIDES), ("parallelism_config", SimpleNamespace())],
+    [*(("distributed_type", value) for value in SHARD_THEMSELVES), ("parallelism_config", SimpleNamespace())],
 )
 def test_accelerator_that_shards_the_model_raises(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(cpu=True)

@@ -101,7 +101,7 @@ def test_sigmoid_scores_are_balanced_as_shares_of_their_sum(family: str):
     assert watch.routing is not None
     scores = watch.routing.logits_TE.sigmoid()
     share = scores / scores.sum(1, keepdim=True)
-    expected = load_balancing_share(share, watch.last_load_E / watch.last_load_E.sum(), ids.numel())
+    expected = load_balancing_share(share, watch.last_load_E / watch.last_load_E.sum(), ids.numel(), share.shape[1])
     assert penalty().item() == pytest.approx(expected.item())
 
 

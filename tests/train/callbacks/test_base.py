@@ -40,7 +40,7 @@ class EvaluateAndSave(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         inputs, labels = toy_data(5)
         trainer.evaluate(EvalBatches(TensorTable(input=inputs, label=labels), batch_size=2))
-        trainer.hooks("on_save", None)
+        trainer.call_hooks("on_save", None)
 
 
 class Fail(Callback):

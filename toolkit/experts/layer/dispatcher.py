@@ -155,7 +155,7 @@ class LocalDispatcher(TokenDispatcher):
             raise ValueError(f"a placement on {placement.ranks} ranks for a dispatcher of one")
         self.placement, self.slots = placement, placement.stride
         identity = placement.slots[0] == tuple(range(self.slots))
-        self.slot_of_expert = None if identity else torch.tensor(placement.slot_of_expert)
+        self.slot_of_expert = None if identity else torch.tensor(placement.owner_slots)
 
     def dispatch(
         self,
@@ -179,7 +179,7 @@ class LocalDispatcher(TokenDispatcher):
         slots_TK = expert_ids_TK
         if self.slot_of_expert is not None:
             self.slot_of_expert = self.slot_of_expert.to(expert_ids_TK.device, non_blocking=True)
-            slots_TK = rows_of_ids(self.slot_of_expert, expert_ids_TK)
+            slots_TK = look_up(self.slot_of_expert, expert_ids_TK)
         load_S = count(slots_TK, self.slots, kept_TK)
         load_E = load_S if self.slot_of_expert is None else load_S[self.slot_of_expert]
         if kept_TK is None:
@@ -212,7 +212,7 @@ class AllToAllDispatcher(TokenDispatcher):
         self.slots, self.first_slot = len(placement.slots[here]), here * self.stride
         self.slots_EM = placement.slots_of_experts()
         self.replicas_E = placement.num_replicas()
-        self.slots_are_experts = placement.slot_of_expert == tuple(range(placement.ranks * placement.stride))
+        self.slots_are_experts = placement.owner_slots == tuple(range(placement.ranks * placement.stride))
         """Whether expert e is in slot e, as in contiguous placements of equal counts."""
         # Empty slots never get a row, so any expert will do.
         self.expert_of_slot = placement.expert_of_slot().flatten().clamp(min=0)
@@ -293,7 +293,7 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.slots_are_experts:
             return expert_ids_TK
         if self.slots_EM.shape[1] == 1:
-            return rows_of_ids(self.slots_EM.squeeze(1), expert_ids_TK)
+            return look_up(self.slots_EM.squeeze(1), expert_ids_TK)
         place_TK, _ = place_within_slot(expert_ids_TK, len(self.replicas_E))
         turn_TK = place_TK + self.groups.ep_rank
         return self.slots_EM[expert_ids_TK, turn_TK % self.replicas_E[expert_ids_TK]]
@@ -347,7 +347,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         return Plan(slots_TK, load_E, sum(pairs), visits_TP, sizes, (copies_for_peers(visits_TG, sum(there)),))
 
 
-def rows_of_ids(values_E: Tensor, ids_TK: Int[Tensor, "T K"]) -> Tensor:
+def look_up(values_E: Tensor, ids_TK: Int[Tensor, "T K"]) -> Tensor:
     """`values_E[ids_TK]`, shape (T, K). Negative ids raise."""
     return values_E.index_select(0, ids_TK.flatten()).view(ids_TK.shape)
 

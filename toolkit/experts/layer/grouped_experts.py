@@ -25,11 +25,12 @@ Activation = Literal["relu", "swiglu"]
 
 
 class Weights(NamedTuple):
-    """Both weights of all experts of a rank, and where their gradients are left to be computed, if they are."""
+    """Both weights of all experts of a rank."""
 
     up: Float[Tensor, "S H D"]
     down: Float[Tensor, "S F D"]
     later: LaterGradients | None
+    """The deferred computation of their gradients; None if autograd computes them at once."""
 
 
 class GroupedExperts(nn.Module):
@@ -81,7 +82,7 @@ class GroupedExperts(nn.Module):
         self, x_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"], weights: Weights | None = None
     ) -> Float[Tensor, "N D"]:
         """(N, D) to (N, D), rows in slot order; `rows_per_slot`: int64 (S), without rows for slots after the last of
-        the weights (see `toolkit.experts.parallel.optimizer_rows.RowsInUse`)."""
+        the weights (see `toolkit.experts.parallel.rows_in_use.RowsInUse`)."""
         up, down, later = weights or Weights(self.up, self.down, None)
         if len(rows_per_slot) > len(self.up):
             rows_per_slot = rows_per_slot[: len(self.up)]

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.layer.router import Routing
-from toolkit.experts.parallel.groups import sum_over_ranks
+from toolkit.experts.parallel.collectives import sum_over_ranks
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -65,19 +65,18 @@ def load_balancing_share(
     probs_TE: Float[Tensor, "T E"],
     fraction_E: Float[Tensor, " E"],
     num_tokens: Tensor | int,
-    num_experts: Tensor | int | None = None,
+    num_experts: Tensor | int,
 ) -> Float[Tensor, ""]:
     """Return this rank's share of E * sum_e f_e * P_e (Fedus et al. 2021, arXiv 2101.03961, eq. 4); 1 when balanced.
 
     f_e is the fraction of all ranks' pairs that went to expert e, and P_e the mean probability of e over all ranks'
-    `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`; None if
-    all logical experts are active.
+    `num_tokens` tokens. Only P has a gradient. The shares of the ranks add up to the loss. E is `num_experts`, the
+    active ones.
     """
-    num_experts = probs_TE.shape[1] if num_experts is None else num_experts
     return num_experts * (fraction_E.to(probs_TE.dtype) * probs_TE.sum(0)).sum() / num_tokens
 
 
-def counted(routing: Routing, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def without_padding(routing: Routing, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """`values` with zeros for the tokens that are padding."""
     mask_T = routing.counted_T
     return values if mask_T is None else values * mask_T.view(-1, *[1] * (values.ndim - 1))
@@ -85,7 +84,7 @@ def counted(routing: Routing, values: Float[Tensor, "*shape"]) -> Float[Tensor, 
 
 def z_loss_share(routing: Routing, num_tokens: Tensor | int) -> Float[Tensor, ""]:
     """This rank's share of the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
-    return counted(routing, routing.logits_TE.logsumexp(-1).square()).sum() / num_tokens
+    return without_padding(routing, routing.logits_TE.logsumexp(-1).square()).sum() / num_tokens
 
 
 class RouterPenalty:
@@ -141,7 +140,7 @@ class RouterPenalty:
             layer, load_E = self.layers[number], load_LE[number]
             fraction_E = fraction_LE[number, : routing.probs_TE.shape[1]]
             tokens = (load_E.sum() / routing.expert_ids_TK.shape[1]).clamp(min=1)
-            probs_TE = counted(routing, routing.probs_TE)
+            probs_TE = without_padding(routing, routing.probs_TE)
             share = self.balance_weight * load_balancing_share(probs_TE, fraction_E, tokens, layer.num_choices)
             if self.z_weight:
                 share = share + self.z_weight * z_loss_share(routing, tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +17,8 @@ from toolkit.experts.layer.model_inputs import counted_tokens
 from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, in_reentrant_forward, recomputing
 from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
-from toolkit.experts.layer.routing_log import Choices
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state
+from toolkit.experts.layer.rows import count
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state_dict
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
@@ -54,7 +53,7 @@ class MoE(nn.Module):
         self.capacity_factor, self.recompute = capacity_factor, recompute
         self.routing: Routing | None = None
         """Routing of the last forward pass, for the router losses."""
-        hook_state(self)
+        hook_state_dict(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the routing, whose tensors are in the graph of the last forward."""
@@ -89,8 +88,9 @@ class MoE(nn.Module):
         routing = self.router(x_TD)
         kept_TK: Tensor | None = None
         if (factor := self.capacity_factor) is not None and self.training:
-            ids_TK, weights_TK, experts = routing.expert_ids_TK, routing.weights_TK, self.router.num_experts
-            kept_TK = decide(lambda: within_capacity(ids_TK, weights_TK, experts, factor))
+            kept_TK = decide(
+                lambda: within_capacity(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts, factor)
+            )
         shared_TD: Tensor | None = None
         weights: tuple[Weights, ...] = ()
         # So that weight gradients are computed while the gradients of rows are in flight.
@@ -129,10 +129,10 @@ class MoE(nn.Module):
         dropped_E = None
         if kept_TK is not None:
             dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
-            dropped_E = Choices(routing.expert_ids_TK, dropped_TK).load(self.expert_stack.num_experts)
-        choices = Choices(routing.expert_ids_TK, None)
+            dropped_E = count(routing.expert_ids_TK, self.expert_stack.num_experts, dropped_TK)
         training = torch.is_grad_enabled() or in_reentrant_forward()
-        self.expert_stack.record(plan, choices, x_TD, routing.weights_TK, y_TD, training=training, dropped_E=dropped_E)
+        ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
+        self.expert_stack.record(plan, ids_TK, x_TD, weights_TK, y_TD, training=training, dropped_E=dropped_E)
 
 
 def make_moe(
@@ -199,7 +199,7 @@ def make_moe(
     experts = expert_type(
         dim,
         hidden_dim,
-        expert_ids=placement.experts_on(groups.ep_rank),
+        expert_ids=placement.slots[groups.ep_rank],
         activation=activation,
         recompute=recompute == "selective",
         seed=seed,
@@ -218,18 +218,6 @@ def make_moe(
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
     """The MoE layers of `model` by name, in the order of its modules."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-
-
-def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
-    """Return facts for `Run.describe`: EP group size, ranks of each group unless they are neighbours, and the placement
-    of each layer.
-
-    The placement is a function, because experts migrate, and dynamic experts are added and removed during training.
-    """
-    facts: dict[str, Any] = {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
-    if any(group[-1] - group[0] >= groups.ep_size for group in groups.ep_groups):
-        facts["ep_groups"] = [list(group) for group in groups.ep_groups]
-    return facts
 
 
 def experts_on_ranks(model: nn.Module) -> dict[str, list[list[int]]]:

@@ -1,8 +1,4 @@
-"""The router: chooses the experts of each token and weights their outputs.
-
-Letters, here and in the other files of this folder: T tokens on this rank, D model width, F hidden width of an
-expert, E logical experts, K experts per token (top-k), S slots (physical experts) on this rank, N = T * K assignments.
-"""
+"""The router: chooses the experts of each token and weights their outputs."""
 
 from __future__ import annotations
 
@@ -99,7 +95,7 @@ class TopKRouter(nn.Module):
             weights_TK, ids_TK = values_TE.topk(self.top_k, dim=-1)
         else:
             # `choose` is outside of autograd, so a recomputation, which skips it, saves the same tensors.
-            ids_TK = decide(lambda: self.chosen(scores_TE.detach()))
+            ids_TK = decide(lambda: self.choose_or_replay(scores_TE.detach()))
             weights_TK = values_TE.gather(-1, ids_TK)
         if by_logits:
             weights_TK = weights_TK.softmax(dim=-1)
@@ -121,7 +117,7 @@ class TopKRouter(nn.Module):
         """`logits_TE` with minus infinity for experts that a token may not choose; here it may choose any."""
         return logits_TE
 
-    def chosen(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
+    def choose_or_replay(self, scores_TE: Float[Tensor, "T E"]) -> Int[Tensor, "T K"]:
         """Return (T, K), the experts of each token, recorded or replayed if a hook is set."""
         if self.route_hook is None:
             return self.choose(scores_TE)

@@ -29,15 +29,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.experts.parallel.collectives import gather_objects
-from toolkit.experts.parallel.groups import ExpertGroups, sum_over_ranks
+from toolkit.experts.layer.rows import count
+from toolkit.experts.parallel.collectives import gather_objects, sum_over_ranks
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
-
-MOST_ASSIGNMENTS = 2**18
-"""Assignments of a layer whose expert ids a reader keeps (8 bytes each) before it counts pairs."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +43,27 @@ class RowBytes:
     """Bytes of one row in the all-to-alls of one layer; 0 before the first forward."""
 
     dispatched: int
-    """With the weights of its choices and, half of them, their slots: these do not come back with its gradients."""
+    """Mean of the two passes: with its routing weights, and half of its slots, because slots have no gradients."""
     combined: int
 
 
 class Choices(NamedTuple):
-    """The experts of each token of one forward."""
+    """The experts of each token of one forward, including pairs dropped by a capacity."""
 
     expert_ids_TK: Int[Tensor, "T K"]
     """int64"""
-    kept_TK: Bool[Tensor, "T K"] | None
+    counted_T: Bool[Tensor, " T"] | None
     """bool: False for padding; None without padding."""
 
-    def kept(self) -> Bool[Tensor, "T K"]:
-        """Return `kept_TK`, all True if it is None."""
-        if self.kept_TK is None:
+    def counted(self) -> Bool[Tensor, "T K"]:
+        """Return `counted_T` for each pair, all True if it is None."""
+        if self.counted_T is None:
             return torch.ones_like(self.expert_ids_TK, dtype=torch.bool)
-        return self.kept_TK
+        return self.counted_T[:, None].expand_as(self.expert_ids_TK)
 
     def load(self, num_experts: int) -> Int[Tensor, " E"]:
-        """Return int64 (E), the kept choices per expert."""
-        ids_N = self.expert_ids_TK.flatten()
-        return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, self.kept().flatten().long())
+        """Return int64 (E), the pairs of each expert without padding."""
+        return count(self.expert_ids_TK, num_experts, self.counted())
 
 
 class RoutedForward(NamedTuple):
@@ -79,7 +76,7 @@ class RoutedForward(NamedTuple):
     """int64: pairs dropped by a capacity; None without a capacity."""
     visits_P: Int[Tensor, " P"] | None
     """int64: tokens that have experts on each rank of the EP group; None for a group of one rank."""
-    crossings_M: Int[Tensor, " M"] | None
+    crossings_G: Int[Tensor, " G"] | None
     """int64: distinct tokens that have experts on each other node of the EP group; None if not counted."""
     row_bytes: RowBytes
     choices: Choices | None
@@ -173,12 +170,12 @@ class Cursor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Mark as unread only the counts that were unread in `state`, for any number of ranks."""
         groups, now_E = self.log.groups, self.log.load_E
-        load_RSE = torch.tensor(state["load"], device=now_E.device)
-        if len(load_RSE) != groups.ep_size:  # other ranks than now: only the sum is of use
-            load_RSE = load_RSE.sum(0, keepdim=True)
-        unread_SE = torch.zeros_like(load_RSE[0])
-        if groups.is_in_first_group and groups.ep_rank < len(load_RSE):
-            unread_SE = load_RSE[groups.ep_rank]
+        load_PSE = torch.tensor(state["load"], device=now_E.device)
+        if len(load_PSE) != groups.ep_size:  # other ranks than now: only the sum is of use
+            load_PSE = load_PSE.sum(0, keepdim=True)
+        unread_SE = torch.zeros_like(load_PSE[0])
+        if groups.is_in_first_group and groups.ep_rank < len(load_PSE):
+            unread_SE = load_PSE[groups.ep_rank]
         self._begins = list(now_E - unread_SE.flip(0).cumsum(0).flip(0))
 
 
@@ -203,21 +200,10 @@ class ForwardCursor:
         self._waiting.append(forward if self.choices else forward._replace(choices=None))
 
 
-def count_pairs(choices: Sequence[Choices], num_experts: int) -> Int[Tensor, "E E"]:
-    """Return int64 (E, E), how many tokens chose both experts; the diagonal holds the tokens that chose the expert at
-    all."""
-    ids_TK = torch.cat([part.expert_ids_TK for part in choices])
-    kept_TK = torch.cat([part.kept() for part in choices]).long()
-    cells_TKK = ids_TK[:, :, None] * num_experts + ids_TK[:, None, :]
-    both_TKK = kept_TK[:, :, None] * kept_TK[:, None, :]
-    pairs = ids_TK.new_zeros(num_experts * num_experts).scatter_add_(0, cells_TKK.flatten(), both_TKK.flatten())
-    return pairs.view(num_experts, num_experts)
-
-
 class Sample(NamedTuple):
     """Some tokens of each rank's last training forward of a layer."""
 
-    choices_STK: NDArray[np.int32]
+    choices_PTK: NDArray[np.int32]
     """Experts of each token, by source EP rank; -1 for no expert and for padding."""
     row_bytes: int
     """Bytes of a token's row, dispatched and combined."""
@@ -231,7 +217,7 @@ def sample_forwards(logs: Sequence[RoutingLog], tokens: int) -> list[Sample | No
             mine.append(None)
             continue
         chosen, size = log.last.choices, log.last.row_bytes
-        ids_TK = chosen.expert_ids_TK.where(chosen.kept(), -1)
+        ids_TK = chosen.expert_ids_TK.where(chosen.counted(), -1)
         mine.append((ids_TK[:tokens].cpu().numpy().astype(np.int32), size.dispatched + size.combined))
     samples: list[Sample | None] = []
     for log, of_ranks in zip(logs, zip(*gather_objects(mine), strict=True), strict=True):

@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
 from toolkit.experts.layer.model_inputs import counted_tokens
 from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
-from toolkit.experts.parallel.dense import leave_out_of_every_ddp
+from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
@@ -52,7 +52,8 @@ class ExpertStack:
         *,
         in_files: Mapping[str, RowsInFiles] | None = None,
     ):
-        self._parameters = dict(parameters)
+        self.parameters: Mapping[str, nn.Parameter] = dict(parameters)
+        """By name; dimension 0 counts this rank's slots."""
         self._in_files = dict(in_files or {})
         """Layout in files of the parameters that are not stacked there."""
         self.computed_on: dict[str, torch.device] = {}
@@ -66,22 +67,22 @@ class ExpertStack:
         """The node of each rank of the EP group; None unless `count_crossings` was called."""
         self.copies: WeakSet[ExpertStack] = WeakSet()
         """Stacks of copied models, whose experts stay when these experts migrate."""
-        self.is_known_to_stay = False
-        """Whether a warning about this copy was given."""
+        self.was_warned_about = False
+        """Whether a warning said that this copy's experts stay."""
         self.sync: ExpertSync | None = None
         """Synchronization after each optimizer step under `ExpertParallel`."""
         self.is_timed = False
         """Whether `timed` notes times."""
         self.timing: tuple[Mark, Mark, int] | None = None
         """Begin, end and rows of the experts' last forward pass."""
-        self.mark()
+        self.mark_rows()
         leave_out_of_every_ddp()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
         """The experts of a copied model, on the same ranks, with an empty log."""
         other = memo[id(self)] = object.__new__(type(self))
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        other.is_known_to_stay = False
+        other.was_warned_about = False
         self.copies.add(other)
         if self.sync is not None and (self.groups.expert_dp_group is not None or self.placement.has_replicas):
             step_by_only(None, other.parameters.values())  # nothing averages gradients of a copy
@@ -99,12 +100,7 @@ class ExpertStack:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.copies = WeakSet()
-        self.mark()  # pickling drops the marks of parameters
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return them by name; dimension 0 counts this rank's slots."""
-        return self._parameters
+        self.mark_rows()  # pickling drops the marks of parameters
 
     @property
     def device(self) -> torch.device:
@@ -139,10 +135,10 @@ class ExpertStack:
         `toolkit.experts.moving.migrate`."""
         if new.slots_per_rank != self.placement.slots_per_rank:
             raise ValueError(f"placements of a layer have the same slots: not\n{new}\nafter\n{self.placement}")
-        unknown = [each for each in self.copies if not each.is_known_to_stay]
-        if unknown and new != self.placement:
-            for each in unknown:
-                each.is_known_to_stay = True
+        surprising = [each for each in self.copies if not each.was_warned_about]
+        if surprising and new != self.placement:
+            for each in surprising:
+                each.was_warned_about = True
             warnings.warn(
                 "the experts of a copy of this model (an EMA, a reference model) stay in their slots while experts "
                 "move. Average weights by toolkit.experts.ema_update(copy, model), or call place_experts(copy, "
@@ -150,7 +146,7 @@ class ExpertStack:
                 stacklevel=3,
             )
         self.dispatcher.place(new)
-        self.mark()
+        self.mark_rows()
 
     @torch.no_grad()
     def adopt(self, rows_of_ranks: Sequence[Sequence[int]]) -> None:
@@ -162,15 +158,13 @@ class ExpertStack:
         if saved == self.placement or saved.slots_per_rank != self.placement.slots_per_rank:
             return
         self.place(saved)
-        for slot, expert in enumerate(saved.slots[self.groups.ep_rank]):
-            if expert == EMPTY_ROW:
-                for parameter in self.parameters.values():
-                    parameter[slot].zero_()
+        for parameter in self.parameters.values():
+            clear_empty(parameter, saved.slots[self.groups.ep_rank])
 
     def record(
         self,
         plan: Plan,
-        choices: Choices,
+        expert_ids_TK: Int[Tensor, "T K"],
         inputs: Float[Tensor, "*batch D"],
         weights_TK: Float[Tensor, "T K"],
         outputs: Float[Tensor, "*batch D"],
@@ -180,14 +174,14 @@ class ExpertStack:
     ) -> None:
         """Log the forward pass that `plan` dispatched; without `training`, set only `last_load_E`.
 
-        `inputs` (..., D) were dispatched with `weights_TK` and gave `outputs` (..., D). `dropped_E`: pairs dropped by a
-        capacity, which are not in the plan's `load_E`. Pairs of padding are not counted.
+        `inputs` (..., D) were dispatched to `expert_ids_TK` with `weights_TK` and gave `outputs` (..., D). `dropped_E`:
+        pairs dropped by a capacity, which are not in the plan's `load_E`. Pairs of padding are not counted.
         """
-        counted_T = counted_tokens(len(choices.expert_ids_TK))
+        counted_T = counted_tokens(len(expert_ids_TK))
+        choices = Choices(expert_ids_TK, counted_T)
         if counted_T is None:
             load_E = plan.load_E if dropped_E is None else plan.load_E + dropped_E
         else:
-            choices = choices._replace(kept_TK=choices.kept() & counted_T[:, None])
             load_E = choices.load(self.num_experts)
         self.log.last_load_E = load_E
         if not training:
@@ -201,6 +195,7 @@ class ExpertStack:
             if self.node_of_peer is not None:
                 self.node_of_peer = self.node_of_peer.to(load_E.device)
                 crossed = crossings(visits_TP, self.node_of_peer, self.groups.ep_rank)
+        # Slots have no gradients, so half of them per pass.
         with_row = plan.slots_TK.shape[1] * (weights_TK.element_size() + SLOT_TYPE.itemsize // 2)
         sent, returned = (rows.shape[-1] * rows.element_size() for rows in (inputs, outputs))
         row_bytes = RowBytes(sent + with_row, returned)
@@ -222,7 +217,7 @@ class ExpertStack:
         """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
-    def mark(self) -> None:
+    def mark_rows(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
         groups, placement = self.groups, self.placement
         for parameter in self.parameters.values():
@@ -234,18 +229,18 @@ class ExpertStack:
             )
 
 
-def crossings(visits_TP: Bool[Tensor, "T P"], node_of_peer_P: Int[Tensor, " P"], here: int) -> Int[Tensor, " P"]:
+def crossings(visits_TP: Bool[Tensor, "T P"], node_of_peer_P: Int[Tensor, " P"], here: int) -> Int[Tensor, " G"]:
     """Return int64: distinct tokens sent to each node except the node of peer `here`. No host sync.
 
     `node_of_peer_P`: int64, numbered from 0. The result has one count per peer, the maximum number of nodes.
     """
-    peers_TM = torch.zeros_like(visits_TP, dtype=torch.int64).index_add_(1, node_of_peer_P, visits_TP.long())
-    return (peers_TM > 0).sum(0).index_fill_(0, node_of_peer_P[here], 0)
+    ranks_TG = torch.zeros_like(visits_TP, dtype=torch.int64).index_add_(1, node_of_peer_P, visits_TP.long())
+    return (ranks_TG > 0).sum(0).index_fill_(0, node_of_peer_P[here], 0)
 
 
 def weight_bytes(stack: ExpertStack) -> int:
     """Bytes of the weights of one physical expert of `stack`."""
-    return sum(_bytes_of_slot(parameter) for parameter in stack.parameters.values())
+    return sum(bytes_of_slot(parameter) for parameter in stack.parameters.values())
 
 
 def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
@@ -254,16 +249,16 @@ def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
         return 0
     inner = unwrapped(optimizer)
     return sum(
-        _bytes_of_slot(value)
+        bytes_of_slot(value)
         for parameter in stack.parameters.values()
         for value in inner.state.get(parameter, {}).values()
         if isinstance(value, Tensor) and value.shape == parameter.shape
     )
 
 
-def _bytes_of_slot(stacked: Tensor) -> int:
-    # Also on a rank that has no slot.
-    return stacked.shape[1:].numel() * stacked.element_size()
+def bytes_of_slot(rows: Tensor) -> int:
+    """Bytes of one slot's row, also on a rank without slots."""
+    return rows.shape[1:].numel() * rows.element_size()
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
@@ -280,7 +275,7 @@ def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
 # --- state dicts ----------------------------------------------------------------------------------------------------
 
 
-def hook_state(module: nn.Module) -> None:
+def hook_state_dict(module: nn.Module) -> None:
     """Make `state_dict()` of `module` raise if its `expert_stack` is partial, and loading take this rank's rows."""
     module.register_state_dict_pre_hook(_refuse_partial_state_dict)
     module.register_load_state_dict_pre_hook(_take_rows)
@@ -302,10 +297,10 @@ def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) 
 def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take the rows of this rank's slots out of experts as files have them, all in order of ids."""
     stack: ExpertStack = vars(module)["expert_stack"]
-    stacked = {id(parameter) for name, parameter in stack.parameters.items() if stack.in_files(name) == "stacked"}
+    in_rows = {id(parameter) for name, parameter in stack.parameters.items() if stack.in_files(name) == "stacked"}
     for name, parameter in module.named_parameters():
         whole = state.get(prefix + name)
-        if id(parameter) in stacked and whole is not None and len(whole) == stack.num_experts:
+        if id(parameter) in in_rows and whole is not None and len(whole) == stack.num_experts:
             state[prefix + name] = rows_of(whole, stack.placement.slots[stack.groups.ep_rank])
 
 
@@ -323,10 +318,10 @@ def stacked(saved: Tensor, form: RowsInFiles, experts: int) -> Tensor:
     return saved.view(len(saved), -1, experts).permute(2, 0, 1).contiguous() if form == "columns" else saved
 
 
-def rows_of(stacked: Tensor, experts: Sequence[int]) -> Tensor:
+def rows_of(whole: Tensor, experts: Sequence[int]) -> Tensor:
     """Return the rows of `experts`, zeros for an empty slot."""
-    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=stacked.device)
-    return clear_empty(stacked.index_select(0, index), experts)
+    index = torch.tensor([max(expert, 0) for expert in experts], dtype=torch.int64, device=whole.device)
+    return clear_empty(whole.index_select(0, index), experts)
 
 
 def clear_empty(rows: Tensor, experts: Sequence[int]) -> Tensor:
@@ -339,7 +334,7 @@ def clear_empty(rows: Tensor, experts: Sequence[int]) -> Tensor:
 
 @contextmanager
 def only_names_are_read(model: nn.Module) -> Iterator[None]:
-    """Let state dicts of `model` be made, of which no more than names is read, as PEFT does to load adapters."""
+    """Allow state dicts of `model` for their names, which PEFT reads to load adapters."""
     stacks = list(expert_stacks(model).values())
     for stack in stacks:
         stack.only_names_are_read = True

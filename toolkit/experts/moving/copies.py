@@ -39,7 +39,7 @@ def full_copy(model: Model) -> Model:
         >>> optimizer.step()
         >>> experts.ema_update(teacher, model, decay=0.99)
     """
-    original = _unwrapped(model)
+    original = _inner(model)
     copied = copy.deepcopy(original).requires_grad_(False)
     for name, stack in expert_stacks(copied).items():
         for key, parameter in stack.parameters.items():
@@ -47,7 +47,7 @@ def full_copy(model: Model) -> Model:
         stack.groups = ExpertGroups()
         stack.dispatcher = make_dispatcher(contiguous(stack.num_experts, 1), stack.groups)
         stack.log, stack.node_of_peer = RoutingLog(stack.num_experts), None
-        stack.mark()
+        stack.mark_rows()
         expert_stacks(original)[name].copies.discard(stack)
     return copied
 
@@ -72,7 +72,7 @@ def ema_update(averaged: nn.Module, model: nn.Module, decay: float = 0.999) -> N
         >>> optimizer.step()
         >>> experts.ema_update(ema, model)
     """
-    target, source = _unwrapped(averaged), _unwrapped(model)
+    target, source = _inner(averaged), _inner(model)
     goals, origins = dict(target.named_parameters()), dict(source.named_parameters())
     if goals.keys() != origins.keys():
         different = sorted(goals.keys() ^ origins.keys())[0]
@@ -80,16 +80,16 @@ def ema_update(averaged: nn.Module, model: nn.Module, decay: float = 0.999) -> N
             f"averaged: parameter {different!r} is in one of the two models only. Give a copy of the model."
         )
     stacks = expert_stacks(source)
-    rows_of = {id(p): (stack, key) for stack in stacks.values() for key, p in stack.parameters.items()}
+    stack_of = {id(p): (stack, key) for stack in stacks.values() for key, p in stack.parameters.items()}
     for name, stack in expert_stacks(target).items():
         if stack.placement.slots_per_rank == stacks[name].placement.slots_per_rank:
             migrate(stack, stacks[name].placement, None)
             for parameter in stacks[name].parameters.values():
-                rows_of.pop(id(parameter))  # equal slots
+                stack_of.pop(id(parameter))  # equal slots
     for name, goal in goals.items():
         new: Tensor = origins[name].detach()
-        if id(origins[name]) in rows_of:
-            stack, key = rows_of[id(origins[name])]
+        if id(origins[name]) in stack_of:
+            stack, key = stack_of[id(origins[name])]
             new = _all_rows(stack, key)
             new = new if new.shape == goal.shape else as_in_files(new, stack.in_files(key))
         if isinstance(new, DTensor) and not isinstance(goal, DTensor):
@@ -102,11 +102,11 @@ def ema_update(averaged: nn.Module, model: nn.Module, decay: float = 0.999) -> N
         target.get_buffer(name).copy_(buffer)
 
 
-def _unwrapped(model: Model) -> Model:
+def _inner(model: Model) -> Model:
     """Return the model within DDP, `torch.compile` or `AveragedModel`."""
     children = list(model.named_children())
     if len(children) == 1 and without_compile_prefix(f"{children[0][0]}.") in ("", "module."):
-        return _unwrapped(children[0][1])  # type: ignore[return-value]
+        return _inner(children[0][1])  # type: ignore[return-value]
     return model
 
 
@@ -119,5 +119,5 @@ def _all_rows(stack: ExpertStack, name: str) -> Tensor:
         gathered = rows.new_empty(placement.ranks * placement.stride, *rows.shape[1:])
         dist.all_gather_into_tensor(gathered, rows, group=stack.groups.ep_group)
         rows = gathered
-    slots = torch.tensor(placement.slot_of_expert, device=rows.device)
+    slots = torch.tensor(placement.owner_slots, device=rows.device)
     return rows.index_select(0, slots).to(parameter.device)

@@ -11,7 +11,6 @@ so a swap of two experts takes one round, and no rank ever stores more than one 
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping
@@ -26,9 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
-from toolkit.experts.parallel.groups import ExpertGroups, extremes_over_ranks, wait_for
-from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
+from toolkit.experts.layer.stack import ExpertStack, bytes_of_slot, expert_stacks
+from toolkit.experts.parallel.collectives import extremes_over_ranks
+from toolkit.experts.parallel.groups import ExpertGroups, wait_for
+from toolkit.experts.parallel.optimizer_rows import require_rows, unwrapped
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, schedule
 from toolkit.experts.placement.traffic import MigrationCost, migration_cost
@@ -90,10 +90,7 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     for parameter in stack.parameters.values():
         parameter.grad = None
     stack.place(new)
-    weight_bytes, optimizer_bytes = (
-        sum(math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in rows.values())
-        for rows in (weights, states)
-    )
+    weight_bytes, optimizer_bytes = (sum(map(bytes_of_slot, rows.values())) for rows in (weights, states))
     cost = migration_cost(old, new, weight_bytes=weight_bytes, optimizer_bytes=optimizer_bytes)
     return MigrationReport(cost, time.perf_counter() - started)
 
@@ -185,7 +182,7 @@ def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str,
         for key, value in all_states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
                 state = f"{name}.{key}"
-                rows[state] = _with_contiguous_rows(state, rows_of_state(name, key, value, parameter))
+                rows[state] = _with_contiguous_rows(state, require_rows(name, key, value, parameter))
     return rows
 
 
@@ -230,7 +227,7 @@ class _Payload:
             if rank == self.groups.ep_rank:
                 _copy(self.buffer, self._rows(slot))
 
-    def exchange(self, now: Round) -> list[dist.P2POp]:
+    def operations(self, now: Round) -> list[dist.P2POp]:
         """Return this rank's sends and receives; both peers list the transfers between them in the same order."""
         operations = []
         for transfer in now.transfers:
@@ -294,7 +291,7 @@ def _carry(payloads: list[_Payload]) -> None:
         due = list(zip(payloads, rounds, strict=True))
         for payload, now in due:
             payload.park(now)
-        operations = [operation for payload, now in due for operation in payload.exchange(now)]
+        operations = [operation for payload, now in due for operation in payload.operations(now)]
         works = dist.batch_isend_irecv(operations) if operations else []
         for payload, now in due:
             payload.copy_within(now)

@@ -19,8 +19,7 @@ from toolkit.experts.layer.routing_log import Sample, sample_forwards, take_part
 from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
 from toolkit.experts.moving.migrate import MigrationReport, migrate
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.parallel.collectives import is_main, world_size
-from toolkit.experts.parallel.groups import extremes_over_ranks, sum_over_ranks
+from toolkit.experts.parallel.collectives import extremes_over_ranks, is_main, sum_over_ranks, world_size
 from toolkit.experts.parallel.waits import seconds_between, seconds_per_byte
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
@@ -118,7 +117,7 @@ class Replanner:
                 window,
                 stack.placement,
                 guard=guard,
-                choices_PTK=None if sample is None else sample.choices_STK,
+                choices_PTK=None if sample is None else sample.choices_PTK,
             )
             self.planner_seconds += time.perf_counter() - began
             if guard is not None and guard.reason:

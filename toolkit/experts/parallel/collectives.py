@@ -1,15 +1,20 @@
-"""Values of all ranks on each of them, and work that succeeds on every rank or raises on every rank."""
+"""Collectives of values and objects, and work that succeeds on every rank or raises on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
 from toolkit.errors import UserError
+from toolkit.experts.parallel.waits import waits
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 T = TypeVar("T")
 
@@ -39,6 +44,27 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """Sum `value` in place over all ranks and return it. A collective."""
+    if dist.is_initialized():
+        waits.timed("losses", value.device, dist.all_reduce, value)
+    return value
+
+
+def extremes_over_ranks(
+    value: Shaped[Tensor, "*shape"], group: dist.ProcessGroup | None = None
+) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
+    """Return the element-wise maximum and minimum over the ranks of `group`; None: all ranks. One collective.
+
+    If the two are equal, `value` is equal on all ranks.
+    """
+    if not dist.is_initialized():
+        return value, value
+    extremes = torch.stack([value, -value])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return extremes[0], -extremes[1]
 
 
 def broadcast_from_main(tensor: Tensor) -> None:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.errors import UserError, require, require_choice
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel.collectives import gather_objects, rank, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node, rows_of_nodes
-from toolkit.experts.parallel.parallel_options import check_group_size
-from toolkit.experts.parallel.waits import waits
 from toolkit.experts.placement.placement_options import ExpertExchange
-
-if TYPE_CHECKING:
-    from jaxtyping import Shaped
 
 Partition = tuple[tuple[int, ...], ...]
 """Groups of equal size that partition the world; ranks ascend in each group, groups by their first rank."""
@@ -69,13 +63,6 @@ class ExpertGroups:
         return self.partition or strided_partition(world, self.ep_size)
 
     @property
-    def is_first_replica(self) -> bool:
-        """Whether no lower rank holds the same experts."""
-        if self.ep_size == 1:
-            return rank() == 0
-        return self.expert_dp_group is None or dist.get_rank(self.expert_dp_group) == 0
-
-    @property
     def is_in_first_group(self) -> bool:
         """Whether this rank is in the EP group of rank 0."""
         return not dist.is_initialized() or dist.get_rank() in self.ep_groups[0]
@@ -113,8 +100,8 @@ def make_expert_groups(
         >>> stacks = shard_experts(model, groups)
     """
     world = world_size()
-    is_one = ranks is None or (ep_size, ep_stride) == (None, 1)
-    require(is_one, "ranks", ranks, "give no ep_size and no ep_stride with them")
+    ranks_only = ranks is None or (ep_size, ep_stride) == (None, 1)
+    require(ranks_only, "ranks", ranks, "give no ep_size and no ep_stride with them")
     if ranks is None:
         partition = strided_partition(world, ep_size or max(1, world // ep_stride), ep_stride)
     else:
@@ -140,7 +127,14 @@ def strided_partition(world: int, ep_size: int, stride: int = 1) -> Partition:
     With 8 ranks in groups of 2 that are 2 apart: {0, 2}, {1, 3}, {4, 6}, {5, 7}. Raises UserError if `world` is not a
     multiple of `ep_size * stride`.
     """
-    check_group_size(world, ep_size, stride)
+    groups = world // max(ep_size, 1)
+    for field, value, whole, what in (
+        ("ep_size", ep_size, world, f"the {world} process(es) of this launch"),
+        ("ep_stride", stride, groups, f"the {groups} EP group(s) of {ep_size} among {world} process(es)"),
+    ):
+        divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        is_divisor = value >= 1 and whole % value == 0
+        require(is_divisor, field, value, f"it does not divide {what}: use one of {divisors}")
     blocks = range(0, world, ep_size * stride)
     firsts = (first for block in blocks for first in range(block, block + stride))
     return tuple(tuple(range(first, first + ep_size * stride, stride)) for first in firsts)
@@ -213,24 +207,3 @@ def wait_for(work: dist.Work, device: torch.device) -> None:
         work.wait(timeout_of())
     else:
         work.wait()
-
-
-def sum_over_ranks(value: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """Sum `value` in place over all ranks and return it. A collective."""
-    if dist.is_initialized():
-        waits.timed("losses", value.device, dist.all_reduce, value)
-    return value
-
-
-def extremes_over_ranks(
-    value: Shaped[Tensor, "*shape"], group: dist.ProcessGroup | None = None
-) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
-    """Return the element-wise maximum and minimum over the ranks of `group`; None: all ranks. One collective.
-
-    If the two are equal, `value` is equal on all ranks.
-    """
-    if not dist.is_initialized():
-        return value, value
-    extremes = torch.stack([value, -value])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    return extremes[0], -extremes[1]

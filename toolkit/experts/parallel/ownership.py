@@ -5,7 +5,7 @@ assumptions without an error. This package replaces them:
 
 | Accelerate and DDP                          | this package                                                         |
 |---------------------------------------------|----------------------------------------------------------------------|
-| overwrite parameters with rank 0's          | `dense.leave_out_of_ddp` puts owned parameters on DDP's ignore list  |
+| overwrite parameters with rank 0's          | `ddp.leave_out_of_ddp` puts owned parameters on DDP's ignore list    |
 | average gradients over ranks                | token dispatch takes the mean over the EP group, and                 |
 |                                             | `ExpertSync.before_clip` the mean over the expert data-parallel group|
 | keep replicated parameters equal            | `ExpertSync`: the owner of a row with replicas gets their gradients  |
@@ -13,7 +13,7 @@ assumptions without an error. This package replaces them:
 | clip by the norm of local gradients         | `ExpertSync.clip`: replicated parameters count once, owned ones are  |
 |                                             | summed                                                               |
 | save rank 0's model and optimizer           | `toolkit.experts.state` saves each row under its uid                 |
-| forget parameters that are added later      | `dense.refuse_late_parameters`                                       |
+| forget parameters that are added later      | `ddp.refuse_late_parameters`                                         |
 
 Each line is a test in `tests/traps/`.
 """

@@ -25,18 +25,6 @@ class GroupOptions(Options):
     """Send a token to every process that has experts of it (flat), or once to each node that has (hierarchical)."""
 
 
-def check_group_size(world: int, ep_size: int, ep_stride: int = 1) -> None:
-    """Raise UserError unless `world` processes are EP groups of `ep_size` that are `ep_stride` apart."""
-    groups = world // max(ep_size, 1)
-    for field, value, whole, what in (
-        ("ep_size", ep_size, world, f"the {world} process(es) of this launch"),
-        ("ep_stride", ep_stride, groups, f"the {groups} EP group(s) of {ep_size} among {world} process(es)"),
-    ):
-        divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-        is_divisor = value >= 1 and whole % value == 0
-        require(is_divisor, field, value, f"it does not divide {what}: use one of {divisors}")
-
-
 class DenseOptions(Options):
     """Parameters that are not the experts'."""
 

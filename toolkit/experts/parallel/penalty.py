@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from toolkit.errors import require
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def parameter_penalty(function: Callable[[Tensor], Tensor], parameters: Iterable
     Returns:
         The sum over all parameters, a scalar.
 
+    Raises:
+        UserError: The values of sharded experts do not have a row per slot.
+
     Example:
         >>> import torch
         >>> from toolkit import experts
@@ -47,6 +51,9 @@ def parameter_penalty(function: Callable[[Tensor], Tensor], parameters: Iterable
             common.append(total.full_tensor() if isinstance(total, DTensor) else total)
         else:
             group = ownership.groups.ep_group
+            shape, slots = tuple(values.shape), len(ownership.owns)
+            remedy = f"return values with a row for each of {slots} slots, such as squares, not their sum"
+            require(shape[:1] == (slots,), "function(parameter).shape", shape, remedy)
             rows.append(values[torch.tensor(ownership.owns, device=values.device)].sum())
     penalty = torch.stack(common).sum() if common else torch.zeros(())
     if not rows:

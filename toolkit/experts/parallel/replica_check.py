@@ -64,10 +64,10 @@ class ReplicaCheck:
         missing = torch.full((), -1.0, device=next(iter(compared.values())).device)
         weights = norm_of_each([local_rows(parameter.detach()) for parameter in compared.values()])
         gradients = [norms.get(name, missing) for name in compared]
-        norms_2N = torch.stack([norm.float() for norm in (*gradients, *weights)]).nan_to_num().view(2, -1)
+        both = torch.stack([norm.float() for norm in (*gradients, *weights)]).nan_to_num().view(2, -1)
         # One collective of all ranks, in which each leaves open what others have: all come to the same end.
-        extremes = norms_2N.new_full((2, 2, len(labels)), -torch.inf)
-        extremes[:, :, mine] = torch.stack([norms_2N, -norms_2N])
+        extremes = both.new_full((2, 2, len(labels)), -torch.inf)
+        extremes[:, :, mine] = torch.stack([both, -both])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         most, least = extremes.cpu() * torch.tensor([1, -1]).view(2, 1, 1)
         of_all = [label for label, at in zip(compared, mine, strict=True) if least[0, at] < 0]

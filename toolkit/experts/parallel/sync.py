@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.compat import multiply_each_, norm_of_each
 from toolkit.experts.parallel.collectives import world_size
-from toolkit.experts.parallel.optimizer_rows import in_use
 from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
+from toolkit.experts.parallel.rows_in_use import in_use
 
 if TYPE_CHECKING:
     from jaxtyping import Float

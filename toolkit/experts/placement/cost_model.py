@@ -102,7 +102,7 @@ class CostModel:
         visits_PP = expected_visits(rows_PP, top_k=self.top_k, slots=sum(slots_P))
         latency = EXCHANGES * self.exchange_seconds if len(slots_P) > 1 else 0.0
         return LayerSeconds(
-            router=self.together(visits_PP.sum(-1) * self.seconds_per_row_sent + self.seconds_per_layer),
+            router=self.until_last(visits_PP.sum(-1) * self.seconds_per_row_sent + self.seconds_per_layer),
             experts=self.expert_seconds(rows_PP.sum(-2), slots_P),
             exchanges=self.seconds_of_visits(visits_PP) + latency,
             replicas=np.full(rows_PP.shape[:-2], self.replica_seconds(placement)),
@@ -110,7 +110,7 @@ class CostModel:
 
     def expert_seconds(self, rows_P: NDArray[Any], slots_P: Sequence[int]) -> Floats:
         """Return (...), the seconds until the last rank, with `slots_P` slots, has computed its `rows_P` (..., P)."""
-        return self.together(rows_P * self.seconds_per_row + np.asarray(slots_P) * self.seconds_per_slot)
+        return self.until_last(rows_P * self.seconds_per_row + np.asarray(slots_P) * self.seconds_per_slot)
 
     def replica_seconds(self, placement: ExpertPlacement) -> float:
         """Return the seconds in which replicas send their gradients to owners, and owners weights back."""
@@ -127,7 +127,7 @@ class CostModel:
         cost = migration_cost(old, new, weight_bytes=self.weight_bytes, optimizer_bytes=self.optimizer_bytes)
         return cost.busiest_rank_bytes / self.bytes_per_second
 
-    def together(self, seconds_P: NDArray[Any]) -> Floats:
+    def until_last(self, seconds_P: NDArray[Any]) -> Floats:
         """Return (...), the seconds until the last rank is done with its part (..., P), given in seconds of a single
         rank."""
         return np.asarray(seconds_P.max(-1)) if self.cores is None else self.cores.seconds(seconds_P)
@@ -137,4 +137,4 @@ class CostModel:
         latency. Links are full-duplex; rows that stay on a rank cost nothing."""
         leaving_PP = np.where(np.eye(bytes_PP.shape[-1], dtype=bool), 0, bytes_PP)
         busier_P = np.maximum(leaving_PP.sum(-1), leaving_PP.sum(-2))
-        return self.together(busier_P / self.bytes_per_second)
+        return self.until_last(busier_P / self.bytes_per_second)

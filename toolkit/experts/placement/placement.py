@@ -94,16 +94,12 @@ class ExpertPlacement:
         """Return the place of `expert` on `rank`, or None."""
         return next((place for place in self._replicas[expert] if place.rank == rank), None)
 
-    def experts_on(self, rank: int) -> list[int]:
-        """Return the expert id of each slot of `rank`, `EMPTY_ROW` for an empty slot."""
-        return list(self.slots[rank])
-
     @property
     def has_replicas(self) -> bool:
         return any(len(places) > 1 for places in self._replicas)
 
     @property
-    def slot_of_expert(self) -> tuple[int, ...]:
+    def owner_slots(self) -> tuple[int, ...]:
         """The global slot of each expert's owner."""
         return tuple(rank * self.stride + slot for (rank, slot), *_ in self._replicas)
 

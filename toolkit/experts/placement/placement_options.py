@@ -1,4 +1,4 @@
-"""The words that placements are asked for by, before anything heavy is loaded."""
+"""Names of planners, initial placements and exchanges, which a command line checks before torch is loaded."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def rows_per_slot(load_PE: NDArray[Any], placement: ExpertPlacement, *, sources:
     if load.shape[-2:] != (len(source_P), placement.num_experts):
         raise ValueError(f"load has shape {load.shape}, not (..., {len(source_P)}, {placement.num_experts})")
     rows = np.zeros((*load.shape[:-1], placement.ranks * placement.stride), dtype=np.int64)
-    rows[..., list(placement.slot_of_expert)] = load
+    rows[..., list(placement.owner_slots)] = load
     if not placement.has_replicas:
         return rows
     for expert in range(placement.num_experts):

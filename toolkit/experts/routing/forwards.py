@@ -111,6 +111,6 @@ def _stack(placements: tuple[ExpertPlacement, ...], by_forward: list[tuple[Route
                 dropped_FLE[forward, index, : len(layer.dropped_E)] = layer.dropped_E
             if layer.visits_P is not None:
                 visits_FLR[forward, index] = layer.visits_P
-            if layer.crossings_M is not None:
-                crossings_FLR[forward, index, : len(layer.crossings_M)] = layer.crossings_M
+            if layer.crossings_G is not None:
+                crossings_FLR[forward, index, : len(layer.crossings_G)] = layer.crossings_G
     return Forwards(placements, load_FLE - dropped_FLE, dropped_FLE, visits_FLR, crossings_FLR)

@@ -118,7 +118,7 @@ class Window(_Sums):
     load_LE: Ints
     dropped_LE: Ints
     imbalance_FL: Floats
-    """Return maximum over mean of the rows per rank of the world; 0 for a layer without rows."""
+    """Maximum over mean of the rows per rank of the world; 0 for a layer without rows."""
     sent_LWR: Ints
     visits_LWR: Ints
     crossings_LWR: Ints
@@ -233,8 +233,8 @@ def traffic_metrics(
             nodes = node_of_rank[ranks]
             exchanges = [part]
             if hierarchical:
-                crossings_RM = window.crossings_LWR[layer, ranks, : len(set(nodes))]
-                exchanges = [Traffic(rows_RR) for rows_RR in hierarchical_rows(part.rows_PP, crossings_RM)]
+                crossings_PG = window.crossings_LWR[layer, ranks, : len(set(nodes))]
+                exchanges = [Traffic(rows_PP) for rows_PP in hierarchical_rows(part.rows_PP, crossings_PG)]
             for exchange in exchanges:
                 sent_W[ranks] += exchange.bytes_trained(size.dispatched, size.combined)
                 between += exchange.cross_node_rows(nodes) * 2 * (size.dispatched + size.combined)

@@ -120,7 +120,7 @@ def _signed(array: NDArray[Any]) -> Int[Tensor, "S L K"]:
     return torch.from_numpy(ids_SLK)
 
 
-class Given(NamedTuple):
+class FixedChoice(NamedTuple):
     """Fixed experts of one call."""
 
     ids_TK: Int[Tensor, "T K"]
@@ -135,7 +135,7 @@ class Given(NamedTuple):
         return ids_TK if self.complete else torch.where(ids_TK == NO_ROUTE, choose(), ids_TK)
 
 
-def given(layer: str, ids_TK: Tensor) -> Given:
+def fixed_choice(layer: str, ids_TK: Tensor) -> FixedChoice:
     """Return `ids_TK` of the layer so named, checked. Raises UserError for tokens with a part of a route, or with an
     expert twice."""
     ids_TK = ids_TK.detach().to(torch.int64)
@@ -153,7 +153,7 @@ def given(layer: str, ids_TK: Tensor) -> Given:
                 f"{ids_TK[first].tolist()}): fill the rows of tokens that have no route with -1."
             )
     largest = int(ids_TK.max()) if ids_TK.numel() else NO_ROUTE
-    return Given(ids_TK.masked_fill(missing_TK, NO_ROUTE), largest, not bool(missing_TK.any()))
+    return FixedChoice(ids_TK.masked_fill(missing_TK, NO_ROUTE), largest, not bool(missing_TK.any()))
 
 
 class RouteHook:
@@ -169,9 +169,9 @@ class RouteHook:
         self.layer = layer
         self.records: list[list[Tensor]] = []
         """Lists that get the ids of each call."""
-        self._replayed: list[Given] | None = None
+        self._replayed: list[FixedChoice] | None = None
         self._next = 0
-        self._recent: list[Given | None] = []
+        self._recent: list[FixedChoice | None] = []
         """Choices of at most two last forward passes that can be recomputed; None if the router chose."""
         self._repeated = False
 
@@ -188,7 +188,7 @@ class RouteHook:
         """Return whether this is the recomputation of a call that was recorded or replayed."""
         return any(call is not None for call in self._recent) and recomputing()
 
-    def replay(self, calls: list[Given] | None) -> None:
+    def replay(self, calls: list[FixedChoice] | None) -> None:
         """Give the next forwards these routes, one each; None ends that."""
         if calls is not None and self._replayed is not None:
             raise UserError("replay_routes is already replaying routes on this model: end it before the next.")
@@ -196,7 +196,7 @@ class RouteHook:
 
     @property
     def not_replayed(self) -> int:
-        """Call whose routes were not used."""
+        """Number of calls whose routes were not used."""
         return len(self._replayed or []) - self._next
 
     def choose(
@@ -212,7 +212,7 @@ class RouteHook:
         self.end(ids_TK)
         return ids_TK
 
-    def begin(self, tokens: int) -> Given | None:
+    def begin(self, tokens: int) -> FixedChoice | None:
         """Return the experts given to this call, or None. Raises UserError if the recorded calls do not match."""
         if recomputing():
             return None if replaying() else self._of_first_run()
@@ -227,7 +227,7 @@ class RouteHook:
         self._next += 1
         return self._replayed[self._next - 1]
 
-    def check(self, fixed: Given, top_k: int, choices: int) -> None:
+    def check(self, fixed: FixedChoice, top_k: int, choices: int) -> None:
         """Raise UserError if the router takes other numbers of experts than `fixed` has."""
         recorded_k = fixed.ids_TK.shape[1]
         if recorded_k != top_k or fixed.largest >= choices:
@@ -242,16 +242,16 @@ class RouteHook:
             return
         for record in self.records:
             record.append(ids_TK.detach())
-        self._note(Given(ids_TK.detach(), NO_ROUTE, True) if self.is_active else None)
+        self._note(FixedChoice(ids_TK.detach(), NO_ROUTE, True) if self.is_active else None)
 
     def pass_by(self) -> None:
-        """Replace `begin` and `end` if nothing is recorded or replayed."""
+        """Called instead of `begin` and `end` if nothing is recorded or replayed."""
         if recomputing():
             self._repeated = True
         else:
             self._note(None)
 
-    def _note(self, call: Given | None) -> None:
+    def _note(self, call: FixedChoice | None) -> None:
         """Keep the choices of a call that can be recomputed; None: a call whose router chose."""
         if call is None and not self._recent:
             return
@@ -259,7 +259,7 @@ class RouteHook:
             self._recent = [*([] if self._repeated else self._recent[-1:]), call]
             self._repeated = False
 
-    def _of_first_run(self) -> Given | None:
+    def _of_first_run(self) -> FixedChoice | None:
         if len(self._recent) > 1 and any(call is not None for call in self._recent):
             raise UserError(
                 f"the backward repeats one of several forwards of layer {self.layer!r}, and plain gradient "

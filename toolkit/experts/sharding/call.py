@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatcher import LocalDispatcher
-from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
-from toolkit.experts.layer.routing_log import Choices
+from toolkit.experts.layer.recompute import decide, in_reentrant_forward, recomputing
+from toolkit.experts.layer.rows import Copy, WeightedSum, sort_by_slot
 from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.placement.placement import contiguous
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -52,9 +50,10 @@ def in_order_of_slots(
     rows_per_slot = getattr(ids_TK, "rows_per_slot", None)
     if rows_per_slot is not None:
         return compute(experts, hidden_TD, rows_per_slot)
-    dispatcher = LocalDispatcher(contiguous(experts.num_experts, 1))  # type: ignore[arg-type]
-    rows, dispatched = dispatcher.dispatch(hidden_TD, ids_TK, weights_TK)
-    return dispatcher.combine(compute(experts, rows, dispatched.rows_per_slot), dispatched)
+    ids_TK = decide(lambda: ids_TK)  # a recomputation could choose other experts
+    order = sort_by_slot(ids_TK, experts.num_experts, ids_TK.numel())  # type: ignore[arg-type]
+    rows_ND = compute(experts, Copy.apply(hidden_TD, order), order.rows_per_slot)
+    return WeightedSum.apply(rows_ND, weights_TK, order)
 
 
 def run_experts(
@@ -84,7 +83,7 @@ def run_experts(
     if not recomputing():
         # Not `module.training`: a model that was read from a folder is in eval mode until somebody calls train().
         training = torch.is_grad_enabled() or in_reentrant_forward()
-        stack.record(dispatched.plan, Choices(ids_TK, None), x_TD, weights_TK, y_TD, training=training)
+        stack.record(dispatched.plan, ids_TK, x_TD, weights_TK, y_TD, training=training)
     return y_TD
 
 

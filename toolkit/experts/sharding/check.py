@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError, one_line
-from toolkit.experts.layer.dispatcher import LocalDispatcher
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.placement.placement import ExpertPlacement, contiguous
-from toolkit.experts.sharding.call import Forward, compute_rows
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.sharding.call import Forward, compute_rows, in_order_of_slots
 from toolkit.experts.sharding.find import num_experts, outside_wrappers, stacked_parameters
 
 TOKENS = 6
@@ -171,11 +170,12 @@ class _Trial:
             (weights_TK, "multiply the outputs of experts by their weights, not their inputs"),
         ):
             whole_TD = self.forward(x_TD, chosen_S[slots_TK], weights)
-            dispatcher = LocalDispatcher(contiguous(slots, 1))
             with self._having(slots, lambda data: data[chosen_S]):
-                rows_ND, dispatched = dispatcher.dispatch(x_TD, slots_TK, weights)
-                y_ND = compute_rows(self.forward, rows_ND, dispatched.rows_per_slot)
-            self._require_equal(whole_TD, dispatcher.combine(y_ND, dispatched), remedy)
+                y_TD = in_order_of_slots(self._compute, self.module, x_TD, slots_TK, weights)
+            self._require_equal(whole_TD, y_TD, remedy)
+
+    def _compute(self, _: nn.Module, rows_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+        return compute_rows(self.forward, rows_ND, rows_per_slot)
 
     def _compare_all(self, width: int) -> None:
         """Compare all experts, which have the same row, with the first one on one token."""

@@ -1,7 +1,4 @@
-"""Evaluation with unequal numbers of forward passes: ranks that are done keep serving their experts until all are.
-
-T tokens, D model width, K experts per token.
-"""
+"""Evaluation with unequal numbers of forward passes: ranks that are done keep serving their experts until all are."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.sharding.find import outside_wrappers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MOST_LAYERS = 1 << 30
+NO_LAYER = 1 << 30
+"""A number above any layer's, so that a rank that only serves does not count in the minimum."""
 
 
 class _Meeting:
@@ -54,7 +52,7 @@ class _Meeting:
         """Compute the other ranks' tokens with none of this rank, until no rank computes any more."""
         self.serving = True
         while True:
-            number, width, top_k, *dtypes = self.meet([0, -MOST_LAYERS, 0, 0, 0, 0])
+            number, width, top_k, *dtypes = self.meet([0, -NO_LAYER, 0, 0, 0, 0])
             if number == 0:
                 return
             _, module, _ = self.layers[number - 1]

@@ -1,4 +1,4 @@
-"""The optimizer of sharded experts: it has the states of this rank's rows, and no other optimizer may step them."""
+"""The optimizer of sharded experts: its states are cut to this rank's rows, and it loads no other rank's."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@
 
 Routers of other libraries are not asked for their kind: while a block runs up to its experts, the call of `torch.topk`
 that chooses them returns the given ids, with the scores at these. The router's own code computes the weights.
-
-T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from toolkit.errors import UserError, require
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
-from toolkit.experts.routing.routes import RouteHook, Routes, given
+from toolkit.experts.routing.routes import RouteHook, Routes, fixed_choice
 from toolkit.experts.sharding.adapt import has_fused_tables
 from toolkit.experts.sharding.find import experts_modules, num_experts, outside_wrappers
 
@@ -71,8 +69,8 @@ def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
             at the end.
     """
     hooks = route_hooks(model)
-    layers = _layers_with_experts(model, list(hooks), routes)
-    calls = [[given(name, ids_TK) for ids_TK in layer] for name, layer in zip(hooks, layers, strict=True)]
+    layers = _routes_of(model, list(hooks), routes)
+    calls = [[fixed_choice(name, ids_TK) for ids_TK in layer] for name, layer in zip(hooks, layers, strict=True)]
     if dropping := next((n for n in hooks if getattr(model.get_submodule(n), "capacity_factor", None)), None):
         require(not model.training, "capacity_factor", dropping, "may drop other pairs than recorded. Leave it out")
     for hook, of_layer in zip(hooks.values(), calls, strict=True):
@@ -137,7 +135,7 @@ def _block_of(experts: str, model: nn.Module) -> nn.Module:
     return model.get_submodule(name)
 
 
-def _layers_with_experts(model: nn.Module, names: list[str], routes: Routes) -> list[list[Tensor]]:
+def _routes_of(model: nn.Module, names: list[str], routes: Routes) -> list[list[Tensor]]:
     """Return the layers of `routes` for the layers `names`: all, or a selection by number from all hidden layers."""
     if len(routes.layers) == len(names):
         return routes.layers
@@ -210,7 +208,7 @@ class _Call(TorchFunctionMode):
         self.hook, self.tokens = hook, tokens
         self.sizes = (experts, experts + 1)
         """How many scores a router may choose by; ZAYA's has one for no expert."""
-        self.given = hook.begin(tokens)
+        self.fixed = hook.begin(tokens)
         self.chosen_TK: Tensor | None = None
         self.top_k: int | None = None
         """K of the last `topk` that could have been the choice."""
@@ -232,22 +230,22 @@ class _Call(TorchFunctionMode):
             return torch.topk(scores, k, dim, largest, sorted, **out)
         self.top_k = k
         # With groups there can be several calls: the last is the choice, and the routes of the others are unused.
-        if self.given is not None and self.given.ids_TK.shape[1] != k:
+        if self.fixed is not None and self.fixed.ids_TK.shape[1] != k:
             return torch.topk(scores, k, dim, largest, sorted)
-        if self.given is not None:
-            self.hook.check(self.given, k, size)
+        if self.fixed is not None:
+            self.hook.check(self.fixed, k, size)
 
         def own() -> Tensor:
             return torch.topk(scores.detach(), k, sorted=sorted).indices.view(-1, k)
 
         # Outside of autograd, and `gather` in each case: a recomputation must save the same tensors.
-        self.chosen_TK = decide(lambda: own() if self.given is None else self.given.fill(own, scores.device))
+        self.chosen_TK = decide(lambda: own() if self.fixed is None else self.fixed.fill(own, scores.device))
         ids = self.chosen_TK.view(*scores.shape[:-1], k)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def finish(self, ids: Tensor | None) -> None:
         """Check and record the choice, given the `ids` that the experts are called with."""
-        chosen_TK, fixed = self.chosen_TK, self.given
+        chosen_TK, fixed = self.chosen_TK, self.fixed
         is_replayed = chosen_TK is not None
         if chosen_TK is None and fixed is not None and self.top_k is not None:
             self.hook.check(fixed, self.top_k, max(self.sizes))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.experts.compat import exclude_from_ddp
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.layer.stack import ExpertStack, hook_state, rows_of
+from toolkit.experts.layer.stack import ExpertStack, hook_state_dict, rows_of
 from toolkit.experts.parallel.collectives import broadcast_from_main, world_size
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
@@ -110,7 +110,7 @@ def _keep_rows(module: nn.Module, place: ExpertPlacement, groups: ExpertGroups) 
         three = signature.replace(parameters=list(signature.parameters.values())[:3])
         # No closure: `copy.deepcopy` gives a copied module its own forward, which has it and its stack.
         module.forward = partial(_dispatch, module, stack, module.forward, three)
-        hook_state(module)
+        hook_state_dict(module)
     return frozen
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.parallel.collectives import gather_objects, is_main, on_main, rank, together, world_size
-from toolkit.experts.parallel.optimizer_rows import refuse_strangers, unwrapped
+from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters, unwrapped
 from toolkit.experts.state import manifest
 from toolkit.experts.state.random_states import random_states, restore_random_states
 from toolkit.experts.state.tensor_files import (
@@ -317,7 +317,7 @@ def _listed(model: nn.Module, optimizers: Optimizers) -> list[torch.optim.Optimi
     """Return them as a list. Raises UserError for an optimizer with a parameter outside the model."""
     found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     for each in found:
-        refuse_strangers(model, each)
+        refuse_foreign_parameters(model, each)
     return found
 
 

@@ -22,7 +22,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether this rank has only a part of `model`, or its experts in another order or shape than files have them."""
     return any(stack.is_part for stack in expert_stacks(model).values()) or any(
         isinstance(p, DTensor) for p in model.parameters()

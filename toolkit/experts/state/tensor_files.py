@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.collectives import gather_objects, is_main, rank
-from toolkit.experts.parallel.optimizer_rows import rows_of_state, unwrapped
+from toolkit.experts.parallel.optimizer_rows import require_rows, unwrapped
 from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW
 
@@ -68,12 +68,12 @@ def tensors_to_write(
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if is_main():  # a gathered tensor at once, so that no device holds two
                     files[file][key] = value if whole is value else whole.cpu()
-        elif ownership.groups.is_first_replica:
+        elif ownership.groups.is_in_first_group:
             for uid, row in _owned(ownership).items():
                 files[rows_file][f"{name}/{uid}"] = parameter[row : row + 1]
                 for key, value in state.items():
                     # Shared state, such as Adam's step, is saved with each row, because rows can load on other ranks.
-                    rows = rows_of_state(name, key, value, parameter)[row : row + 1] if value.ndim else None
+                    rows = require_rows(name, key, value, parameter)[row : row + 1] if value.ndim else None
                     files[rows_file][f"{name}/{uid}/{key}"] = value.clone() if rows is None else rows
     return {
         file: {key: to_cpu(f"{file}/{key}", tensor.detach()) for key, tensor in tensors.items()}
@@ -251,7 +251,7 @@ def adopt_places(model: nn.Module, places: Mapping[str, Mapping[str, Any]]) -> N
             stack_of[parameter].adopt(places[name]["slots"])
 
 
-def spread_like(like: DTensor, whole: Tensor) -> DTensor:
+def shard_like(like: DTensor, whole: Tensor) -> DTensor:
     """Shard `whole` like `like`, without communication: each rank has the same full tensor."""
     part = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     assert isinstance(part, DTensor)
@@ -263,7 +263,7 @@ def load_model(model: nn.Module, tensors: SavedTensors) -> None:
     with torch.no_grad():
         for weight, target in targets(model):
             value = tensors.weight(weight)
-            target.copy_(spread_like(target, value) if isinstance(target, DTensor) else value)
+            target.copy_(shard_like(target, value) if isinstance(target, DTensor) else value)
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> None:
@@ -306,7 +306,7 @@ def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Return `value` with the sharding or memory format of `parameter`. A fused optimizer pairs both as they lie in
     memory: for a channels_last convolution it would pair weights with the moments of other weights."""
     if isinstance(parameter, DTensor):
-        return spread_like(parameter, value)
+        return shard_like(parameter, value)
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 

@@ -20,10 +20,10 @@ from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.parallel.dense import OF_EACH_PROCESS, has_batch_norm
+from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.experts.parallel.optimizer_rows import refuse_strangers
+from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.sharding.join import join_forwards
@@ -37,7 +37,7 @@ from toolkit.integrations.accelerate.patches import Patches
 from toolkit.integrations.accelerate.prepare import prepare
 from toolkit.integrations.accelerate.saving import load, replace_saving_methods, save
 
-DIVIDES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+SHARD_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Accelerate's own ways to shard a model."""
 
 
@@ -87,7 +87,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         require_choice("dense", dense, Dense)
         if groups is not None and ep_size is not None:
             raise UserError(f"ep_size: {ep_size} and groups both say which ranks share the experts. Leave one out.")
-        if accelerator.distributed_type in DIVIDES or accelerator.parallelism_config is not None:
+        if accelerator.distributed_type in SHARD_THEMSELVES or accelerator.parallelism_config is not None:
             raise UserError(
                 "accelerator: FSDP, DeepSpeed, Megatron-LM and parallelism_config shard the model themselves. Leave "
                 'them out, and give ExpertParallel dense="fsdp2" to shard non-expert parameters.'
@@ -168,7 +168,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
                 "Call only ExpertParallel's prepare, once, and evaluate the model that it returns."
             )
         for each in optimizers:
-            refuse_strangers(model, each)
+            refuse_foreign_parameters(model, each)
         if optimizers and has_stepped(optimizers[0]):
             raise UserError(
                 "optimizer: it has stepped, with states of all experts. Call prepare before its first step."
@@ -186,7 +186,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         self.accelerator.print(f"auxiliary loss: {by if weight or own else 'none'}.")
         if training.optimizers and self.accelerator.num_processes > 1 and has_batch_norm(model):
             synchronised = "nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare has it over all, on GPUs."
-            self.accelerator.print(f"{OF_EACH_PROCESS}{synchronised}")
+            self.accelerator.print(f"{BATCH_NORM_IS_LOCAL}{synchronised}")
 
     def _require_training(self, called: str) -> ExpertTraining:
         if self.training is None:

@@ -5,30 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import DDPCommunicationHookType
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import expert_stacks
-from toolkit.experts.parallel.dense import (
+from toolkit.experts.parallel.ddp import (
     end_after_gloo_threads,
     keep_group_longer_than,
     leave_out_of_ddp,
 )
 from toolkit.experts.parallel.fsdp import fully_shard_dense
-from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows, refuse_strangers
+from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows, refuse_foreign_parameters
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
-from toolkit.experts.parallel.parallel_options import DDPOptions, Dense
+from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.integrations.accelerate.compat import mark_as_prepared
-
-
-def ddp_options(config: DDPOptions) -> DistributedDataParallelKwargs:
-    """Return `config` as one of the `kwargs_handlers` of an Accelerator."""
-    return DistributedDataParallelKwargs(
-        **config.model_dump() | {"comm_hook": DDPCommunicationHookType(config.comm_hook)}
-    )
 
 
 def prepare(
@@ -68,7 +60,7 @@ def prepare(
             "mixed_precision: 'fp16' looks for overflow on each rank only, and ranks have different parameters. "
             "Use 'bf16', or ep_size=1 and dense='ddp' (data_parallel)."
         )
-    refuse_strangers(model, optimizer)
+    refuse_foreign_parameters(model, optimizer)
     refuse_coupled_rows(optimizer)
     if is_parallel:
         end_after_gloo_threads()

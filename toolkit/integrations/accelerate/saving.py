@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.state import checkpoint_files
-from toolkit.experts.state.state_dict import is_spread, whole_state_dict
+from toolkit.experts.state.state_dict import is_sharded, whole_state_dict
 from toolkit.experts.training import ExpertTraining
 from toolkit.integrations.accelerate.compat import (
     models_of,
@@ -56,7 +56,7 @@ def replace_saving_methods(accelerator: Accelerator, training: ExpertTraining, p
     def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return a sharded model's full state on rank 0, else {}. A collective. `save_model` calls it."""
         inner = accelerator.unwrap_model(model) if unwrap else model
-        return whole_state_dict(inner) if is_spread(inner) else originals["get_state_dict"](model, unwrap)
+        return whole_state_dict(inner) if is_sharded(inner) else originals["get_state_dict"](model, unwrap)
 
     def save_state(*args: Any, **kwargs: Any) -> Any:
         return run("save_state", lambda found, folder: save(found, folder, {}), *args, **kwargs)

@@ -63,8 +63,7 @@ class RouterWatch:
             return
         counted_T = counted_tokens(len(ids_TK))
         self.routing = Routing(ids_TK, weights_TK, probs_TE, logits_TE, counted_T=counted_T)
-        kept_TK = None if counted_T is None else counted_T[:, None].expand_as(ids_TK)
-        self.last_load_E = Choices(ids_TK, kept_TK).load(self.num_choices)
+        self.last_load_E = Choices(ids_TK, counted_T).load(self.num_choices)
         self.model_balances = model_adds_balance_loss()
 
 

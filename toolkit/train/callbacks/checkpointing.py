@@ -160,7 +160,7 @@ class Checkpointing(Callback):
         trainer.enter("checkpoint")
         folder = background.wait()
         if folder is not None:
-            trainer.hooks("on_save", folder)
+            trainer.call_hooks("on_save", folder)
 
 
 def _describe_extension(trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.experts.parallel.groups import extremes_over_ranks
+from toolkit.experts.parallel.collectives import extremes_over_ranks
 from toolkit.experts.parallel.ownership import is_owned
 from toolkit.experts.parallel.waits import Mark, mark, waits
 from toolkit.run.hardware import peak_bytes, reset_peak

@@ -1,11 +1,11 @@
-"""Non-expert parameters: exclusion of the others from DDP, and checks. Does not import Accelerate."""
+"""What DDP leaves out (experts, constant buffers), what it would miss, and the end of its process group."""
 
 from __future__ import annotations
 
 import atexit
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache, partial
 
 from torch import Tensor, nn
@@ -15,14 +15,13 @@ from toolkit.experts.compat import call_before_each_ddp, exclude_from_ddp, holde
 from toolkit.experts.parallel.ownership import is_owned
 
 
-def leave_out_of_ddp(model: nn.Module, equal: Sequence[str] = ()) -> None:
-    """Exclude owned parameters, and tensors that are always equal on all ranks, from DDP.
+def leave_out_of_ddp(model: nn.Module) -> None:
+    """Exclude owned parameters and constant buffers from DDP.
 
     DDP then neither broadcasts them from the first rank nor averages their gradients. Without DDP it has no effect.
 
     Args:
         model: The model that DDP will wrap.
-        equal: Names of frozen parameters that all ranks read from the same files.
 
     Raises:
         ValueError: An owned parameter is on the root module. DDP excludes parameters by the names of sub-modules, so it
@@ -32,7 +31,7 @@ def leave_out_of_ddp(model: nn.Module, equal: Sequence[str] = ()) -> None:
     for name in names:
         if "." not in name:
             raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
-    if excluded := [*names, *equal, *constant_buffers(model)]:
+    if excluded := [*names, *constant_buffers(model)]:
         exclude_from_ddp(model, excluded)
 
 
@@ -50,7 +49,7 @@ def leave_out_of_every_ddp() -> None:
     call_before_each_ddp(exclude)
 
 
-OF_EACH_PROCESS = "batch norm is over each process's part of the batch, unlike in one process: "
+BATCH_NORM_IS_LOCAL = "batch norm is over each process's part of the batch, unlike in one process: "
 """First part of the warning about a model that `has_batch_norm`; the integration adds the remedy."""
 
 

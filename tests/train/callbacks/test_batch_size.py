@@ -19,7 +19,7 @@ from toolkit.run.launch import exits
 from toolkit.run.micro_batches import MICRO_BATCH_SIZE
 from toolkit.run.run import Run
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.batch_size import SmallerMicroBatches, _shrink, _shrunk
+from toolkit.train.callbacks.batch_size import SmallerMicroBatches, _shrink, _shrunk
 
 LINE = "restart: step 1 ran out of memory with micro-batches of {} sample(s) on each process: "
 

@@ -17,7 +17,7 @@ from tests.support.trainers import standard_trainer
 from toolkit.data.table import TensorTable
 from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.profile import Profile
+from toolkit.train.callbacks.profile import Profile
 
 DIM, EXPERTS, CLASSES = 16, 4, 3
 
