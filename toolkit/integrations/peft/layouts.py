@@ -140,7 +140,7 @@ class VllmLayout(Layout):
         self.modules, self.linears = names_of_separate_experts(model_type)
         if not self.linears:
             raise UserError(
-                f"--to vllm: checkpoints of {model_type} have no linear layers of experts. Take another one."
+                f"to='vllm': checkpoints of {model_type} have no linear layers of experts. Take another one."
             )
 
     def take(self, tensors: Tensors, settings: Settings) -> Adapters:
@@ -287,7 +287,7 @@ def _model_type(base: Path | None, settings: Mapping[str, Any]) -> str:
     folder = base or Path(settings.get("base_model_name_or_path") or "")
     path = folder / "config.json"
     if not path.exists():
-        raise UserError(f"--base: {str(folder)!r} has no config.json. Give the folder of the base model.")
+        raise UserError(f"base: {str(folder)!r} has no config.json. Give the folder of the base model.")
     with reading(path, "Give the folder of the base model."):
         return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
 
