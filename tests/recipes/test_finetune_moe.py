@@ -23,12 +23,12 @@ from language.small_models import language_model_config
 from recipes import finetune_moe
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
+from toolkit.audit.checks import audit
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.integrations.peft.merged_weights import save_merged
-from toolkit.integrations.peft.verify import verify_adapter
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.run import cli
 from toolkit.run.tracking.jsonl import read_metrics
@@ -168,8 +168,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs):
 def test_stock_peft_and_plain_transformers_measure_the_same_bits_per_byte(run, runs):
     from transformers import AutoModelForCausalLM
 
-    verified = verify_adapter(runs / run / "adapter", str(runs / "base"), runs / run / "merged", load=causal_lm)
-    assert not verified.faults
+    assert not audit(runs / run / "adapter", runs / "base").findings
     assert (runs / run / "merged" / "tokenizer.json").exists()
     use_toolkit_kernel()
     model = AutoModelForCausalLM.from_pretrained(runs / run / "merged", dtype=torch.float32).eval()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, value_of
-from toolkit.audit.tensors import Checkpoint, open_checkpoint
+from toolkit.audit.tensors import AdapterFiles, Checkpoint, open_checkpoint
 from toolkit.errors import UserError
 from toolkit.experts.state.tensor_files import first_not_finite
 
@@ -73,8 +74,9 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     """Check the checkpoint in `folder`.
 
     Args:
-        folder: A folder of safetensors files, a checkpoint of `torch.distributed.checkpoint`, or of a run.
-        against: A checkpoint that it was trained or converted from, whose order of experts it should have.
+        folder: A folder of safetensors files or adapters, a checkpoint of `torch.distributed.checkpoint`, or of a run.
+        against: A checkpoint that it was trained or converted from, whose order of experts it should have; for
+            adapters, the base model.
 
     Raises:
         UserError: A folder cannot be read.
@@ -85,6 +87,9 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     found.findings += [Finding("files", problem, []) for problem in checkpoint.problems]
     if not checkpoint.tensors:
         return found
+    base = None if against is None else open_checkpoint(against)
+    if base is not None and isinstance(checkpoint, AdapterFiles):
+        checkpoint.config = base.config
     matrices = find_matrices(checkpoint)
     layers: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices.values():
@@ -106,8 +111,11 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         _check_moments(checkpoint),
     ):
         _collect(found, check)
-    if against is not None:
-        base = open_checkpoint(against)
+    if isinstance(checkpoint, AdapterFiles):
+        _collect(found, _check_adapters(checkpoint, layers, summaries))
+        if base is not None:
+            _collect(found, _check_base(checkpoint, layers, base))
+    elif base is not None:
         of_base = find_matrices(base)
         common = {place for key in matrices if key in of_base for place in of_base[key].places.values()}
         if not common:
@@ -371,6 +379,66 @@ def _check_moments(checkpoint: Checkpoint) -> Iterator[str | Finding]:
                 yield Finding("moments", f"{weight}: exp_avg and exp_avg_sq are not of the same gradients", [weight])
     if checkpoint.states and not wrong:
         yield f"optimizer states of {len(checkpoint.states):,} weights fit them"
+
+
+def _check_adapters(
+    checkpoint: AdapterFiles, layers: Mapping[str, Sequence[Matrix]], summaries: Summaries
+) -> Iterator[str | Finding]:
+    """Find half pairs, other ranks, adapters that were never trained, and differences from the record at saving."""
+    wrong, changed, rank = False, False, checkpoint.rank
+    for layer, matrices in layers.items():
+        of = {matrix.name.removesuffix(".weight"): matrix for matrix in matrices}
+        for name in sorted({name.removesuffix(end) for name in of for end in (".lora_A", ".lora_B")}):
+            pair = [of.get(f"{name}.lora_A"), of.get(f"{name}.lora_B")]
+            experts = [set(() if each is None else each.places) for each in pair]
+            tensors = [checkpoint.tensors[t] for m in pair if m for t in _tensors(m, m.places)]
+            if halves := sorted(experts[0] ^ experts[1]):
+                wrong = True
+                yield Finding("pairs", f"{layer}: {name} has lora_A or lora_B alone in {_named(halves)}", [])
+            elif not checkpoint.has_patterns and any(rank not in tensor.shape[-2:] for tensor in tensors):
+                wrong = True
+                yield Finding("pairs", f"{layer}: {name} has another rank than {rank} of adapter_config.json", [])
+            changed = changed or any(
+                not summaries[place].is_zero for place in (pair[1].places.values() if pair[1] else ())
+            )
+    if layers and not changed:
+        wrong = True
+        yield Finding("values", "lora_B is zero in every expert: they were frozen, or not in the optimizer", [])
+    for check, message in checkpoint.differences():
+        wrong = True
+        yield Finding(check, message, [])
+    if not wrong:
+        recorded = ", as the ranks had them at saving" if checkpoint.has_record else ""
+        yield f"each expert has lora_A and lora_B of rank {rank}{recorded}"
+
+
+def _check_base(
+    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], base: Checkpoint
+) -> Iterator[str | Finding]:
+    """Find adapters of layers that the base does not have, or of other sizes than its experts."""
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for matrix in find_matrices(base).values():
+        for place in matrix.places.values():
+            sizes[_number(matrix.layer)] |= {
+                scale * n for n in base.tensors[place.tensor].shape[-2:] for scale in (1, 2)
+            }
+    wrong = False
+    for layer, matrices in layers.items():
+        known = sizes.get(_number(layer), set())
+        for matrix in matrices:
+            outer = -1 if "lora_A" in matrix.name else -2
+            shapes = {checkpoint.tensors[tensor].shape for tensor in _tensors(matrix, matrix.places)}
+            if other := [shape for shape in shapes if len(shape) < 2 or shape[outer] not in known]:
+                wrong = True
+                yield Finding("base", f"{layer}: {matrix.name} has shape {other[0]}, which does not fit the base", [])
+    if not wrong:
+        yield f"{len(layers)} layers fit the base"
+
+
+def _number(layer: str) -> str:
+    """Return the number of a layer."""
+    found = re.search(r"\.(\d+)\.", layer)
+    return found[1] if found else layer
 
 
 def _check_order(

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint folder: listed without values, and read in parts of bounded size.
 
-There is a class for each format: safetensors files, checkpoints of `torch.distributed.checkpoint`, and checkpoints of a
-run. None of them executes code of the folder.
+There is a class for each format: safetensors files, PEFT's adapters, checkpoints of `torch.distributed.checkpoint`, and
+checkpoints of a run. None of them executes code of the folder.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import stat
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +28,15 @@ from toolkit.checkpoint.without_model import find_folder
 from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import NUMBER, weight_of_key
+from toolkit.integrations.peft import layouts
 from toolkit.run.tracking.jsonl import from_json
 
 PART = 2**26
 """Bytes of a tensor that are read at a time, if its rows are smaller."""
 MAPPED = 2**28
 """Bytes that are read from an open safetensors file before it is opened again, which frees the pages of its mapping."""
+SAME = 1e-3
+"""Relative difference of norms in float32 that counts as rounding."""
 REMEDY = "Download or copy it again, or save the model again."
 
 
@@ -92,6 +96,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'}: has no settings. {REMEDY}")
+    if (folder / layouts.CONFIG).exists():
+        return AdapterFiles(folder, config)
     is_run = (folder / manifest.NAME).exists() or any(folder.glob(f"experts_*/{manifest.NAME}"))
     if not is_run and (folder / ".metadata").exists():
         return DistributedCheckpoint(folder, config)
@@ -179,6 +185,98 @@ class SafetensorsFiles(Checkpoint):
 
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
         return self._files.rows(self.tensors[name].file, name, begin, end)
+
+
+class AdapterFiles(Checkpoint):
+    """Adapters in the layout of PEFT, vLLM or SGLang.
+
+    PEFT's pair for all experts of a layer is listed as `<experts>.<parameter>.lora_A`, shape (E, r, I), and
+    `<experts>.<parameter>.lora_B`, shape (E, O, r).
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]):
+        super().__init__(folder, config)
+        self.settings = read_json(folder / layouts.CONFIG)
+        rank = self.settings.get("r") if isinstance(self.settings, dict) else None
+        if not isinstance(rank, int) or rank < 1:
+            raise UserError(f"{folder / layouts.CONFIG}: has no rank r. {REMEDY}")
+        self.rank, self._files = rank, _Files(folder)
+        self.has_patterns = bool(self.settings.get("rank_pattern") or self.settings.get("alpha_pattern"))
+        """Whether layers have ranks or scalings of their own."""
+        self.has_record = (folder / layouts.RECORD).exists()
+        self._fused: dict[str, tuple[str, str]] = {}
+        """PEFT's name and matrix of each tensor that is listed under another name."""
+        listed = self._files.list(layouts.WEIGHTS)
+        fused = {key: match for key in listed if (match := layouts.FUSED.fullmatch(key))}
+        depths = sorted({match["inner"] for match in fused.values()}, key=len, reverse=True)
+        parameters = layouts.fused_parameters(self.settings)
+        if len(depths) != len(parameters):
+            counts = f"{len(depths)} adapters of each layer's experts for {len(parameters)} target_parameters"
+            self.problems.append(f"{layouts.WEIGHTS} has {counts}")
+            return
+        for key, each in listed.items():
+            if (match := fused.get(key)) is None:
+                self.tensors[key] = each
+                continue
+            matrix, name = match["matrix"], f"{match['module']}.{parameters[depths.index(match['inner'])]}"
+            if (shape := layouts.shape_of_experts(each.shape, matrix, rank)) is None:
+                self.problems.append(f"{key} has shape {each.shape}, which rank {rank} does not divide")
+            else:
+                self.tensors[f"{name}.{matrix}"] = each._replace(shape=shape)
+                self._fused[f"{name}.{matrix}"] = key, matrix
+        if unread := next((key for key in listed if not key.startswith(layouts.PREFIX)), None):
+            self.problems.append(f"{unread} does not begin with {layouts.PREFIX}, so it is not loaded")
+        if layouts.is_swapped(self.settings):
+            self.problems.append("an old version of PEFT wrote it, with inputs and outputs of experts swapped")
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+
+    @property
+    def kind(self) -> str:
+        return "adapters"
+
+    def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
+        if name not in self._fused:
+            return self._files.rows(layouts.WEIGHTS, name, begin, end)
+        if self._last[0] != name:
+            key, matrix = self._fused[name]
+            whole = self._files.rows(layouts.WEIGHTS, key, 0, sys.maxsize)
+            self._last = name, layouts.of_experts(whole, matrix, self.rank)
+        return self._last[1][begin:end]
+
+    def differences(self) -> Iterator[tuple[str, str]]:
+        """Yield check and message for each difference from the record of the ranks, which `save_pretrained` writes."""
+        if not self.has_record:
+            return
+        record = read_json(self.folder / layouts.RECORD)
+        with reading(self.folder / layouts.RECORD, REMEDY):
+            norms, scalings = record["norms"], record["scaling"]
+            differ, trained = record["differ"], record["trained_of_base"]
+            recorded = {name: torch.tensor(each, dtype=torch.float64) for name, each in norms.items()}
+        names = {key: name for name, (key, _) in self._fused.items()}
+        for parameter, then_E in recorded.items():
+            name = names.get(parameter.replace(".default.", "."))
+            if name is None or len(then_E) != (experts := self.tensors[name].shape[0]):
+                yield "experts", f"{parameter}: was trained and is not there"
+                continue
+            now_E = self.rows(name, None, 0, experts).double().flatten(1).norm(dim=1)
+            if bool(((then_E - now_E).abs() > SAME * then_E.max()).any()):
+                reordered = torch.allclose(then_E.sort().values, now_E.sort().values, rtol=SAME)
+                said = "experts are in another order than" if reordered else "norms are not those of what"
+                yield "order" if reordered else "values", f"{name}: {said} the ranks had at saving"
+        scaling = layouts.scaling(self.settings)
+        changed = {name for name, then in scalings.items() if abs(then - scaling) > SAME * abs(then)}
+        if changed and not self.has_patterns:
+            yield (
+                "scaling",
+                f"{min(changed)}: was {scalings[min(changed)]:g} in training, and is {scaling:g} by {layouts.CONFIG}",
+            )
+        if differ:
+            yield "ranks", f"ranks had different values of {len(differ)} replicated adapters, such as {differ[0]}"
+        if trained:
+            yield (
+                "base",
+                f"{len(trained)} parameters of the base were trained, such as {trained[0]}, and are not saved here",
+            )
 
 
 class RunCheckpoint(Checkpoint):

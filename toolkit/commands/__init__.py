@@ -29,7 +29,7 @@ COMMANDS = {
     "lab": Command("toolkit.lab.command", "replay recorded routing traces against every planner"),
     "audit": Command("toolkit.audit.command", "check an MoE checkpoint for missing, repeated or broken experts"),
     "checkpoint": Command("toolkit.commands.checkpoint", "inspect or export a checkpoint"),
-    "adapter": Command("toolkit.commands.adapter", "verify adapters that were saved"),
+    "adapter": Command("toolkit.commands.adapter", "convert adapters of experts between PEFT, vLLM and SGLang"),
     "plan": Command("toolkit.commands.plan", "estimate the memory of each GPU for fine-tuning an MoE model"),
     "sweep": Command("toolkit.commands.sweep.command", "run a grid of runs of one recipe, with tables and pictures"),
     "compare": Command(

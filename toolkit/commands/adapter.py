@@ -1,4 +1,4 @@
-"""`toolkit adapter`: check a folder of PEFT's adapters, as `save_pretrained` wrote it."""
+"""`toolkit adapter`: convert adapters of experts between the layouts of PEFT, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, reading
+from toolkit.errors import EXIT_DONE
 from toolkit.run.arguments import Parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 without faults, 2 for faults (one line each) or bad input."""
+    """Exit codes: 0 converted, 2 bad input."""
     parser = Parser("toolkit adapter", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("verify", help="load it with stock PEFT, and look at each expert's rows: exit 0 or 2")
+    command = commands.add_parser("convert", help="write adapters in another layout, and compare each expert's update")
     command.add_argument("folder", type=Path, help="with adapter_config.json and adapter_model.safetensors")
+    command.add_argument("target", type=Path, help="folder to make")
+    command.add_argument("--to", choices=("peft", "vllm", "sglang"), required=True, help="layout")
     command.add_argument(
-        "--base", help="folder or Hub name of the base model (default: base_model_name_or_path of adapter_config.json)"
-    )
-    command.add_argument(
-        "--merged", type=Path, help="a folder that is said to hold the base with these adapters merged"
+        "--base", type=Path, help="folder of the base model, for vllm (default: that of adapter_config.json)"
     )
     args = parser.parse_args(argv)
 
-    from toolkit.data.hub import model_folder
-    from toolkit.integrations.peft.verify import verify_adapter
-    from toolkit.integrations.transformers import causal_lm
+    from toolkit.integrations.peft.layouts import convert
 
-    with reading(args.folder, "Give the folder that save_pretrained of PEFT wrote."):
-        found = verify_adapter(args.folder, args.base, args.merged, load=lambda name: causal_lm(model_folder(name)))
-    sys.stdout.write("".join(f"{line}\n" for line in found.lines))
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"fault: {fault}\n" for fault in found.faults))
-    if not found.faults:
-        sys.stdout.write(f"{args.folder}: no fault found\n")
-    return EXIT_USER_ERROR if found.faults else EXIT_DONE
+    count = convert(args.folder, args.target, args.to, args.base)
+    sys.stdout.write(f"{args.target}: updates of {count} experts in the layout of {args.to}, equal in float64\n")
+    return EXIT_DONE

@@ -22,10 +22,8 @@ from toolkit.experts.layer.stack import RowsInFiles, rows_of, stacked
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.call import LowRank
 from toolkit.experts.sharding.libraries import Library, library_that_multiplies
-from toolkit.integrations.peft.verify import describe_adapters, write_records
-
-IN_FILES: dict[str, RowsInFiles] = {"lora_A": "joined", "lora_B": "columns"}
-"""How PEFT saves A, of rank R and for I inputs, as (E * R, I), and B, for O outputs, as (O, R * E)."""
+from toolkit.integrations.peft.layouts import IN_FILES
+from toolkit.integrations.peft.record import describe_adapters, write_records
 
 
 class PeftLibrary(Library):

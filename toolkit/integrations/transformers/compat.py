@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,3 +69,22 @@ def names_of_stacked_experts(model_type: str) -> list[tuple[str, str]]:
         for target in each.target_patterns
         if ".experts." in target and "*" not in source and "(" not in source
     ]
+
+
+def names_of_separate_experts(model_type: str) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
+    """Return how a family's files name experts that they have one by one.
+
+    Returns:
+        Parts of modules' names in files and in the model, such as (".block_sparse_moe.", ".mlp."); and by stacked
+        parameter the linear layers of each expert, such as {"gate_up_proj": ["w1", "w3"], "down_proj": ["w2"]}.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    modules, linears = [], {}
+    for each in get_checkpoint_conversion_mapping(model_type) or ():
+        source, target = each.source_patterns, each.target_patterns[0]
+        if ".experts.*." in source[0] or source[0].startswith("experts.*."):
+            linears[target.rpartition(".")[2]] = [part.split("*.")[1].removesuffix(".weight") for part in source]
+        elif re.fullmatch(r"\.\w+\.", source[0]) and re.fullmatch(r"\.\w+\.", target):
+            modules.append((source[0], target))
+    return modules, linears
