@@ -1,4 +1,4 @@
-"""Teaches a pretrained mixture of experts new text, with adapters of experts that are spread over all processes.
+"""Fine-tunes a pretrained MoE model on new text, with adapters of experts that are sharded over all processes.
 
 python recipes/finetune_moe.py                   a Shakespeare model learns Python, with a table: 3 minutes on a CPU
 python recipes/finetune_moe.py own --model FOLDER --dataset chats.jsonl --context 1024 --merge
@@ -24,7 +24,7 @@ class Config(tk.ExpertRunConfig, tk.peft.AdapterOptions):
     """The settings of a run; fields shared with other recipes are inherited."""
 
     model: str | None = None
-    """Folder or Hub name of a mixture; none: one of --experts that lm_moe trains on --old-dataset; cached."""
+    """Folder or Hub name of an MoE model. Default: one of --experts, trained by lm_moe on --old-dataset and cached."""
     tokenizer: str | None = None
     """bytes, or a folder or Hub name; none: the model's own."""
     old_dataset: str | None = None
@@ -38,7 +38,7 @@ class Config(tk.ExpertRunConfig, tk.peft.AdapterOptions):
     offload: Literal["memory"] | Path | None = None
     """Keep frozen experts of a GPU in the host's memory, or of any device in files of a folder; none: on the device."""
     gradient_checkpointing: bool = False
-    """Compute blocks again in the backward, in place of keeping what they computed: less memory, more time."""
+    """Activation checkpointing of the blocks: less memory, more time."""
     force: bool = False
     """Try also where a process is expected to take more memory than is free."""
     assistant_only_loss: bool = False

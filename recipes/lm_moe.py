@@ -1,4 +1,4 @@
-"""A small transformers language model (Qwen3-MoE or Mixtral), with its experts spread over all processes.
+"""A small transformers language model (Qwen3-MoE or Mixtral), with its experts sharded over all processes.
 
 python recipes/lm_moe.py                                       Shakespeare byte by byte, a minute on a CPU
 python recipes/lm_moe.py --num-processes 4 --replan.planner swap      experts move between processes while training
@@ -77,7 +77,7 @@ def larger() -> Config:
 
 
 def dense(mixture: Config | None = None) -> Config:
-    """The control: a dense model with as many active parameters as a mixture (full), the router's included."""
+    """The baseline: a dense model with the number of active parameters of the MoE model (full), router included."""
     mixture = mixture or full()
     router = -(-mixture.experts // 3)  # hidden units have three rows of weights, experts one of the router's
     return mixture.replace(experts=0, top_k=1, expert_hidden_size=mixture.top_k * mixture.expert_hidden_size + router)

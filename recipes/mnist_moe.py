@@ -1,4 +1,4 @@
-"""A mixture of experts that classifies handwritten digits, with its experts spread over all processes.
+"""An MoE model that classifies handwritten digits, with its experts sharded over all processes.
 
 python recipes/mnist_moe.py                        one device, about a minute on a CPU
 python recipes/mnist_moe.py --num-processes 4      four GPUs or processes; each owns some experts
@@ -41,7 +41,7 @@ def top2() -> Config:
 
 
 def debug() -> Config:
-    """Seconds: the embedded digits, a small mixture."""
+    """Takes seconds: the embedded digits and a small MoE model."""
     return top2().replace(dataset="digits", epochs=2, experts=4, expert_hidden_size=32, dim=32, log_every=10)
 
 

@@ -23,7 +23,7 @@ tags:
 
 # {model_type} on {dataset}
 
-A small {model_type} language model{mixture}, {origin} with toolkit {version}. It was made to study training,
+A small {model_type} language model{experts}, {origin} with toolkit {version}. It was made to study training,
 and knows nothing but {dataset}: do not rely on what it writes.
 
 ```python
@@ -70,7 +70,7 @@ def export_language_model(
 
 def model_card(facts: Mapping[str, Any], samples: Sequence[str]) -> str:
     """The card, as Markdown."""
-    experts = f", a mixture of {facts['experts']} experts per layer of which a token uses {facts['top_k']}"
+    experts = f", an MoE model of {facts['experts']} experts per layer of which a token uses {facts['top_k']}"
     quoted = ("\n".join(f"    {line}".rstrip() for line in text.splitlines()) for text in samples)
     return CARD.format_map(
         {
@@ -78,7 +78,7 @@ def model_card(facts: Mapping[str, Any], samples: Sequence[str]) -> str:
             "version": tk.__version__,
             "perplexity": math.exp(facts["test_loss"]),
             "tokens": facts["samples"] * facts["context"],
-            "mixture": experts if facts["experts"] else "",
+            "experts": experts if facts["experts"] else "",
             "origin": f"trained on from {facts['model']}" if facts["model"] else "trained from scratch",
             "prompt_tokens": facts["context"] - facts["sample_tokens"],
             "temperature": TEMPERATURE,

@@ -152,7 +152,7 @@ def _choose(dataset: str, data_dir: Path | None) -> tuple[Source, str | None]:
         if name not in KNOWN and tk.data.is_own(dataset):
             return sources.find_own(dataset)
         if name == "tones":
-            return sources.tones(), "Synthetic tones in place of speech: good for trying things out, no more."
+            return sources.tones(), "Synthetic tones instead of speech: only to try things out."
         if name == "auto":
             try:
                 return sources.find_digits(tk.data.data_folder(data_dir)), None

@@ -1,4 +1,4 @@
-"""`toolkit plan`: what fine-tuning a mixture takes in the memory of each GPU, from its configuration alone."""
+"""`toolkit plan`: estimate the GPU memory needed to fine-tune an MoE model, from its configuration."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def is_finished(folder: Path) -> bool:
 
 def results_of(folder: Path) -> dict[str, Any] | None:
     """Return the final numbers of the run in `folder`, or None if unfinished. Raises UserError if they are damaged."""
-    remedy = "delete it, and run the same command again to have it written anew"
+    remedy = "delete it, and run the same command again to write it again"
     return read_json(folder / "results.json", remedy) if is_finished(folder) else None
 
 

@@ -156,7 +156,7 @@ def test_refused_plans_are_counted_and_the_first_is_explained(capsys: pytest.Cap
     assert lines == [2, 2]
     assert results["plans_refused"] == 4
     (only,) = capsys.readouterr().out.splitlines()
-    assert only.startswith("step 4: the guard refuses a plan for ")
+    assert only.startswith("step 4: the guard rejects a plan for ")
 
 
 def test_replanner_without_a_planner_exchanges_experts() -> None:

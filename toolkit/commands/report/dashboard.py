@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(workspace_as_json(workspace) + "\n")
         return EXIT_DONE
     if not entity:
-        raise UserError(f"{args.what}: nobody says whose project {project} is: give --entity, or set WANDB_ENTITY.")
+        raise UserError(f"{args.what}: the owner of {project} is not known. Give --entity, or set WANDB_ENTITY.")
     if reason := why_offline():
         raise UserError(f"W&B cannot be asked ({reason}); --dry-run prints the workspace.")
     try:

@@ -137,7 +137,7 @@ class Replanner:
         """Print the guard's reason to reject a plan, the first time that it occurs."""
         kind = re.sub(r"[\d.e+-]+", "", reason)
         if kind not in self._explained and is_main():
-            text = f"step {step:,}: the guard refuses a plan for {layer}: {reason} (moe/plans_refused).\n"
+            text = f"step {step:,}: the guard rejects a plan for {layer}: {reason} (moe/plans_refused).\n"
             sys.stdout.write(text)
             sys.stdout.flush()
         self._explained.add(kind)

@@ -15,7 +15,7 @@ Dense = Literal["ddp", "fsdp2"]
 
 
 class GroupOptions(Options):
-    """EP groups: which processes share one set of experts, and how tokens travel between them."""
+    """EP groups: which processes share one set of experts, and how tokens are dispatched."""
 
     ep_size: PositiveInt | None = None
     """Processes in an expert-parallel group; none: the most that divide processes and experts."""
@@ -48,7 +48,7 @@ class DDPOptions(Options):
     broadcast_buffers: bool = True
     """Copy buffers, such as running means, from the first process before each forward pass."""
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
-    """Type in which gradients travel."""
+    """Type of the gradients in the all-reduce."""
 
     def check_together(self) -> None:
         super().check_together()

@@ -9,4 +9,4 @@ PLANNER_NAMES = {"contiguous", "lpt", "replicate", "round_robin", "swap"}
 InitialPlacement = Literal["contiguous", "round_robin"]
 """Blocks of consecutive experts on each rank, or expert e on rank e modulo ranks."""
 ExpertExchange = Literal["flat", "hierarchical"]
-"""How rows travel between the ranks of an EP group: to each rank, or once to each node and on from there."""
+"""All-to-all between the ranks of an EP group: to each rank, or first to each node (hierarchical)."""

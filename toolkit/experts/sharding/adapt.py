@@ -43,7 +43,7 @@ def unstack_experts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
     """Give the experts in a state dict the names and shapes that they have in a `ModuleList`.
 
     Args:
-        model: The model of the state dict, with the result of `stack_experts` in place of each list.
+        model: The model of the state dict, with the result of `stack_experts` instead of each list.
         state: A state dict with all experts, such as `whole_state_dict(model)` on rank 0.
 
     Returns:

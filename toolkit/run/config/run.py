@@ -83,7 +83,7 @@ class RunConfig(DenseOptions):
     tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
     """Log metrics there, too, in the project $WANDB_PROJECT (else the recipe's name), as $WANDB_NAME."""
     log_every: PositiveInt = 50
-    """Optimizer steps between lines of metrics."""
+    """Optimizer steps between log steps."""
     validation: bool = False
     """Hold out a part of the training data, too, and evaluate on it: for choices, which the test data must not make.
     Early stopping and a best checkpoint by validation/... do so by themselves."""

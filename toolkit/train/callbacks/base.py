@@ -12,7 +12,7 @@ There are nine hooks. This is where they fire:
                 optimizer step
             on_step_end                         (may call trainer.evaluate)
                 evaluate -> on_evaluate_end(name, metrics)
-            a line of metrics is written, and with that the step is complete
+            metrics are logged, and the step is complete
                 save     -> on_save(folder)
         on_fit_end                              or on_exception(error), when something was raised
 

@@ -29,7 +29,7 @@ class Evaluation(Callback):
     highest accuracy or F1, the lowest of all others; NaN is the worst. A metric that is a list has no best. A run whose
     test data are other than before is not continued.
 
-    A second data set has a `name` of its own, which stands in place of "test", and may have its own `task`. With
+    A second data set has a `name` of its own, which replaces "test", and may have its own `task`. With
     `at_start` there is an evaluation before the first step, too: `test_loss_at_start`, ...
     """
 

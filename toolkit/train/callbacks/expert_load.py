@@ -1,4 +1,4 @@
-"""The callback that puts balance and traffic on each line of metrics."""
+"""The callback that records balance and traffic at each log step."""
 
 from __future__ import annotations
 

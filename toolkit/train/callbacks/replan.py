@@ -32,11 +32,11 @@ class Replan(Callback):
     def __init__(self, model: nn.Module, options: ReplanOptions):
         self._model = model
         self._placements: dict[str, list[list[int]]] = {}
-        """Those on the last lines of metrics that had one, by layer."""
+        """Last recorded placement by layer."""
         self.replanner = Replanner(expert_stacks(model), options)
         self._experts = self._bytes = self._optimizer_bytes = 0
         self._refused = self._refused_before = 0
-        """Plans refused since the last line, and those of this process up to the last step."""
+        """Rejected plans since the last log step, and of this process up to the last step."""
         self._predicted: dict[str, float] = {}
         self._windows = 0
         """Those since the last move, over which `imbalance_after_moves` of the results is the mean."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Throughput(Callback):
-    """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` with each line of metrics;
+    """Records `perf/samples_per_second`, `perf/step_time_ms` and `perf/peak_memory_bytes` at each log step;
     `perf/step_time_worst_rank_ms`; `perf/step_time_median_ms` and `perf/step_time_p95_ms` of this rank's steps, one
     by one (on a GPU as the host issues them, which may run ahead). On a GPU also `perf/gpu_utilization`, between 0 and
     1, as NVML measures it.
@@ -35,7 +35,7 @@ class Throughput(Callback):
     Of several processes also `perf/slowest_rank`, whose steps take longest without what they spend in collectives, and
     `perf/slowest_rank_ratio`, how many times as long as the median of the other ranks'; `perf/collectives_ms`, what a
     step spends in collectives, waiting included, mean over ranks; and `perf/exchange_ms`, in the all-to-alls of experts
-    alone. All of them travel in one reduction per line of metrics. With FSDP2, waiting for gradients counts as a rank's
+    alone. One reduction per log step sums all of them. With FSDP2, waiting for gradients counts as a rank's
     own time.
 
     Time runs in windows that end at a log step, where the host waits for the device anyway. An evaluation or a save

@@ -38,7 +38,7 @@ class MLP(nn.Sequential):
 
 
 class ResidualClassifier(nn.Module):
-    """A linear stem, one residual block (an MLP, or a mixture of experts), and a linear head.
+    """A linear stem, one residual block (an MLP or an MoE layer), and a linear head.
 
     `pixels` turns a batch of images into (B, num_pixels), `block` maps (B, dim) to (B, dim); returns logits
     (B, num_classes).

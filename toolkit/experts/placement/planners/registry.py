@@ -13,8 +13,8 @@ from toolkit.experts.placement.placement_options import PLANNER_NAMES
 Planner = Callable[..., ExpertPlacement]
 """`planner(load_E, current)`: a better placement of the experts in the slots of `current`.
 
-A pure function: every rank calls it with the same load and has to get the same placement. Ours break ties by the lowest
-id.
+A pure function: every rank calls it with the same load and has to get the same placement. These planners break
+ties by the lowest id.
 """
 
 PLANNERS: dict[str, Planner] = {}
