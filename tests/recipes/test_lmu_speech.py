@@ -53,7 +53,7 @@ def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monke
         "recipes/lmu_speech.py", "debug", "--cpu", "--tracker", "none", "--run-dir", str(tmp_path / "whole")
     )
     assert whole.returncode == 0, whole.stderr
-    assert "Synthetic tones in place of speech" in whole.stdout
+    assert "Synthetic tones instead of speech" in whole.stdout
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
     assert (results["dataset"], results["parameters"]) == ("tones", 48_909)
     first, *_, last = losses(tmp_path / "whole")

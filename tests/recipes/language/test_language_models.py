@@ -132,7 +132,7 @@ def test_what_two_ranks_export_is_an_ordinary_model_with_the_same_logits(tmp_pat
     card = (tmp_path / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     for fact in (
-        "a mixture of 6 experts per layer of which a token uses 2, trained from scratch",
+        "an MoE model of 6 experts per layer of which a token uses 2, trained from scratch",
         "1,234,567, of which a token uses 456,789",
         "6,400 tokens of a poem, in 25 steps",
         "2.8850 bits per byte; perplexity 7.389 per token",
