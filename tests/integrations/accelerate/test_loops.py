@@ -192,6 +192,35 @@ def test_place_experts_between_a_backward_and_its_step_raises():
     assert with_another.startswith("optimizer=SGD: the experts were prepared with another optimizer.")
 
 
+def two_models(ep_size: int) -> dict[str, Any]:
+    """Norms and weights of two models with experts in turn with one accelerator."""
+    accelerator = Accelerator(cpu=True)
+    models = [Model().double(), Model().double()]
+    optimizers: list[Any] = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
+    wrapped: list[Any] = [*models]
+    for number, model in enumerate(models):
+        experts = ExpertParallel(accelerator, ep_size=ep_size)
+        wrapped[number], optimizers[number] = experts.prepare(model, optimizers[number])
+    draws, norms = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        x = torch.randn(8, 5, dtype=torch.float64, generator=draws)
+        mine = x.chunk(accelerator.num_processes)[accelerator.process_index]
+        for model, optimizer in zip(wrapped, optimizers, strict=True):
+            accelerator.backward(model(mine).square().mean())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"norms": torch.stack(norms), "weights": [by_id(model, lambda p: p.detach()) for model in models]}
+
+
+def test_models_of_one_accelerator_are_each_clipped_as_by_one_process():
+    (alone,), ranks = run_distributed(two_models, 1, 1), run_distributed(two_models, 4, 2)
+    for rank in ranks:
+        torch.testing.assert_close(rank["norms"], alone["norms"], rtol=1e-10, atol=0)
+    for number, expected in enumerate(alone["weights"]):
+        assert_equal_rows(together([rank["weights"][number] for rank in ranks]), expected, 1e-10)
+
+
 def steps_with_an_unused_parameter() -> list[str]:
     said = []
     for find_unused in (False, True):
