@@ -14,6 +14,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -219,6 +220,21 @@ def test_models_of_one_accelerator_are_each_clipped_as_by_one_process():
         torch.testing.assert_close(rank["norms"], alone["norms"], rtol=1e-10, atol=0)
     for number, expected in enumerate(alone["weights"]):
         assert_equal_rows(together([rank["weights"][number] for rank in ranks]), expected, 1e-10)
+
+
+def prepared_after_a_dense_model() -> bool:
+    dense, model = nn.Linear(5, 5), Model()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (dense, model)]
+    experts = ExpertParallel(Accelerator(cpu=True))
+    first, second, *others = experts.prepare(dense, model, *optimizers)
+    second(first(batch())).square().mean().backward()
+    for optimizer in others:
+        optimizer.step()
+    return [*experts.stacks] == ["blocks.0.experts", "blocks.1.experts"] and isinstance(first, DistributedDataParallel)
+
+
+def test_prepare_shards_the_model_with_experts_among_several():
+    assert all(run_distributed(prepared_after_a_dense_model, 2))
 
 
 def steps_with_an_unused_parameter() -> list[str]:
