@@ -1,7 +1,8 @@
 """Scripts for plain Accelerate, converted as `docs/train/accelerate.md` says, have the numbers that they had.
 
-The scripts in `patterns/` have the shape of Accelerate's examples by feature and of `run_clm_no_trainer.py` of
-transformers, made small. Both ways run on two processes: the script as it is, under DDP, and converted.
+The scripts in `patterns/` have the shape of Accelerate's examples by feature, of `run_clm_no_trainer.py` of
+transformers, and of loops by hand, made small. Both ways run on two processes: the script as it is, under DDP, and
+converted.
 """
 
 from __future__ import annotations

@@ -6,21 +6,29 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only
 from toolkit.experts.parallel.replica_check import ReplicaCheck
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.sync import ExpertSync, hook_gradients
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.sharding.prepared_optimizer import fit_optimizer, load_only_own_states
 from toolkit.experts.sharding.router_replay import hook_blocks
 from toolkit.experts.sharding.shard import PlacementOf, shard_experts
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise UserError(
+        "prepare: it got no optimizer, so nothing averages gradients over ranks. Give it the optimizer that steps, or "
+        "freeze the model with requires_grad_(False)."
+    )
 
 
 class ExpertTraining:
@@ -70,7 +78,10 @@ class ExpertTraining:
             self.sync = ExpertSync(self.parameters, rebalance)
             hooks = self.sync.follow(optimizer)
             if world_size() > 1:
-                hooks.append(optimizer.register_step_pre_hook(ReplicaCheck(prepared)))
+                check = ReplicaCheck(prepared)
+                hooks.append(optimizer.register_step_pre_hook(check))
+                if self.sync.parameters:
+                    hooks.append(check.watch_forwards(self.model))
             for stack in self.stacks.values():
                 stack.sync = self.sync
             hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_step()))
@@ -80,6 +91,9 @@ class ExpertTraining:
             for mode in ("train", "eval"):
                 if hasattr(optimizer, mode):
                     self._refresh_after(optimizer, mode)
+        elif world_size() > 1:
+            for hook in hook_gradients(self.parameters, _refuse_gradient):
+                self._undo.callback(hook.remove)
         self._undo.callback(step_by_only(self.optimizers[0] if self.optimizers else None, self.parameters))
 
     def _refresh_after(self, optimizer: Optimizer, mode: str) -> None:

@@ -14,6 +14,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -190,6 +192,108 @@ def test_place_experts_between_a_backward_and_its_step_raises():
     assert dropped == after == ""
     assert alone.startswith("optimizer=None: the experts were prepared with another optimizer.")
     assert with_another.startswith("optimizer=SGD: the experts were prepared with another optimizer.")
+
+
+def called_with_other_weights() -> list[str]:
+    """What the step says after a forward pass with weights that the ranks made of their own batch, and of a common
+    one."""
+    said = []
+    for seed_of in (lambda: dist.get_rank(), lambda: 0):
+        accelerator, model = Accelerator(cpu=True), Model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+
+        def train(
+            model: Any = model, wrapped: Any = wrapped, optimizer: Any = optimizer, seed: int = seed_of()
+        ) -> None:
+            weights = {name: p for name, p in model.named_parameters() if "experts" not in name}
+            x = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed))
+            steps = torch.autograd.grad(wrapped(x).square().mean(), list(weights.values()))
+            adapted = {name: p - step for (name, p), step in zip(weights.items(), steps, strict=True)}
+            functional_call(model, adapted, (x,)).square().mean().backward()
+            for parameter in weights.values():  # DDP has no part in it
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+
+        said.append(refused(train))
+    return said
+
+
+def test_forward_pass_with_weights_that_differ_between_ranks_raises():
+    first, second = run_distributed(called_with_other_weights, 2)
+    assert first == second
+    own, common = first
+    assert "first 'stem.weight', differ between ranks in a forward pass of step 1" in own
+    assert common == ""
+
+
+def steps_without_a_backward_pass() -> list[str]:
+    """What is said of a step with gradients that were assigned, and of one with the zeros of the last step."""
+    said = []
+    for value in (1.0, 0.0):
+        accelerator, model = Accelerator(cpu=True), Model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+        wrapped(batch()).square().mean().backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        if dist.get_rank() == 1:
+            model.blocks[0].experts.up.grad.zero_()
+        said.append(refused(optimizer.step))
+    return said
+
+
+def test_step_with_assigned_gradients_of_experts_raises_on_all_ranks():
+    first, second = run_distributed(steps_without_a_backward_pass, 2)
+    assert first == second
+    assigned, zeros = first
+    assert assigned.startswith("optimizer: gradients of experts were assigned without a backward pass")
+    assert zeros == ""
+
+
+def two_models(ep_size: int) -> dict[str, Any]:
+    """Norms and weights of two models with experts in turn with one accelerator."""
+    accelerator = Accelerator(cpu=True)
+    models = [Model().double(), Model().double()]
+    optimizers: list[Any] = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
+    wrapped: list[Any] = [*models]
+    for number, model in enumerate(models):
+        experts = ExpertParallel(accelerator, ep_size=ep_size)
+        wrapped[number], optimizers[number] = experts.prepare(model, optimizers[number])
+    draws, norms = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        x = torch.randn(8, 5, dtype=torch.float64, generator=draws)
+        mine = x.chunk(accelerator.num_processes)[accelerator.process_index]
+        for model, optimizer in zip(wrapped, optimizers, strict=True):
+            accelerator.backward(model(mine).square().mean())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"norms": torch.stack(norms), "weights": [by_id(model, lambda p: p.detach()) for model in models]}
+
+
+def test_models_of_one_accelerator_are_each_clipped_as_by_one_process():
+    (alone,), ranks = run_distributed(two_models, 1, 1), run_distributed(two_models, 4, 2)
+    for rank in ranks:
+        torch.testing.assert_close(rank["norms"], alone["norms"], rtol=1e-10, atol=0)
+    for number, expected in enumerate(alone["weights"]):
+        assert_equal_rows(together([rank["weights"][number] for rank in ranks]), expected, 1e-10)
+
+
+def prepared_after_a_dense_model() -> bool:
+    dense, model = nn.Linear(5, 5), Model()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (dense, model)]
+    experts = ExpertParallel(Accelerator(cpu=True))
+    first, second, *others = experts.prepare(dense, model, *optimizers)
+    second(first(batch())).square().mean().backward()
+    for optimizer in others:
+        optimizer.step()
+    return [*experts.stacks] == ["blocks.0.experts", "blocks.1.experts"] and isinstance(first, DistributedDataParallel)
+
+
+def test_prepare_shards_the_model_with_experts_among_several():
+    assert all(run_distributed(prepared_after_a_dense_model, 2))
 
 
 def steps_with_an_unused_parameter() -> list[str]:

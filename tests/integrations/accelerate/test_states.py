@@ -158,8 +158,9 @@ def test_a_model_is_forgotten_without_close_though_its_accelerator_stays(world: 
     assert run_distributed(forgotten_without_close, world) == [True] * world
 
 
-def evaluated_without_an_optimizer(folder: Path) -> tuple[bool, str]:
-    """Whether a model that was trained and one that is only evaluated say the same; and what a step of it says."""
+def evaluated_without_an_optimizer(folder: Path) -> tuple[bool, str, str]:
+    """Whether a model that was trained and one that is only evaluated say the same; and what a backward pass and a step
+    of it say."""
     accelerator, experts, model, optimizers, scheduler = prepared()
     train(accelerator, model, optimizers, scheduler, range(2))
     experts.save(folder)
@@ -171,16 +172,18 @@ def evaluated_without_an_optimizer(folder: Path) -> tuple[bool, str]:
     evaluation.load(folder)
     with evaluation.join():
         same = torch.equal(wrapped(x), expected)
-    wrapped(x).sum().backward()
-    with pytest.raises(UserError) as said:
+    with pytest.raises(UserError) as of_backward:
+        wrapped(x).sum().backward()
+    with pytest.raises(UserError) as of_step:
         torch.optim.SGD(only.parameters()).step()
-    return same, str(said.value)
+    return same, str(of_backward.value), str(of_step.value)
 
 
 def test_a_model_is_evaluated_without_an_optimizer(tmp_path: Path):
-    for same, said in run_distributed(evaluated_without_an_optimizer, 2, tmp_path / "saved"):
+    for same, of_backward, of_step in run_distributed(evaluated_without_an_optimizer, 2, tmp_path / "saved"):
         assert same
-        assert "has experts that were prepared with another optimizer, with none" in said
+        assert of_backward.startswith("prepare: it got no optimizer")
+        assert "has experts that were prepared with another optimizer, with none" in of_step
 
 
 def test_prepare_says_which_layers_were_spread(capfd: pytest.CaptureFixture[str]):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import norm_of_each
@@ -30,7 +32,39 @@ class ReplicaCheck:
     def __init__(self, model: nn.Module):
         self.model, self.steps = model, 0
         self._parameters = list(model.parameters())  # walking through the modules takes longer than the rest of a call
-        self._trained, self._until = 0, 0
+        self._trained, self._until = 0, FIRST_STEPS + 1
+        self._originals: dict[str, nn.Parameter] = {}
+        self._in_forwards: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        """Greatest and least norm of each parameter in the forward passes of a step."""
+
+    def watch_forwards(self, model: nn.Module) -> RemovableHandle:
+        """Also compare the weights in forward passes with gradients of `model`, the model within DDP or FSDP2.
+
+        They can be equal again when the optimizer steps: SAM perturbs weights by a norm of one rank's experts, and MAML
+        calls the model with other weights.
+        """
+        self._originals = dict(model.named_parameters())
+        _CHECK_OF[model] = ref(self)
+        return model.register_forward_pre_hook(_note_weights, prepend=True)  # before FSDP2 gathers shards
+
+    @torch.no_grad()
+    def note_weights(self, model: nn.Module) -> None:
+        """Measure the weights with which a forward pass of `model` begins, if the next step is checked."""
+        if not self._is_due(self.steps + 1):
+            return
+        weights: dict[nn.Parameter, Tensor] = {}
+        for name, weight in model.named_parameters():
+            original = self._originals.get(name)
+            if original is not None and original.requires_grad and _variants(original) is not None:
+                weights[original] = local_rows(weight.detach())
+        if not weights:
+            return
+        for parameter, norm in zip(weights, norm_of_each(list(weights.values())), strict=True):
+            most, least = self._in_forwards.get(parameter, (norm, norm))
+            self._in_forwards[parameter] = torch.maximum(most, norm), torch.minimum(least, norm)
+
+    def _is_due(self, step: int) -> bool:
+        return step < self._until or step % EVERY == 0
 
     def __call__(self, *_: Any) -> None:
         self.steps += 1
@@ -42,8 +76,9 @@ class ReplicaCheck:
         trained = sum(parameter.requires_grad for parameter in self._parameters)
         if trained != self._trained:
             self._trained, self._until = trained, self.steps + FIRST_STEPS
-        if self.steps < self._until or self.steps % EVERY == 0:
+        if self._is_due(self.steps):
             self.check(self.steps)
+        self._in_forwards.clear()
 
     @torch.no_grad()
     def check(self, step: int) -> None:
@@ -64,10 +99,13 @@ class ReplicaCheck:
         missing = torch.full((), -1.0, device=next(iter(compared.values())).device)
         weights = norm_of_each([local_rows(parameter.detach()) for parameter in compared.values()])
         gradients = [norms.get(name, missing) for name in compared]
-        both = torch.stack([norm.float() for norm in (*gradients, *weights)]).nan_to_num().view(2, -1)
+        pairs = zip(compared.values(), weights, strict=True)
+        most_N, least_N = zip(*(self._in_forwards.get(p, (norm, norm)) for p, norm in pairs), strict=True)
+        all_norms = [norm.float() for norm in (*gradients, *weights, *most_N, *least_N)]
+        norms_4N = torch.stack(all_norms).nan_to_num().view(4, -1)
         # One collective of all ranks, in which each leaves open what others have: all come to the same end.
-        extremes = both.new_full((2, 2, len(labels)), -torch.inf)
-        extremes[:, :, mine] = torch.stack([both, -both])
+        extremes = norms_4N.new_full((2, 4, len(labels)), -torch.inf)
+        extremes[:, :, mine] = torch.stack([norms_4N, -norms_4N])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         most, least = extremes.cpu() * torch.tensor([1, -1]).view(2, 1, 1)
         of_all = [label for label, at in zip(compared, mine, strict=True) if least[0, at] < 0]
@@ -80,18 +118,30 @@ class ReplicaCheck:
                 "waits for all. Make the Accelerator with kwargs_handlers=[DistributedDataParallelKwargs("
                 "find_unused_parameters=True)], or freeze them."
             )
-        for values, happens, apart in (
-            ("gradients", "their weights would drift apart", most[0] != least[0]),
-            ("weights", "they drifted apart in an earlier step", most[1] != least[1]),
+        apart_4L = most != least
+        for values, where, happens, apart in (
+            ("gradients", "", "their weights would drift apart", apart_4L[0]),
+            ("weights", "", "they drifted apart in an earlier step", apart_4L[1]),
+            ("weights", "a forward pass of ", "experts got tokens of different models", apart_4L[2:].any(0)),
         ):
             different = [label for label, differ in zip(labels, apart.tolist(), strict=True) if differ]
             if different:
                 raise UserError(
                     f"model: the {values} of {len(different)} parameter(s), first {different[0]}, differ between ranks "
-                    f"in step {step:,}, so {happens}. Call the model that prepare returned, clip with "
+                    f"in {where}step {step:,}, so {happens}. Call the model that prepare returned, clip with "
                     "accelerator.clip_grad_norm_ instead of torch.nn.utils, and change weights and gradients alike on "
-                    "all ranks."
+                    "all ranks, in SAM by experts.global_norm."
                 )
+
+
+_CHECK_OF: WeakKeyDictionary[nn.Module, ref[ReplicaCheck]] = WeakKeyDictionary()
+"""Model -> the check of its forward passes. A copy of the model has the hook, and no check."""
+
+
+def _note_weights(model: nn.Module, _: Any) -> None:
+    check = _CHECK_OF.get(model)
+    if torch.is_grad_enabled() and check is not None and (found := check()) is not None:
+        found.note_weights(model)
 
 
 class _Variants(NamedTuple):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from toolkit.errors import UserError
 from toolkit.experts.compat import multiply_each_, norm_of_each
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
@@ -75,14 +76,9 @@ class ExpertSync:
             The hooks.
         """
         self.optimizer = ref(optimizer)
+        self._arrivals.await_average = False
         hooks = [optimizer.register_step_pre_hook(lambda *_: self.before_clip())]
-        for parameter in self.parameters:
-            if parameter.is_floating_point():
-                is_trained = parameter.requires_grad
-                parameter.requires_grad_(True)  # a frozen parameter, which may be unfrozen later, takes no hooks
-                hooks.append(parameter.register_post_accumulate_grad_hook(self._arrivals.note))
-                parameter.requires_grad_(is_trained)
-        return hooks
+        return hooks + hook_gradients(self.parameters, self._arrivals.note)
 
     @torch.no_grad()
     def before_clip(self) -> None:
@@ -92,6 +88,8 @@ class ExpertSync:
         of all, the others get zero.
         """
         if not self._arrivals.await_average:
+            if not self._arrivals.await_step:
+                _refuse_assigned_gradients(self.parameters)
             return
         self._arrivals.await_average = self.optimizer is None
         _sum_replica_gradients(self.parameters)
@@ -193,6 +191,32 @@ class ExpertSync:
             borrowed, lent = ownership.replicas_on(parameter.device)
             received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
             parameter.index_copy_(0, borrowed.rows, received)
+
+
+def hook_gradients(parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> list[RemovableHandle]:
+    """Call `hook` with each of `parameters` that a backward pass accumulates a gradient of, once it is unfrozen."""
+    hooks = []
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen parameter takes no hooks
+            hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            parameter.requires_grad_(is_trained)
+    return hooks
+
+
+def _refuse_assigned_gradients(parameters: Iterable[Tensor]) -> None:
+    """Raise UserError if `parameters` have gradients, although no backward pass accumulated any. A collective then."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return
+    are_assigned = torch.stack([grad.any() for grad in grads]).any().float()  # zeros stay from the last step
+    dist.all_reduce(are_assigned, op=dist.ReduceOp.MAX)
+    if are_assigned:
+        raise UserError(
+            "optimizer: gradients of experts were assigned without a backward pass, such as from torch.autograd.grad, "
+            "and a reduction over ranks would mix different experts. Call accelerator.backward(loss)."
+        )
 
 
 def _sum_replica_gradients(parameters: Iterable[Tensor]) -> None:

@@ -44,14 +44,14 @@ def unstack_experts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
 
     Args:
         model: The model of the state dict, with the result of `stack_experts` instead of each list.
-        state: A state dict with all experts, such as `whole_state_dict(model)` on rank 0.
+        state: A state dict with all experts, such as `whole_state_dict(model)`, which is empty on ranks other than 0.
 
     Returns:
         A state dict for the model with lists.
     """
     unstacked = dict(state)
     for prefix, module in model.named_modules():
-        if isinstance(module, StackedExperts):
+        if isinstance(module, StackedExperts) and unstacked:
             for stacked, name in module.names.items():
                 rows = unstacked.pop(f"{prefix}.{stacked}" if prefix else stacked)
                 unstacked |= {

@@ -19,12 +19,8 @@ from toolkit.experts.sharding.adapt import adapt_experts
 from toolkit.experts.sharding.libraries import libraries
 
 
-def require_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of `model` with experts that can be sharded, by name; experts in known layouts are adapted.
-
-    Raises:
-        UserError: There are none.
-    """
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of `model` with experts that can be sharded, by name; experts in known layouts are adapted."""
     adapt_experts(model)
     layers = {}
     for name, module in _layers_with_experts(model).items():
@@ -33,6 +29,16 @@ def require_experts(model: nn.Module) -> dict[str, nn.Module]:
         takes_three = len(required) <= 3 <= len(taken)
         if isinstance(module, MoE) or "expert_stack" in vars(module) or takes_three:
             layers[name] = module
+    return layers
+
+
+def require_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return `find_experts(model)`.
+
+    Raises:
+        UserError: There are none.
+    """
+    layers = find_experts(model)
     if not layers:
         named = [
             n for n, m in model.named_modules() if "experts" in f"{n.rpartition('.')[2]} {type(m).__name__}".lower()

@@ -33,14 +33,13 @@ def replace_training_methods(accelerator: Accelerator, training: ExpertTraining,
         if not accelerator.sync_gradients:
             return None
         accelerator.unscale_gradients()
-        found.sync.before_clip()
         return found.sync.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm)
 
-    def clip_values(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+    def unscale(optimizer: Any = None) -> None:
+        # Every method that clips calls it, and so the averaging of each model with this accelerator.
+        unscale_by_accelerate(optimizer)
         if (found := mine()) is not None and accelerator.sync_gradients:
-            accelerator.unscale_gradients()
             found.sync.before_clip()
-        clip_values_by_accelerate(parameters, clip_value)
 
     def join_uneven_inputs(joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
         even = accelerator.even_batches if even_batches is None else even_batches
@@ -52,5 +51,5 @@ def replace_training_methods(accelerator: Accelerator, training: ExpertTraining,
         return join_by_accelerate(joinables, even_batches)
 
     clip_by_accelerate = patches.replace(accelerator, "clip_grad_norm_", clip)
-    clip_values_by_accelerate = patches.replace(accelerator, "clip_grad_value_", clip_values)
+    unscale_by_accelerate = patches.replace(accelerator, "unscale_gradients", unscale)
     join_by_accelerate = patches.replace(accelerator, "join_uneven_inputs", join_uneven_inputs)

@@ -26,6 +26,7 @@ from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.sharding.find import find_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
 from toolkit.experts.sharding.prepared_optimizer import has_stepped
@@ -110,9 +111,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 
         Args:
             *objects: A model, the same on all ranks, its optimizer, and whatever else Accelerate prepares, in any
-                order. The optimizer has all experts, must not have stepped, and stays valid. Further optimizers may
-                have other parameters of the model; under FSDP2 they must be given. Without an optimizer the model can
-                only be evaluated.
+                order. Of several models the first with experts is sharded. Its optimizer has all experts, must not
+                have stepped, and stays valid. Further optimizers may have other parameters of the model; under FSDP2
+                they must be given. Without an optimizer the model can only be evaluated.
 
         Returns:
             The prepared objects in the same order; the object itself if there is one. Schedulers step as Accelerate's
@@ -127,7 +128,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             >>> experts = ExpertParallel(Accelerator())
             >>> model, optimizer, loader = experts.prepare(model, optimizer, loader)
         """
-        model, *_ = (each for each in objects if isinstance(each, nn.Module))
+        models = [each for each in objects if isinstance(each, nn.Module)]
+        model = next(filter(find_experts, models), models[0])
         optimizers = _optimizers_of(model, objects)
         self._check(model, optimizers)
         watch_inputs(model)
@@ -302,8 +304,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 
 
 def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[Optimizer]:
-    """Return the first optimizer of `objects`, and those after it that have parameters of `model`."""
+    """Return the optimizers of `objects` that have parameters of `model`; the first optimizer if none has."""
     known = set(model.parameters())
     found = [each for each in objects if isinstance(each, Optimizer)]
-    has_some = [any(p in known for group in each.param_groups for p in group["params"]) for each in found]
-    return [each for number, each in enumerate(found) if number == 0 or has_some[number]]
+    return [o for o in found if any(p in known for group in o.param_groups for p in group["params"])] or found[:1]

@@ -1,7 +1,8 @@
 """Patches of other libraries' objects while experts are trained, and their removal.
 
-- `accelerator_methods.py`: `clip_grad_norm_` (the norm of one rank's experts is not the model's) and
-  `join_uneven_inputs` (raises for uneven batches) of an `Accelerator`;
+- `accelerator_methods.py`: `clip_grad_norm_` (the norm of one rank's experts is not the model's), `unscale_gradients`
+  (averages expert gradients before they are clipped) and `join_uneven_inputs` (raises for uneven batches) of an
+  `Accelerator`;
 - `saving.py`: `get_state_dict` (would have one rank's experts), `save_state` and `load_state` of an `Accelerator`;
 - `Library.save_whole_model`: `save_pretrained`, `push_to_hub` and `load_adapter` of a model;
 - `toolkit.experts.training`: the steps of the optimizer, its state dict, and the gradients of experts;

@@ -1,0 +1,77 @@
+"""A LightningModule with the base class of the page trains on two processes as the unchanged module does on one."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tests.foreign.mixture import mixture, points
+from tests.integrations.accelerate.test_expert_parallel import place
+from tests.support.equality import assert_equal_rows
+from tests.support.helpers import ROOT, run_distributed
+from toolkit.experts.state.state_dict import whole_state_dict
+
+PAGE = (ROOT / "docs" / "experts" / "torch_alone.md").read_text()
+(CLASS,) = re.findall(r"```python lightning\n(.*?)```", PAGE, re.DOTALL)
+
+
+def trained(accumulation: int) -> dict[str, Tensor]:
+    """Weights after steps with clipping."""
+    from lightning import LightningModule, Trainer
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    page: dict[str, Any] = {"ExpertModule": LightningModule, "place": place}
+    if world > 1:  # with replicas, whose gradients and weights need every call
+        exec(CLASS.replace("shard_experts(self)", "shard_experts(self, placement=place('copies'))"), page)
+
+    class Classifier(page["ExpertModule"]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mixture()
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            x, y = (part.chunk(world)[self.global_rank] for part in batch)
+            return cross_entropy(self.model(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module = Classifier()
+    several = {"strategy": DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        max_steps=3,
+        gradient_clip_val=0.3,
+        accumulate_grad_batches=accumulation,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **several if world > 1 else {},
+    )
+    trainer.fit(module, points(batch_size=8))
+    return whole_state_dict(module.model)
+
+
+def trained_all() -> list[dict[str, Tensor]]:
+    # Lightning takes the process group that there is.
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+    return [trained(accumulation) for accumulation in (1, 2)]
+
+
+def test_lightning_module_on_two_processes_equals_one_process():
+    pytest.importorskip("lightning")
+    (alone,), (found, _) = run_distributed(trained_all, 1), run_distributed(trained_all, 2)
+    for expected, weights in zip(alone, found, strict=True):
+        assert_equal_rows(weights, expected, 1e-10)
