@@ -96,10 +96,10 @@ def _recorded(seed: int) -> Tensor:
     return (load_TLE + 0.5).log()
 
 
-STAY, CONTROL, GUARDED = "blocks, never moved", "control", "swap"
+STAY, CONTROL, GUARDED, SPARE = "blocks, never moved", "control", "swap", "swap, a spare slot"
 FEWER = (STAY, CONTROL, GUARDED, "swap, no guard", "eplb, no guard")
 LOADS = {
-    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048),
+    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, rivals=(*FEWER, SPARE, "replicate")),
     "steep": Loads(skew=1.0, rivals=FEWER),
     "balanced": Loads(rivals=FEWER),
     "drifting": Loads(skew=0.5, drift=0.1, rivals=FEWER),
@@ -149,7 +149,7 @@ RIVALS = {
     "round robin, never moved": Rival(initial="round robin"),
     GUARDED: Rival(replan=_moves("swap")),
     "swap, no guard": Rival(replan=_moves("swap", guarded=False)),
-    "swap, a spare slot": Rival(replan=_moves("swap"), spare_slots=1),
+    SPARE: Rival(replan=_moves("swap"), spare_slots=1),
     "replicate": Rival(replan=_moves("replicate"), spare_slots=1),
     "eplb, no guard": Rival(replan=_moves(eplb, guarded=False)),
     "oracle": Rival(initial="oracle"),
