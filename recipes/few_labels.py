@@ -9,18 +9,17 @@ What they reach: docs/recipes/vae.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torch import nn
 
 import toolkit as tk
-from autoencoder.labels import FewLabels
-from digits.affine import AffineRange
-from digits.classifier import ConvolutionalClassifier, WeightAverage
-from digits.consistency import ConsistencyRegularization
-from digits.views import Views
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from digits.classifier import ConvolutionalClassifier
 
 
 class Config(tk.RunConfig):
@@ -78,6 +77,9 @@ def supervised() -> Config:
 
 def build(config: Config, data: tk.data.ImageData) -> tuple[ConvolutionalClassifier, tk.Task]:
     """The model and its task."""
+    from digits.classifier import ConvolutionalClassifier
+    from digits.consistency import ConsistencyRegularization
+
     radius = config.smoothness_radius
     model = ConvolutionalClassifier(
         shape=data.shape, num_classes=data.num_classes, width=config.width, smoothness_radius=radius
@@ -96,6 +98,11 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(config: Config) -> dict[str, Any]:
+    from autoencoder.labels import FewLabels
+    from digits.affine import AffineRange
+    from digits.classifier import WeightAverage
+    from digits.views import Views
+
     with tk.start_run("few_labels", config) as run:
         share = run.on_main_and_share
         data = tk.load_images(config.dataset, config.data_dir, validation=config.validates, on_main=share)

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
-from torch import nn
 
 import toolkit as tk
-from activity.activity import ActivityData, load_activity
-from activity.confusion import ConfusionPicture
-from activity.voting import VotedClassification, class_weights
-from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from activity.activity import ActivityData
 
 
 class Config(tk.RunConfig):
@@ -87,6 +84,10 @@ def first() -> Config:
 
 def build_model(config: Config, data: ActivityData) -> nn.Module:
     """Build a convolutional encoder of windows and a classifier on top of it."""
+    from torch import nn
+
+    from activity.window_models import WindowClassifier, WindowEncoder, load_encoder, view_channels
+
     encoder = WindowEncoder(view_channels(config.mode, data.num_channels), width=config.width)
     classifier = tk.MLP(encoder.width_out, *config.hidden_dims, len(data.classes))
     head = nn.Sequential(nn.Dropout(config.dropout), classifier)
@@ -103,6 +104,10 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(config: Config) -> dict[str, Any]:
+    from activity.activity import load_activity
+    from activity.confusion import ConfusionPicture
+    from activity.voting import VotedClassification, class_weights
+
     with tk.start_run("har", config) as run:
         data = load_activity(
             config.dataset,

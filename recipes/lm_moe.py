@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import PositiveInt
 
 import toolkit as tk
-from language.model_card import export_language_model
-from language.small_models import Architecture, describe_language_model, language_model_config, sample_tokens
+from language import Architecture
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +84,8 @@ def dense(mixture: Config | None = None) -> Config:
 
 def build_model(config: Config, vocab_size: int) -> PreTrainedModel:
     """From saved weights, or from scratch."""
+    from language.small_models import language_model_config
+
     sizes = ("dim", "layers", "heads", "experts", "top_k", "expert_hidden_size", "context")
     source = (
         tk.data.model_folder(config.model)
@@ -104,6 +105,9 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(config: Config) -> dict[str, Any]:
+    from language.model_card import export_language_model
+    from language.small_models import describe_language_model, sample_tokens
+
     with tk.start_run("lm_moe", config) as run:
         data = tk.load_text(
             config.dataset,

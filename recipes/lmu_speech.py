@@ -6,27 +6,18 @@ python recipes/speech/transcribe.py runs/lmu_speech/... some.wav     transcribes
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field, PositiveFloat, PositiveInt
-from torch import nn
 
 import toolkit as tk
-from speech.audio import LogMel
-from speech.characters import Characters
-from speech.ctc import CTC
-from speech.decoding import Lexicon
-from speech.recogniser import save_recogniser
-from speech.spec_augment import SpecAugment
-from speech.speech import SpeechData, load_speech
-from speech.speech_models import (
-    AttentionEncoder,
-    MemoryEncoder,
-    SpeechClassifier,
-    SpeechRecogniser,
-    Standardise,
-)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from speech.characters import Characters
+    from speech.speech import SpeechData
 
 
 class Config(tk.RunConfig):
@@ -90,6 +81,10 @@ def guide() -> Config:
 
 
 def build(config: Config, data: SpeechData, letters: Characters) -> tuple[tk.Task, nn.Module]:
+    from speech.ctc import CTC
+    from speech.decoding import Lexicon
+    from speech.speech_models import AttentionEncoder, MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
+
     sizes: Any = {"thetas": config.thetas, "order": config.order, "dropout": config.dropout}
     kind: Any = MemoryEncoder if config.encoder == "memory" else AttentionEncoder
     if config.encoder == "memory":
@@ -109,6 +104,12 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(config: Config) -> dict[str, Any]:
+    from speech.audio import LogMel
+    from speech.characters import Characters
+    from speech.recogniser import save_recogniser
+    from speech.spec_augment import SpecAugment
+    from speech.speech import load_speech
+
     with tk.start_run("lmu_speech", config) as run:
         letters = Characters()
         mel = LogMel(sample_rate=config.sample_rate, num_mels=config.num_mels)

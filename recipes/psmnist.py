@@ -7,14 +7,15 @@ python recipes/psmnist.py cell            the nonlinear unit, 102,027 parameters
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field, PositiveInt
-from torch import nn
 
 import toolkit as tk
-from speech.lmu import LMU, ParallelLMU, SequenceClassifier
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class Config(tk.RunConfig):
@@ -53,6 +54,10 @@ def debug() -> Config:
 
 
 def build_model(config: Config, data: tk.data.ImageData) -> nn.Module:
+    import torch
+
+    from speech.lmu import LMU, ParallelLMU, SequenceClassifier
+
     hidden = config.hidden_size
     make_unit: Any = ParallelLMU
     if config.unit == "cell":

@@ -9,19 +9,18 @@ A grid of them, with tables and plots: docs/operate/sweeps.md. What it reaches: 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
-from torch import nn
 
 import toolkit as tk
-from autoencoder.batch_mask import reference_mask
-from autoencoder.labels import FewLabels, with_noise
-from autoencoder.leakage import StyleLeakage
-from autoencoder.relaxed_vae import RelaxedBound, RelaxedVAE
-from autoencoder.semi_supervised import LabelledOnly, SemiSupervised
-from autoencoder.vae import SemiSupervisedVAE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autoencoder.relaxed_vae import RelaxedVAE
+    from autoencoder.vae import SemiSupervisedVAE
 
 
 class Config(tk.RunConfig):
@@ -76,6 +75,10 @@ def reference() -> Config:
 
 def build(config: Config, data: tk.data.ImageData) -> tuple[SemiSupervisedVAE | RelaxedVAE, tk.Task]:
     """The model and its task."""
+    from autoencoder.relaxed_vae import RelaxedBound, RelaxedVAE
+    from autoencoder.semi_supervised import LabelledOnly, SemiSupervised
+    from autoencoder.vae import SemiSupervisedVAE
+
     sizes = {"num_pixels": data.num_pixels, "num_classes": data.num_classes, "hidden": config.hidden_size}
     if config.objective == "reference":
         return RelaxedVAE(style_dim=config.style_dim, **sizes), RelaxedBound(config.supervision_weight)
@@ -93,6 +96,10 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(config: Config) -> dict[str, Any]:
+    from autoencoder.batch_mask import reference_mask
+    from autoencoder.labels import FewLabels, with_noise
+    from autoencoder.leakage import StyleLeakage
+
     with tk.start_run("vae_robustness", config) as run:
         share = run.on_main_and_share
         data = tk.load_images(config.dataset, config.data_dir, validation=config.validates, on_main=share)

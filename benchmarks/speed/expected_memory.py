@@ -33,7 +33,8 @@ from benchmarks.report import write_report
 from benchmarks.speed.large_checkpoint import Watch
 from tests.support.helpers import run_distributed
 from toolkit.commands.plan import layouts, plan
-from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
+from toolkit.integrations.peft.adapter_options import AdapterOptions
+from toolkit.integrations.peft.adapters import add_adapters
 from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import toolkit as tk
+from language import Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Architecture = Literal["qwen3_moe", "mixtral"]
 TEMPERATURE = 0.8
 """The temperature of samples, unless another one is asked for."""
 

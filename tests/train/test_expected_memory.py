@@ -13,7 +13,8 @@ from torch import nn
 from tests.integrations.transformers.families import EXPERTS, config
 from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.sharding.libraries import libraries
-from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
+from toolkit.integrations.peft.adapter_options import AdapterOptions
+from toolkit.integrations.peft.adapters import add_adapters
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import recompute_blocks
 from toolkit.train.expected_memory import ExpectedMemory, _Allocated, expected_memory

@@ -17,7 +17,7 @@ from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import contiguous
-from toolkit.integrations.peft.adapters import AdapterOptions
+from toolkit.integrations.peft.adapter_options import AdapterOptions
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.start import warnings_of

@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(config: PreTrainedConfig, ways: Iterable[Layout], lora_rank: int) -> list[dict[str, Any]]:
     """Return a row for each of `ways`: GPU memory of a process with adapters of `lora_rank`."""
-    from toolkit.integrations.peft.adapters import AdapterOptions, add_adapters
+    from toolkit.integrations.peft.adapter_options import AdapterOptions
+    from toolkit.integrations.peft.adapters import add_adapters
     from toolkit.train.fine_tuning_memory import fine_tuning_memory
 
     adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))

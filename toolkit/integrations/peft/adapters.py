@@ -7,51 +7,17 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat
 from torch import nn
 
 from toolkit.errors import require
-from toolkit.experts.options import Options
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.experts.sharding.find import experts_modules, routers
 from toolkit.experts.sharding.libraries import library_that_multiplies
 from toolkit.experts.sharding.parameter_groups import parameter_groups
+from toolkit.integrations.peft.adapter_options import AdapterOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class AdapterOptions(Options):
-    """Options of adapters; names and descriptions are those of the recipe's flags."""
-
-    lora_rank: NonNegativeInt = 8
-    """Rank of the adapters (LoRA); 0 adds none and trains the model's own weights."""
-    lora_alpha: PositiveFloat = 16.0
-    """What adapters add is scaled by this over the rank."""
-    lora_experts: bool = True
-    """Adapters of the experts."""
-    lora_attention: bool = True
-    """Adapters of attention."""
-    freeze_router: bool = True
-    """Leave the routers untrained; without it they are trained in full, and saved with the adapters."""
-    merge: bool = False
-    """Also write the model with its adapters merged, as plain transformers weights, to merged/ in the run's folder."""
-
-    def check_together(self) -> None:
-        super().check_together()
-        any_of = self.lora_rank == 0 or self.lora_experts or self.lora_attention
-        remedy = "adapters of neither experts nor attention: leave lora_experts=False or lora_attention=False out"
-        require(any_of, "lora_rank", self.lora_rank, remedy)
-        remedy = "there are no adapters with lora_rank=0, and model/ has the weights: leave it out"
-        require(not self.merge or self.lora_rank > 0, "merge", self.merge, remedy)
-
-    @property
-    def trained(self) -> str:
-        """Trained weights, in words."""
-        if self.lora_rank == 0:
-            return "all weights but routers" if self.freeze_router else "all weights"
-        parts = ["experts"] * self.lora_experts + ["attention"] * self.lora_attention
-        return f"adapters of {' and '.join(parts)}" + (", and routers" if not self.freeze_router else "")
 
 
 def add_adapters(model: PreTrainedModel, options: AdapterOptions, *, seed: int = 0) -> nn.Module:
