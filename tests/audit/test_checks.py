@@ -24,7 +24,7 @@ def messages(found: Audit) -> str:
 
 
 def keep_half(state: State) -> None:
-    """Keep the experts of one of two ranks, renumbered from 0."""
+    """Keep the experts of one of two ranks, renumbered from 0, as KempnerForge#202, UniRL#158 and twinkle#116 saved."""
     for name in list(state):
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
             if int(name.split(".experts.")[1].split(".")[0]) >= EXPERTS // 2:
@@ -34,7 +34,7 @@ def keep_half(state: State) -> None:
 
 
 def tile(state: State) -> None:
-    """Write the shard of one rank twice."""
+    """Write the shard of one rank twice, as after each rank loaded the same one in DeepSpeed#6589 and UniRL#158."""
     for layer in range(2):
         for matrix in experts_of(state, layer).values():
             for expert in range(EXPERTS // 2):
@@ -78,8 +78,9 @@ def router_of_a_rank(state: State) -> None:
         (change(6, lambda value: value.view(-1)[3:4].fill_(float("nan"))), "has NaN in expert(s) 6"),
         (change(1, lambda value: value.view(-1)[:1].fill_(float("inf"))), "has infinity in expert(s) 1"),
         (router_of_a_rank, "has shape (4, 12) for 8 experts"),
+        (change(2, lambda value: value[: len(value) // 2].zero_()), "half or more of its rows zero in expert(s) 2"),
     ],
-    ids=["one rank's experts", "tiled", "layer", "expert", "zeros", "nan", "infinity", "router"],
+    ids=["one rank's experts", "tiled", "layer", "expert", "zeros", "nan", "infinity", "router", "rows of zeros"],
 )
 def test_audit_of_a_planted_fault_names_it(tmp_path: Path, family: str, plant: Plant, says: str):
     state = build(family)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, value_of
-from toolkit.audit.tensors import AdapterFiles, Checkpoint, open_checkpoint
+from toolkit.audit.tensors import AdapterFiles, Checkpoint, Listed, open_checkpoint
 from toolkit.errors import UserError
 from toolkit.experts.state.tensor_files import first_not_finite
 
@@ -29,6 +29,11 @@ SKETCH = 16
 NEAR = 0.5
 """An expert is another one's of the base if its distance to that is below this times the distance to its own."""
 MOST_NAMED = 8
+PIECE = 2**22
+"""Elements that are converted at a time."""
+SAMPLES = 64
+"""Elements that are compared before all are."""
+UNQUANTIZED = {"f64", "f32", "f16", "bf16", "float64", "float32", "float16", "bfloat16"}
 GATE_UP = {"gate_proj.weight": "up_proj.weight", "w1.weight": "w3.weight", "w1": "w3", "fc1.weight": "fc3.weight"}
 """Gate -> the matrix that it multiplies, if they are not one tensor."""
 MERGES = ("mergekit_config.yml", "mergekit_moe_config.yml")
@@ -61,7 +66,12 @@ class Summary:
     """Summary of the values of an expert's matrix, or of another tensor."""
 
     digest: bytes
+    is_constant: bool
+    """Whether all elements are equal, as in the zero points of a symmetric quantization."""
     is_zero: bool
+    rows: int
+    zero_rows: int
+    """Rows of zeros, counted if the first or the last row is one."""
     broken: str | None
     """NaN or infinity, if there are any."""
     sketch: NDArray[Any] | None = None
@@ -105,7 +115,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         _check_complete(checkpoint, layers, counts),
         _check_routers(checkpoint, layers, counts),
         _check_types(checkpoint, layers),
-        _check_values(layers, others, summaries),
+        _check_values(checkpoint, layers, others, summaries),
         _check_repeats(checkpoint, layers, summaries),
         _check_tied(checkpoint, summaries),
         _check_moments(checkpoint),
@@ -116,14 +126,26 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         if base is not None:
             _collect(found, _check_base(checkpoint, layers, base))
     elif base is not None:
-        of_base = find_matrices(base)
-        common = {place for key in matrices if key in of_base for place in of_base[key].places.values()}
-        if not common:
+        of_base = {
+            key: matrix
+            for key, matrix in find_matrices(base).items()
+            if key in matrices and _shape(base, matrix) == _shape(checkpoint, matrices[key])
+        }
+        if not of_base:
             raise UserError(
-                f"against={str(against)!r}: has no experts of the same names. Give the same format and family."
+                f"against={str(against)!r}: has no experts of the same names and shapes. Give the same format and "
+                "family."
             )
+        common = {place for matrix in of_base.values() for place in matrix.places.values()}
         _collect(found, _check_order(layers, summaries, of_base, summarize(base, common, sketches=True)))
     return found
+
+
+def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
+    """Return the shape of one expert's matrix."""
+    place = next(iter(matrix.places.values()))
+    shape = checkpoint.tensors[place.tensor].shape
+    return shape if place.size is None else (place.size, *shape[1:])
 
 
 def _collect(found: Audit, check: Iterator[str | Finding]) -> None:
@@ -147,33 +169,57 @@ def summarize(checkpoint: Checkpoint, places: Iterable[Place], *, sketches: bool
 
 
 def _summary(parts: Iterable[Tensor], sketch: NDArray[Any] | None = None) -> Summary:
-    digest, is_zero, broken = hashlib.blake2b(digest_size=16), True, None
-    for part in parts:
-        read = part.contiguous().reshape(-1).view(torch.uint8)
-        digest.update(read.numpy().data)
-        is_zero = is_zero and not bool(read.any())
+    digest, constants, rows, zero_rows, broken = hashlib.blake2b(digest_size=16), set(), 0, 0, None
+    for part in (part.contiguous() for part in parts if part.numel()):
+        digest.update(part.reshape(-1).view(torch.uint8).numpy().data)
+        constants.add(_constant(part))
+        rows_RD = part.reshape(-1, part.shape[-1] if part.ndim > 1 else 1)
+        rows += len(rows_RD)
+        if not (rows_RD[0].any() and rows_RD[-1].any()):
+            zero_rows += sum(len(piece) - int(piece.any(1).sum()) for piece in _pieces(rows_RD))
         broken = broken or _broken(part)
-    return Summary(digest.digest(), is_zero, broken, sketch)
+    is_constant = len(constants) == 1 and None not in constants
+    return Summary(digest.digest(), is_constant, rows == zero_rows, rows, zero_rows, broken, sketch)
+
+
+def _constant(value: Tensor) -> bytes | None:
+    """Return the bytes of the element that all others equal, None if there are several."""
+    elements = value.reshape(-1, 1).view(torch.uint8)
+    first = elements[:1]
+    if bool((elements[:: max(1, len(elements) // SAMPLES)] != first).any()):
+        return None
+    return None if any(bool((piece != first).any()) for piece in elements.split(PIECE)) else first.numpy().tobytes()
+
+
+def _pieces(rows_RD: Tensor) -> Sequence[Tensor]:
+    return rows_RD.split(max(1, PIECE // rows_RD.shape[1]))
 
 
 def _broken(value: Tensor) -> str | None:
-    if value.is_floating_point() and value.dtype.itemsize < 2:  # float8, which torch does not sum
-        value = value.float()
-    if first_not_finite([("", value)]) is None:
+    if not value.is_floating_point():
         return None
-    return "NaN" if value.isnan().any() else "infinity"
+    for piece in value.reshape(-1).split(PIECE):
+        if piece.dtype.itemsize < 2:  # float8, which torch does not sum
+            piece = piece.float()
+        if first_not_finite([("", piece)]) is not None:
+            return "NaN" if piece.isnan().any() else "infinity"
+    return None
 
 
 def _sketch(value: Tensor) -> NDArray[Any] | None:
-    """Return (SKETCH, SKETCH) numbers of a matrix, half of its rows and columns from each half, at equal places."""
-    if value.ndim < 2 or not value.is_floating_point():
+    """Return (SKETCH, SKETCH) numbers of a matrix, half of its rows and columns from each half, at equal places.
+
+    Their norm is 1, because a quantized matrix has another scale.
+    """
+    if value.ndim < 2:
         return None
     value = value.reshape(-1, value.shape[-1])
     index = []
     for size in value.shape:
         half = np.linspace(0, max(size // 2 - 1, 0), SKETCH // 2).astype(int)
         index.append(torch.from_numpy(np.concatenate([half, half + size // 2]).clip(max=size - 1)))
-    return np.asarray(value[index[0]][:, index[1]].double().numpy())
+    numbers = np.asarray(value[index[0]][:, index[1]].double().numpy())
+    return numbers / (np.linalg.norm(numbers) or 1.0)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -188,13 +234,16 @@ def _check_complete(
 ) -> Iterator[str | Finding]:
     complete = True
     usual = _usual(layers.values())
+    forms = {form for matrices in layers.values() for form in _forms(matrices).values()}
     for layer, matrices in layers.items():
         count = counts[layer]
         for matrix in matrices:
             ids = checkpoint.ids.get(f"{layer}.{matrix.name}") or range(count)
             beyond = sorted(expert for expert in matrix.places if expert not in ids)
-            lacking = len(ids) - (len(matrix.places) - len(beyond))
-            some = itertools.islice((expert for expert in ids if expert not in matrix.places), MOST_NAMED * MOST_NAMED)
+            others = [expert for expert in _stored_otherwise(checkpoint, matrices, matrix.name, forms) if expert in ids]
+            present = matrix.places.keys() | set(others)
+            lacking = len(ids) - (len(present) - len(beyond))
+            some = itertools.islice((expert for expert in ids if expert not in present), MOST_NAMED * MOST_NAMED)
             tensors = _tensors(matrix, matrix.places)
             if lacking:
                 said = f"{matrix.name} of {lacking:,} of {len(ids):,} experts is missing: {_named(list(some), lacking)}"
@@ -204,6 +253,8 @@ def _check_complete(
                 yield Finding("experts", f"{layer}: {said}", tensors)
             complete = complete and not lacking and not beyond
         for name in sorted(usual - {matrix.name for matrix in matrices}):
+            if _stored_otherwise(checkpoint, matrices, name, forms):
+                continue
             complete = False
             yield Finding("experts", f"{layer}: lacks {name}, which most layers have", [])
     if layers and complete:
@@ -218,10 +269,52 @@ def _usual(layers: Iterable[Sequence[Matrix]]) -> set[str]:
     return {name for name, count in names.items() if count > len(kinds) / 2}
 
 
+def _forms(matrices: Sequence[Matrix]) -> dict[int, frozenset[str]]:
+    """Return by expert the matrices that it has."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for matrix in matrices:
+        for expert in matrix.places:
+            names[expert].append(matrix.name)
+    return {expert: frozenset(of) for expert, of in names.items()}
+
+
+def _stored_otherwise(
+    checkpoint: Checkpoint, matrices: Sequence[Matrix], name: str, forms: Iterable[frozenset[str]]
+) -> set[int]:
+    """Return the experts without a tensor `name` that need none, because a quantization left them out, or only them.
+
+    Tensors of a quantized matrix extend its name, as `w1.qweight` and `w1.scales` extend `w1.weight`, and
+    `gate_up_proj_blocks` extends `gate_up_proj`.
+    """
+    found: set[int] = set()
+    for other in matrices:
+        is_part = _extends(name, other.name)
+        replaces = _extends(other.name, name) and not any({name, other.name} <= form for form in forms)
+        for expert, place in other.places.items() if is_part or replaces else ():
+            dtype = checkpoint.tensors[place.tensor].dtype
+            if _is_matrix(checkpoint, place) and (_is_integer(dtype) if replaces else dtype.lower() in UNQUANTIZED):
+                found.add(expert)
+    return found - {expert for matrix in matrices if matrix.name == name for expert in matrix.places}
+
+
+def _extends(name: str, plain: str) -> bool:
+    return name != plain and name.startswith(plain.removesuffix("weight")) and not name.endswith("bias")
+
+
+def _is_matrix(checkpoint: Checkpoint, place: Place) -> bool:
+    """Whether an expert has two or more dimensions of a tensor."""
+    return len(checkpoint.tensors[place.tensor].shape) - (place.size == 1) > 1
+
+
+def _is_integer(dtype: str) -> bool:
+    return dtype.lower().startswith(("i", "u"))
+
+
 def _check_routers(
     checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], counts: Mapping[str, int]
 ) -> Iterator[str | Finding]:
-    routers = [] if checkpoint.ids else list(find_routers(checkpoint, list(layers)))  # else rows may be inactive
+    found = [] if checkpoint.ids else find_routers(checkpoint, list(layers))  # else rows may be inactive
+    routers = [each for each in found if not _is_integer(checkpoint.tensors[each[1]].dtype)]  # else they are packed
     extra = max(
         (n for key, n in checkpoint.config.items() if key == "zero_expert_num" and isinstance(n, int)), default=0
     )
@@ -236,17 +329,18 @@ def _check_routers(
 
 
 def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]]) -> Iterator[str | Finding]:
+    """Find experts with other types or shapes than the experts that have the same tensors, quantized or not."""
     mixed = False
     for layer, matrices in layers.items():
-        for matrix in matrices:
-            listed = {expert: checkpoint.tensors[place.tensor] for expert, place in matrix.places.items()}
+        forms = _forms(matrices)
+        for matrix, form in itertools.product(matrices, set(forms.values())):
+            listed = {e: checkpoint.tensors[place.tensor] for e, place in matrix.places.items() if forms[e] == form}
             types = {expert: tensor.dtype for expert, tensor in listed.items()}
-            shapes = {expert: tensor.shape for expert, tensor in listed.items()}
+            shapes = {expert: tensor.shape for expert, tensor in listed.items() if not _is_text(tensor)}
             for of, values in (("types", types), ("shapes", shapes)):
-                (usual, _), *more = Counter(values.values()).most_common()
-                if more:
+                if more := Counter(values.values()).most_common()[1:]:
                     mixed = True
-                    odd = sorted(expert for expert, value in values.items() if value != usual)
+                    odd = sorted(expert for expert, value in values.items() if value in {value for value, _ in more})
                     said = ", ".join(map(str, dict.fromkeys(values.values())))
                     message = f"{layer}: {matrix.name} has several {of}, {said}: {_named(odd)}"
                     yield Finding("types", message, _tensors(matrix, odd))
@@ -254,29 +348,49 @@ def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]])
         yield "one type and shape for each matrix of a layer"
 
 
+def _is_text(listed: Listed) -> bool:
+    """Whether a tensor can be a text as bytes, in which bitsandbytes keeps its settings."""
+    return len(listed.shape) == 1 and listed.dtype.lower() in ("u8", "uint8")
+
+
+def _is_partly_zero(summary: Summary) -> bool:
+    """Whether the values can be one rank's shard of the rows, and zeros; padding is less than half."""
+    return summary.rows / 2 <= summary.zero_rows < summary.rows
+
+
 def _check_values(
-    layers: Mapping[str, Sequence[Matrix]], others: Iterable[str], summaries: Summaries
+    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], others: Iterable[str], summaries: Summaries
 ) -> Iterator[str | Finding]:
     wrong = False
     for name in sorted(others):
-        if broken := summaries[Place(name)].broken:
+        summary = summaries[Place(name)]
+        if summary.broken:
             wrong = True
-            yield Finding("values", f"{name}: has {broken}", [name])
+            yield Finding("values", f"{name}: has {summary.broken}", [name])
+        if len(checkpoint.tensors[name].shape) > 1 and _is_partly_zero(summary):
+            wrong = True
+            yield Finding("values", f"{name}: has {summary.zero_rows:,} of {summary.rows:,} rows zero", [name])
     for layer, matrices in layers.items():
         for matrix in matrices:
             of = {expert: summaries[place] for expert, place in matrix.places.items()}
             bad = {expert: summary.broken for expert, summary in of.items() if summary.broken}
-            zero = [expert for expert, summary in of.items() if summary.is_zero]
+            whole = {expert: summary for expert, summary in of.items() if _is_matrix(checkpoint, matrix.places[expert])}
+            zero = [expert for expert, summary in whole.items() if summary.is_zero]
+            partly = [expert for expert, summary in whole.items() if _is_partly_zero(summary)]
             if bad:
                 wrong = True
                 message = (
                     f"{layer}: {matrix.name} has {' and '.join(sorted(set(bad.values())))} in {_named(sorted(bad))}"
                 )
                 yield Finding("values", message, _tensors(matrix, bad))
-            if zero and len(zero) < len(of):  # biases of all experts may be zero
+            if zero and len(zero) < len(of):  # all may be, such as new adapters
                 wrong = True
                 message = f"{layer}: {matrix.name} is zero in {_named(sorted(zero))}"
                 yield Finding("values", message, _tensors(matrix, zero))
+            if partly:
+                wrong = True
+                message = f"{layer}: {matrix.name} has half or more of its rows zero in {_named(sorted(partly))}"
+                yield Finding("values", message, _tensors(matrix, partly))
     if not wrong:
         yield "no NaN, no infinity, no expert of zeros"
 
@@ -330,14 +444,13 @@ def _digests(
     layers: Mapping[str, Sequence[Matrix]],
     summaries: Summaries,
 ) -> dict[tuple[str, int], list[bytes]]:
-    """Return by layer and expert the digests of its matrices, each with the matrix's name; vectors and zeros aside."""
+    """Return by layer and expert the digests of its matrices with their names, without vectors and constants."""
     digests: dict[tuple[str, int], list[bytes]] = defaultdict(list)
     for layer, matrices in layers.items():
         for matrix in sorted(matrices, key=lambda matrix: matrix.name):
             for expert, place in matrix.places.items():
-                summary, shape = summaries[place], checkpoint.tensors[place.tensor].shape
-                if len(shape) - (place.size == 1) > 1 and not summary.is_zero:
-                    digests[layer, expert].append(matrix.name.encode() + summary.digest)
+                if _is_matrix(checkpoint, place) and not summaries[place].is_constant:
+                    digests[layer, expert].append(matrix.name.encode() + summaries[place].digest)
     return digests
 
 
@@ -448,7 +561,7 @@ def _check_order(
     base: Summaries,
 ) -> Iterator[str | Finding]:
     """Find experts that are nearer to another expert of the base, and gates that are nearer to its other half."""
-    wrong = False
+    compared, wrong = 0, False
     for layer, matrices in layers.items():
         pairs: dict[int, list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
         for matrix in matrices:
@@ -458,6 +571,7 @@ def _check_order(
         experts = sorted(pairs)
         if not experts:
             continue
+        compared += 1
         x_ED, y_ED = (np.stack([np.ravel([pair[side] for pair in pairs[e]]) for e in experts]) for side in (0, 1))
         distance_EE = np.linalg.norm(x_ED[:, None] - y_ED[None], axis=-1)
         own_E, nearest_E = distance_EE.diagonal(), distance_EE.argmin(1)
@@ -472,7 +586,7 @@ def _check_order(
             wrong = True
             yield Finding("halves", f"{layer}: gate and up are swapped in {_named(swapped)}", [])
     if not wrong:
-        yield "experts, gates and ups are in the order of the base"
+        yield f"experts, gates and ups of {compared} layers are in the order of the base"
 
 
 def _sketches(matrix: Matrix | None, summaries: Summaries) -> dict[int, NDArray[Any]]:

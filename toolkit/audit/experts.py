@@ -6,6 +6,7 @@ rows for each. A layer is the module of the experts, such as `model.layers.0.mlp
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ def find_matrices(checkpoint: Checkpoint) -> dict[tuple[str, str], Matrix]:
             continue
         if match := EXPERT.fullmatch(tensor) or ROW_OF_RUN.fullmatch(tensor):
             layer, matrix, places = match["layer"], match["matrix"], {int(match["expert"]): Place(tensor)}
-        elif match := STACKED.fullmatch(renamed(tensor)):
+        elif (match := STACKED.fullmatch(renamed(tensor))) and math.prod(listed.shape) > 1:
             layer, matrix = match["layer"], match["matrix"]
             experts, each = listed.shape[0] if listed.shape else 0, 1
             if len(listed.shape) < 3 and count and experts > count and experts % count == 0:
