@@ -120,11 +120,6 @@ check: $(VENV)/.installed-dev ## style, types, import rules, size totals, and li
 	$(PY) -m sphinx --builder dummy --fail-on-warning --keep-going --quiet --conf-dir docs \
 	    --doctree-dir build/doctrees . build/dummy
 
-# In need of a folder or a GPU, or hours long.
-BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py) \
-	$(addprefix learning/,quality.py lmu_speech.py lmu_psmnist.py vae_robustness.py few_labels.py) \
-	$(addprefix placement/,record_traces.py placement_lab.py))
-
 .PHONY: test-browser
 test-browser: $(VENV)/.installed-dev ## the page of `toolkit report`, and the site's search, in headless Chromium
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
