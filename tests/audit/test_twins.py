@@ -111,21 +111,6 @@ def in_uneven_files(folder: Path, family: str) -> Path:
     return folder
 
 
-def beside_another_format(folder: Path, family: str) -> Path:
-    """The same weights once more under other names, as Mistral publishes them."""
-    state = build(family)
-    save_file(
-        {name.removeprefix("model."): value for name, value in state.items()}, folder / "consolidated.safetensors"
-    )
-    return write(folder, family, state)
-
-
-def beside_a_variant(folder: Path, family: str) -> Path:
-    state = build(family)
-    save_file({name: value.half() for name, value in state.items()}, folder / "model.fp16.safetensors")
-    return write(folder, family, state, shards=1)
-
-
 def padded_vocabulary(folder: Path, family: str) -> Path:
     state = build(family)
     state["model.embed_tokens.weight"][-3:] = 0
@@ -144,8 +129,6 @@ ALIKE: list[Make] = [
     tied,
     tied_and_written,
     in_uneven_files,
-    beside_another_format,
-    beside_a_variant,
     padded_vocabulary,
 ]
 

@@ -106,5 +106,6 @@ def find_routers(checkpoint: Checkpoint, layers: Sequence[str]) -> Iterator[tupl
 
 def value_of(checkpoint: Checkpoint, place: Place) -> Tensor:
     """Return the values of one expert."""
-    size = checkpoint.tensors[place.tensor].shape[0] if place.size is None else place.size
+    count, *_ = checkpoint.tensors[place.tensor].shape or (1,)
+    size = count if place.size is None else place.size
     return checkpoint.rows(place.tensor, None, place.begin, place.begin + size)
