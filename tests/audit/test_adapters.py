@@ -16,8 +16,8 @@ from tests.integrations.peft.faults import MATRICES, SETTINGS, WEIGHTS
 from tests.integrations.peft.models import config
 from tests.integrations.transformers.families import awaken, tokens
 from tests.support.helpers import run_distributed
+from toolkit.audit.convert import convert
 from toolkit.commands import main
-from toolkit.integrations.peft.layouts import convert
 from toolkit.integrations.transformers import causal_lm, save_pretrained
 
 FAMILY = "olmoe"

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
 
-    from toolkit.integrations.peft.layouts import convert
+    from toolkit.audit.convert import convert
 
     count = convert(args.folder, args.target, args.to, args.base)
     sys.stdout.write(f"{args.target}: updates of {count} experts in the layout of {args.to}, equal in float64\n")
