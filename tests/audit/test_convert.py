@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.integrations.peft.models import config
+from tests.audit.adapters import SETTINGS, TARGETS, WEIGHTS, Tensors, changed, save_adapter
 from toolkit.audit import convert as conversion
 from toolkit.audit.checks import audit
 from toolkit.audit.convert import convert
@@ -23,31 +21,10 @@ from toolkit.errors import UserError
 from toolkit.integrations.transformers import causal_lm
 
 FAMILIES = ("qwen3_moe", "mixtral")
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-TARGETS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 LINEARS = {
     "qwen3_moe": ("mlp", {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}),
     "mixtral": ("block_sparse_moe", {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
 }
-Tensors = dict[str, Tensor]
-
-
-def save_adapter(folder: Path, family: str, **settings: Any) -> Any:
-    """Save a base and random float64 adapters of it, and return the model of PEFT."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    base = causal_lm(config(family)).double()
-    base.save_pretrained(folder / "base")
-    usual: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": list(TARGETS)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, for what PEFT asks
-        model: Any = get_peft_model(base, LoraConfig(**usual | settings))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_()
-    model.save_pretrained(folder / "peft")
-    return model
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -71,17 +48,6 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """The settings with lists that PEFT keeps as sets in one order."""
     settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text())
     return {name: sorted(value) if isinstance(value, list) else value for name, value in settings.items()}
-
-
-def changed(folder: Path, target: Path, edit: Callable[[Tensors], object] | None = None, **settings: Any) -> Path:
-    """Copy an adapter with other tensors or settings."""
-    shutil.copytree(folder, target)
-    (target / SETTINGS).write_text(json.dumps(json.loads((folder / SETTINGS).read_text()) | settings))
-    if edit:
-        tensors = load_file(folder / WEIGHTS)
-        edit(tensors)
-        save_file(tensors, target / WEIGHTS)
-    return target
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,10 @@ WEIGHTS: dict[str, tuple[Callable[[Tensors], None], str]] = {
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "scaling lost": ({"lora_alpha": 4}, "was 16 in training, and is 1 by adapter_config.json"),
     "another rule of scaling": ({"use_rslora": True}, "was 16 in training, and is 32"),
+    "another order of experts, of Unsloth": (
+        {"lora_B_layout": "grouped_by_expert"},
+        "another order of experts than PEFT",
+    ),
     "an older layout": ({"peft_version": "0.18.1"}, "inputs and outputs of experts swapped"),
     "another rank": ({"r": 3}, "which rank 3 does not divide"),
 }
