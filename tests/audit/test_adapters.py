@@ -172,7 +172,7 @@ def broken(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("layout", "edit", "words", "tensor"),
     [
-        ("peft", zero("layers.1", "experts.lora_B"), "down_proj.lora_B is zero in every expert, and", "lora_B.weight"),
+        ("peft", zero("layers.1", "experts.lora_B"), "down_proj.lora_B is zero in every expert", "lora_B.weight"),
         ("peft", zero("layers.1", "experts.lora_A"), "down_proj.lora_A is zero in every expert", "lora_A.weight"),
         (
             "vllm",

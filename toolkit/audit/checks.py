@@ -388,7 +388,7 @@ def _check_adapters(
     checkpoint: AdapterFiles, layers: Mapping[str, Sequence[Matrix]], summaries: Summaries
 ) -> Iterator[str | Finding]:
     """Find half pairs, other ranks, adapters that were never trained, and differences from the record at saving."""
-    wrong, untrained, trained = False, [], False
+    wrong, trained, zeros = False, False, []
     for layer, matrices in layers.items():
         for name, pair in _pairs(matrices).items():
             rank = checkpoint.settings.rank(f"{layer}.{name}")
@@ -407,20 +407,16 @@ def _check_adapters(
                     wrong = True
                     said = f"{layer}: {each.name} has another rank than {rank} of adapter_config.json"
                     yield Finding("pairs", said, other)
-                is_zero = all(summaries[place].is_zero for place in each.places.values())
-                if is_zero and matrix == "lora_A":
-                    wrong = True
-                    yield Finding("values", f"{layer}: {each.name} is zero in every expert", tensors)
-                elif is_zero:
-                    untrained.append((f"{layer}: {each.name}", tensors))
-                trained = trained or (matrix == "lora_B" and not is_zero)
+                if all(summaries[place].is_zero for place in each.places.values()):
+                    zeros.append((f"{layer}: {each.name} is zero in every expert", tensors))
+                else:
+                    trained = trained or matrix == "lora_B"
     if layers and not trained:
+        said = "lora_B is zero in every expert: they were frozen, or not in the optimizer"
+        zeros = [(said, sorted({tensor for _, tensors in zeros for tensor in tensors}))]
+    for said, tensors in zeros:
         wrong = True
-        names = sorted({tensor for _, tensors in untrained for tensor in tensors})
-        yield Finding("values", "lora_B is zero in every expert: they were frozen, or not in the optimizer", names)
-    for name, tensors in untrained if trained else ():
-        wrong = True
-        yield Finding("values", f"{name} is zero in every expert, and others were trained", tensors)
+        yield Finding("values", said, tensors)
     for check, message in checkpoint.differences():
         wrong = True
         yield Finding(check, message, [])
