@@ -11,7 +11,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, f
 from toolkit.audit.tensors import AdapterFiles, Checkpoint, Listed, open_checkpoint
 from toolkit.errors import UserError
 from toolkit.experts.state.tensor_files import first_not_finite
+from toolkit.integrations.transformers.compat import names_of_separate_experts
 
 SKETCH = 16
 NEAR = 0.5
@@ -138,6 +139,8 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
             )
         common = {place for matrix in of_base.values() for place in matrix.places.values()}
         _collect(found, _check_order(layers, summaries, of_base, summarize(base, common, sketches=True)))
+    if isinstance(checkpoint, AdapterFiles):
+        found.findings = [replace(each, tensors=sorted(map(checkpoint.key, each.tensors))) for each in found.findings]
     return found
 
 
@@ -498,53 +501,93 @@ def _check_adapters(
     checkpoint: AdapterFiles, layers: Mapping[str, Sequence[Matrix]], summaries: Summaries
 ) -> Iterator[str | Finding]:
     """Find half pairs, other ranks, adapters that were never trained, and differences from the record at saving."""
-    wrong, changed, rank = False, False, checkpoint.rank
+    wrong, trained, zeros = False, False, []
     for layer, matrices in layers.items():
-        of = {matrix.name.removesuffix(".weight"): matrix for matrix in matrices}
-        for name in sorted({name.removesuffix(end) for name in of for end in (".lora_A", ".lora_B")}):
-            pair = [of.get(f"{name}.lora_A"), of.get(f"{name}.lora_B")]
-            experts = [set(() if each is None else each.places) for each in pair]
-            tensors = [checkpoint.tensors[t] for m in pair if m for t in _tensors(m, m.places)]
-            if halves := sorted(experts[0] ^ experts[1]):
+        for name, pair in _pairs(matrices).items():
+            rank = checkpoint.settings.rank(f"{layer}.{name}")
+            shared = [each for each in pair.values() if checkpoint.ids.get(f"{layer}.{each.name}")]
+            experts = [set(pair[matrix].places if matrix in pair else ()) for matrix in ("lora_A", "lora_B")]
+            halves = sorted(experts[0] ^ experts[1]) if not shared or len(pair) < 2 else []
+            if halves:
                 wrong = True
-                yield Finding("pairs", f"{layer}: {name} has lora_A or lora_B alone in {_named(halves)}", [])
-            elif not checkpoint.has_patterns and any(rank not in tensor.shape[-2:] for tensor in tensors):
-                wrong = True
-                yield Finding("pairs", f"{layer}: {name} has another rank than {rank} of adapter_config.json", [])
-            changed = changed or any(
-                not summaries[place].is_zero for place in (pair[1].places.values() if pair[1] else ())
-            )
-    if layers and not changed:
+                tensors = [tensor for each in pair.values() for tensor in _tensors(each, each.places.keys() & halves)]
+                yield Finding("pairs", f"{layer}: {name} has lora_A or lora_B alone in {_named(halves)}", tensors)
+            for matrix, each in pair.items():
+                tensors = _tensors(each, each.places)
+                side = -2 if matrix == "lora_A" else -1
+                other = [tensor for tensor in tensors if checkpoint.tensors[tensor].shape[side:][:1] != (rank,)]
+                if other and not checkpoint.has_patterns:
+                    wrong = True
+                    said = f"{layer}: {each.name} has another rank than {rank} of adapter_config.json"
+                    yield Finding("pairs", said, other)
+                if all(summaries[place].is_zero for place in each.places.values()):
+                    zeros.append((f"{layer}: {each.name} is zero in every expert", tensors))
+                else:
+                    trained = trained or matrix == "lora_B"
+    if layers and not trained:
+        said = "lora_B is zero in every expert: they were frozen, or not in the optimizer"
+        zeros = [(said, sorted({tensor for _, tensors in zeros for tensor in tensors}))]
+    for said, tensors in zeros:
         wrong = True
-        yield Finding("values", "lora_B is zero in every expert: they were frozen, or not in the optimizer", [])
+        yield Finding("values", said, tensors)
     for check, message in checkpoint.differences():
         wrong = True
         yield Finding(check, message, [])
-    if not wrong:
+    if layers and not wrong:
+        ranks = "the ranks in adapter_config.json" if checkpoint.has_patterns else f"rank {checkpoint.settings.r}"
         recorded = ", as the ranks had them at saving" if checkpoint.has_record else ""
-        yield f"each expert has lora_A and lora_B of rank {rank}{recorded}"
+        yield f"each expert has lora_A and lora_B of {ranks}{recorded}"
+
+
+def _pairs(matrices: Iterable[Matrix]) -> dict[str, dict[str, Matrix]]:
+    """Return `lora_A` and `lora_B`, those that are there, by the name of the matrix that they adapt."""
+    pairs: dict[str, dict[str, Matrix]] = defaultdict(dict)
+    for matrix in sorted(matrices, key=lambda matrix: matrix.name):
+        name, _, which = matrix.name.rpartition(".")
+        if which in ("lora_A", "lora_B"):
+            pairs[name][which] = matrix
+    return pairs
 
 
 def _check_base(
-    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], base: Checkpoint
+    checkpoint: AdapterFiles, layers: Mapping[str, Sequence[Matrix]], base: Checkpoint
 ) -> Iterator[str | Finding]:
-    """Find adapters of layers that the base does not have, or of other sizes than its experts."""
-    sizes: dict[str, set[int]] = defaultdict(set)
+    """Find adapters of layers and matrices that the base does not have, or of other sizes than its experts'."""
+    _, linears = names_of_separate_experts(str(base.config.get("model_type")))
+    parts = {linear: (parameter, len(of)) for parameter, of in linears.items() for linear in of}
+    known: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    """(outputs, inputs) by layer and parameter; in both orders if they are not of a linear layer, none if packed."""
     for matrix in find_matrices(base).values():
-        for place in matrix.places.values():
-            sizes[_number(matrix.layer)] |= {
-                scale * n for n in base.tensors[place.tensor].shape[-2:] for scale in (1, 2)
-            }
+        name = matrix.name.removesuffix(".weight")
+        parameter, count = parts.get(name, (name, 1))
+        listed = base.tensors[next(iter(matrix.places.values())).tensor]
+        sizes = known.setdefault((_number(matrix.layer), parameter), set())
+        if len(size := listed.shape[-2:]) == 2 and "F" in listed.dtype.upper():
+            sizes |= {(size[0] * count, size[1])} if name in parts else {size, size[::-1]}
     wrong = False
     for layer, matrices in layers.items():
-        known = sizes.get(_number(layer), set())
-        for matrix in matrices:
-            outer = -1 if "lora_A" in matrix.name else -2
-            shapes = {checkpoint.tensors[tensor].shape for tensor in _tensors(matrix, matrix.places)}
-            if other := [shape for shape in shapes if len(shape) < 2 or shape[outer] not in known]:
+        of_layer = {parameter: sizes for (number, parameter), sizes in known.items() if number == _number(layer)}
+        for name, pair in _pairs(matrices).items():
+            parameter, count = parts.get(name, (name, 1))
+            tensors = [_tensors(each, each.places) for each in pair.values()]
+            said = None
+            if not any(other.startswith(parameter) for other in of_layer):  # packed: gate_up_proj_blocks
+                said = f"{name} is no matrix of the base's experts"
+            elif len(pair) == 2 and (fits := of_layer.get(parameter)):
+                a, b = ({checkpoint.tensors[tensor].shape for tensor in each} for each in tensors)
+                found = {(rows[-2], columns[-1]) for rows in b for columns in a}
+                said = next(
+                    (
+                        f"{name} has {outputs} outputs and {inputs} inputs, which does not fit the base"
+                        for outputs, inputs in sorted(found)
+                        if (outputs * count, inputs) not in fits
+                    ),
+                    None,
+                )
+            if said:
                 wrong = True
-                yield Finding("base", f"{layer}: {matrix.name} has shape {other[0]}, which does not fit the base", [])
-    if not wrong:
+                yield Finding("base", f"{layer}: {said}", sorted(set().union(*tensors)))
+    if layers and not wrong:
         yield f"{len(layers)} layers fit the base"
 
 

@@ -16,9 +16,11 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 no finding, 1 findings, 2 bad input."""
     parser = Parser("toolkit audit", __doc__)
     parser.add_argument(
-        "path", type=Path, help="folder of safetensors files, of torch.distributed.checkpoint, or of a run"
+        "path", type=Path, help="folder of safetensors files, of torch.distributed.checkpoint, of a run, or of adapters"
     )
-    parser.add_argument("--against", type=Path, help="folder of the base model, whose order of experts it should have")
+    parser.add_argument(
+        "--against", type=Path, help="folder of the base model, whose order of experts (adapters: sizes) it should have"
+    )
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     args = parser.parse_args(argv)
 

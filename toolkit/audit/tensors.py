@@ -12,6 +12,7 @@ import stat
 import sys
 import warnings
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -188,59 +190,97 @@ class SafetensorsFiles(Checkpoint):
 
 
 class AdapterFiles(Checkpoint):
-    """Adapters in the layout of PEFT, vLLM or SGLang.
+    """Adapters in a layout of PEFT, vLLM, SGLang or Unsloth.
 
-    PEFT's pair for all experts of a layer is listed as `<experts>.<parameter>.lora_A`, shape (E, r, I), and
-    `<experts>.<parameter>.lora_B`, shape (E, O, r).
+    Expert adapters are listed as `<experts>.<parameter>.lora_A`, shape (E, r, I), and `.lora_B`, shape (E, O, r), or as
+    `<experts>.<expert>.<linear layer>.lora_A`, shape (r, I), and `.lora_B`, shape (O, r).
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         super().__init__(folder, config)
-        self.settings = read_json(folder / layouts.CONFIG)
-        rank = self.settings.get("r") if isinstance(self.settings, dict) else None
-        if not isinstance(rank, int) or rank < 1:
-            raise UserError(f"{folder / layouts.CONFIG}: has no rank r. {REMEDY}")
-        self.rank, self._files = rank, _Files(folder)
-        self.has_patterns = bool(self.settings.get("rank_pattern") or self.settings.get("alpha_pattern"))
-        """Whether layers have ranks or scalings of their own."""
-        self.has_record = (folder / layouts.RECORD).exists()
-        self._fused: dict[str, tuple[str, str]] = {}
-        """PEFT's name and matrix of each tensor that is listed under another name."""
+        path = folder / layouts.CONFIG
+        try:
+            self.settings = layouts.AdapterSettings.model_validate(read_json(path))
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            name = ".".join(map(str, first["loc"])) or "settings"
+            raise UserError(f"{path}: {name}: {first['msg']}. {REMEDY}") from None
+        self._files = _Files(folder)
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+        self._keys: dict[str, str] = {}
+        """Name in the file of each tensor that is listed under another name."""
         listed = self._files.list(layouts.WEIGHTS)
-        fused = {key: match for key in listed if (match := layouts.FUSED.fullmatch(key))}
-        depths = sorted({match["inner"] for match in fused.values()}, key=len, reverse=True)
-        parameters = layouts.fused_parameters(self.settings)
-        if len(depths) != len(parameters):
-            counts = f"{len(depths)} adapters of each layer's experts for {len(parameters)} target_parameters"
-            self.problems.append(f"{layouts.WEIGHTS} has {counts}")
-            return
+        fused: dict[str, set[str]] = defaultdict(set)
+        for found in filter(None, map(layouts.FUSED.fullmatch, listed)):
+            fused[found["module"]].add(found["inner"])
+        parameters = {module: self.settings.parameters(module) for module in fused}
+        wrong = [
+            module
+            for module, inner in fused.items()
+            if inner != {layouts.INNER * depth for depth in range(len(parameters[module]))}
+        ]
+        for module in wrong:
+            counts = f"{len(fused[module])} adapters for {len(parameters[module])} target_parameters"
+            self.problems.append(f"{module} has {counts}")
         for key, each in listed.items():
-            if (match := fused.get(key)) is None:
-                self.tensors[key] = each
-                continue
-            matrix, name = match["matrix"], f"{match['module']}.{parameters[depths.index(match['inner'])]}"
-            if (shape := layouts.shape_of_experts(each.shape, matrix, rank)) is None:
-                self.problems.append(f"{key} has shape {each.shape}, which rank {rank} does not divide")
+            if match := layouts.FUSED.fullmatch(key):
+                if (module := match["module"]) not in wrong:
+                    at = f"{module}.{parameters[module][-1 - match['inner'].count(layouts.INNER)]}"
+                    self._list(f"{at}.{match['matrix']}", key, self._of_experts(key, at, match["matrix"], each))
+            elif match := layouts.LISTED.fullmatch(key):
+                self._list("{module}.{expert}.{linear}.{matrix}".format(**match.groupdict()), key, each)
+            elif layouts.STACKED.fullmatch(key) and len(each.shape) != 3:
+                self.problems.append(f"{key} has shape {each.shape} instead of three dimensions")
             else:
-                self.tensors[f"{name}.{matrix}"] = each._replace(shape=shape)
-                self._fused[f"{name}.{matrix}"] = key, matrix
+                self._list(key.removesuffix(".weight") if ".experts." in key else key, key, each)
         if unread := next((key for key in listed if not key.startswith(layouts.PREFIX)), None):
             self.problems.append(f"{unread} does not begin with {layouts.PREFIX}, so it is not loaded")
-        if layouts.is_swapped(self.settings):
+        if self.settings.is_swapped:
             self.problems.append("an old version of PEFT wrote it, with inputs and outputs of experts swapped")
-        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+        if fused and self.settings.lora_B_layout == "grouped_by_expert":
+            self.problems.append("Unsloth trained it with lora_B in another order of experts than PEFT and vLLM read")
+
+    def _of_experts(self, key: str, parameter: str, matrix: str, listed: Listed) -> Listed | None:
+        rank = self.settings.rank(parameter)
+        if (shape := layouts.shape_of_experts(listed.shape, matrix, rank)) is None:
+            self.problems.append(f"{key} has shape {listed.shape}, which rank {rank} does not divide")
+            return None
+        return listed._replace(shape=shape)
+
+    def _list(self, name: str, key: str, listed: Listed | None) -> None:
+        if listed is None:
+            return
+        if name in self.tensors:
+            self.problems.append(f"{key} and {self.key(name)} are of the same experts")
+        self.tensors[name], self._keys[name] = listed, key
+        if len(listed.shape) == 3 and listed.shape[0] == 1:
+            self.ids[name] = {0}  # all experts share it
 
     @property
     def kind(self) -> str:
         return "adapters"
 
+    @property
+    def has_record(self) -> bool:
+        """Whether `save_pretrained` of this toolkit wrote its record."""
+        return (self.folder / layouts.RECORD).exists()
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether modules have ranks or scalings of their own."""
+        return bool(self.settings.rank_pattern or self.settings.alpha_pattern)
+
+    def key(self, name: str) -> str:
+        """Return the name in the file of a listed tensor."""
+        return self._keys[name]
+
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
-        if name not in self._fused:
-            return self._files.rows(layouts.WEIGHTS, name, begin, end)
+        if (match := layouts.FUSED.fullmatch(self._keys[name])) is None:
+            return self._files.rows(layouts.WEIGHTS, self._keys[name], begin, end)
         if self._last[0] != name:
-            key, matrix = self._fused[name]
-            whole = self._files.rows(layouts.WEIGHTS, key, 0, sys.maxsize)
-            self._last = name, layouts.of_experts(whole, matrix, self.rank)
+            whole = self._files.rows(layouts.WEIGHTS, self._keys[name], 0, sys.maxsize)
+            rank = self.settings.rank(name.rpartition(".")[0])
+            self._last = name, layouts.of_experts(whole, match["matrix"], rank)
         return self._last[1][begin:end]
 
     def differences(self) -> Iterator[tuple[str, str]]:
@@ -249,21 +289,21 @@ class AdapterFiles(Checkpoint):
             return
         record = read_json(self.folder / layouts.RECORD)
         with reading(self.folder / layouts.RECORD, REMEDY):
-            norms, scalings = record["norms"], record["scaling"]
-            differ, trained = record["differ"], record["trained_of_base"]
-            recorded = {name: torch.tensor(each, dtype=torch.float64) for name, each in norms.items()}
-        names = {key: name for name, (key, _) in self._fused.items()}
+            scalings = {name: float(value) for name, value in record["scaling"].items()}
+            differ, trained = list(record["differ"]), list(record["trained_of_base"])
+            recorded = {name: torch.tensor(each, dtype=torch.float64) for name, each in record["norms"].items()}
+        names = {key: name for name, key in self._keys.items()}
         for parameter, then_E in recorded.items():
             name = names.get(parameter.replace(".default.", "."))
-            if name is None or len(then_E) != (experts := self.tensors[name].shape[0]):
+            if name is None or then_E.shape != (experts := self.tensors[name].shape[:1]):
                 yield "experts", f"{parameter}: was trained and is not there"
                 continue
-            now_E = self.rows(name, None, 0, experts).double().flatten(1).norm(dim=1)
+            now_E = self.rows(name, None, 0, experts[0]).double().flatten(1).norm(dim=1)
             if bool(((then_E - now_E).abs() > SAME * then_E.max()).any()):
                 reordered = torch.allclose(then_E.sort().values, now_E.sort().values, rtol=SAME)
                 said = "experts are in another order than" if reordered else "norms are not those of what"
                 yield "order" if reordered else "values", f"{name}: {said} the ranks had at saving"
-        scaling = layouts.scaling(self.settings)
+        scaling = self.settings.scaling
         changed = {name for name, then in scalings.items() if abs(then - scaling) > SAME * abs(then)}
         if changed and not self.has_patterns:
             yield (

@@ -14,7 +14,9 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 converted, 2 bad input."""
     parser = Parser("toolkit adapter", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("convert", help="write adapters in another layout, and compare each expert's update")
+    command = commands.add_parser(
+        "convert", help="write adapters in another layout, and check that no expert's update changes"
+    )
     command.add_argument("folder", type=Path, help="with adapter_config.json and adapter_model.safetensors")
     command.add_argument("target", type=Path, help="folder to make")
     command.add_argument("--to", choices=("peft", "vllm", "sglang"), required=True, help="layout")
@@ -23,8 +25,8 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
 
-    from toolkit.integrations.peft.layouts import convert
+    from toolkit.audit.convert import convert
 
     count = convert(args.folder, args.target, args.to, args.base)
-    sys.stdout.write(f"{args.target}: updates of {count} experts in the layout of {args.to}, equal in float64\n")
+    sys.stdout.write(f"{args.target}: updates of {count:,} experts in the layout of {args.to}, bitwise equal\n")
     return EXIT_DONE

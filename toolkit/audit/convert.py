@@ -1,0 +1,250 @@
+"""Conversion of expert adapters between the layouts of PEFT, vLLM and SGLang."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from toolkit.audit.experts import Matrix, count_experts, find_matrices, value_of
+from toolkit.audit.tensors import AdapterFiles, read_json
+from toolkit.errors import UserError
+from toolkit.experts.layer.stack import as_in_files
+from toolkit.integrations.peft import layouts
+from toolkit.integrations.transformers.compat import names_of_separate_experts
+
+NOT_CONVERTED = (
+    "alpha_pattern",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "trainable_token_indices",
+    "use_dora",
+)
+"""Settings that some layout cannot express."""
+
+
+class LoRA(NamedTuple):
+    """Low-rank update of one parameter: A (E, r, I) and B (E, O, r)."""
+
+    a_ERI: Tensor
+    b_EOR: Tensor
+
+
+Adapters = dict[tuple[str, str], LoRA]
+"""By experts module and parameter, such as `("base_model.model.model.layers.0.mlp.experts", "down_proj")`."""
+
+
+class Base:
+    """Names and number of a base model's experts.
+
+    Args:
+        config: Its `config.json`, or empty.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.config = config
+        self.num_experts = count_experts(config)
+        self.modules, self.linears = names_of_separate_experts(str(config.get("model_type")))
+
+    def rename(self, module: str, *, to_files: bool) -> str:
+        """Return the name of a module in files, or from files in the model."""
+        for in_files, in_model in self.modules:
+            module = module.replace(in_model, in_files) if to_files else module.replace(in_files, in_model)
+        return module
+
+
+def convert(source: Path, target: Path, to: str, base: Path | None = None) -> int:
+    """Write the adapters in `source` to the new folder `target`, in another layout.
+
+    Each expert's update, `scaling * lora_B @ lora_A`, stays the same: the written folder is read again, and its scaling
+    and both matrices of each expert have to be bitwise equal.
+
+    Args:
+        source: A folder with `adapter_config.json` and `adapter_model.safetensors`, in any layout.
+        target: The folder to make.
+        to: "peft", "vllm" or "sglang".
+        base: The folder of the base model, for vLLM's names. None: as in `adapter_config.json`.
+
+    Returns:
+        The number of updates that were compared, one for each expert and parameter.
+
+    Raises:
+        UserError: The other layout cannot express the adapters, or `target` exists. Nothing was written.
+
+    Example:
+        >>> convert(Path("adapter"), Path("adapter-vllm"), "vllm", base=Path("base"))
+    """
+    files = AdapterFiles(source, {})
+    settings = files.settings.model_dump(exclude_unset=True)
+    _require_convertible(files, settings)
+    if target.exists():
+        raise UserError(f"target={str(target)!r}: exists. Give a new folder.")
+    matrices = list(find_matrices(files).values())
+    is_separate = any(_is_separate(matrix) for matrix in matrices)
+    family = Base(_config_of(base, settings) if base or is_separate or to == "vllm" else {})
+    if to == "vllm" and not family.linears:
+        raise UserError(
+            f"to='vllm': {family.config.get('model_type')} has no linear layers of experts. vLLM reads PEFT's layout."
+        )
+    adapters = _read(files, matrices, family)
+    if to == "vllm" and (unknown := {name for _, name in adapters} - family.linears.keys()):
+        raise UserError(f"base: has no {min(unknown)}, which is adapted. Give the folder of the adapters' base model.")
+    others = {name: files.rows(name, None, 0, sys.maxsize) for name in files.tensors if ".experts." not in name}
+    adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in others}
+    leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
+    names = layouts.in_order(name for _, name in adapters)
+    if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
+        raise UserError(f"target_parameters: {foreign[0]!r} is of no experts. Use it with the program that wrote it.")
+    targets = settings.get("target_modules") or []
+    targets = [name for name in targets if name in adapted or name not in leaves]
+    settings["target_parameters"] = _parameters(adapters, family.config) if to == "peft" else None
+    if to != "peft":
+        linears = [linear for name in names for linear in (family.linears[name] if to == "vllm" else [name])]
+        targets += [name for name in linears if name not in targets]
+    elif files.settings.model_copy(update=settings).is_swapped:
+        settings["peft_version"] = ".".join(map(str, layouts.OLDEST_LAYOUT))
+    settings["target_modules"] = targets
+    target.mkdir(parents=True)
+    try:
+        save_file(others | dict(_in_layout(adapters, to, family)), target / layouts.WEIGHTS, metadata={"format": "pt"})
+        (target / layouts.CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+        written = AdapterFiles(target, {})
+        again = _read(written, find_matrices(written).values(), family)
+        for key, pair in adapters.items():
+            if any(
+                not torch.equal(*(each.view(torch.uint8) for each in both))
+                for both in zip(pair, again[key], strict=True)
+            ):
+                raise AssertionError(f"{key}: the adapters changed")
+        assert written.settings.scaling == files.settings.scaling
+    except BaseException:
+        shutil.rmtree(target)
+        raise
+    return sum(len(pair.a_ERI) for pair in adapters.values())
+
+
+def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any]) -> None:
+    path = files.folder / layouts.CONFIG
+    if files.problems:
+        raise UserError(f"{files.folder}: {files.problems[0]}. Save the adapters again.")
+    unknown = [name for name in NOT_CONVERTED if settings.get(name)]
+    unknown += ["bias"] if settings.get("bias", "none") != "none" else []
+    if unknown:
+        raise UserError(f"{path}: has {unknown[0]}, which is not converted. Use it with the program that wrote it.")
+    if isinstance(settings.get("target_modules"), str):
+        raise UserError(f"{path}: target_modules is a pattern, and other layouts need names. List the modules there.")
+
+
+def _config_of(base: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    folder = base or Path(str(settings.get("base_model_name_or_path") or ""))
+    path = folder / "config.json"
+    config = read_json(path) if path.exists() else None
+    if not isinstance(config, dict):
+        raise UserError(f"base: {str(folder)!r} has no config.json with settings. Give the folder of the base model.")
+    return config
+
+
+def _is_separate(matrix: Matrix) -> bool:
+    return any(place.size is None for place in matrix.places.values())
+
+
+def _read(files: AdapterFiles, matrices: Iterable[Matrix], base: Base) -> Adapters:
+    """Return the adapters of experts in `files`; those of linear layers joined to those of stacked parameters."""
+    pairs: dict[tuple[str, str], dict[str, Matrix]] = defaultdict(dict)
+    listed: set[str] = set()
+    for matrix in matrices:
+        name, _, which = matrix.name.rpartition(".")
+        pairs[matrix.layer, name][which] = matrix
+        listed |= {place.tensor for place in matrix.places.values()}
+    if unknown := next((name for name in files.tensors if ".experts." in name and name not in listed), None):
+        raise UserError(f"{files.key(unknown)}: is not of a known layout. Other layouts have no place for it.")
+    if not pairs:
+        raise UserError(f"{files.folder}: has no adapters of experts. Other adapters are the same in every layout.")
+    count = base.num_experts or max(len(matrix.places) for pair in pairs.values() for matrix in pair.values())
+    found: Adapters = {}
+    separate: dict[str, dict[str, LoRA]] = defaultdict(dict)
+    for (module, name), pair in pairs.items():
+        lora = _stacked(files, f"{module}.{name}", pair, count)
+        if _is_separate(pair["lora_A"]):
+            separate[base.rename(module, to_files=False)][name] = lora
+        else:
+            found[module, name] = lora
+    for module, loras in separate.items():
+        for parameter, linears in base.linears.items():
+            if parts := [loras.pop(linear) for linear in linears if linear in loras]:
+                found[module, parameter] = _joined(f"{module}.{parameter}", parts, len(linears))
+        if loras:
+            raise UserError(
+                f"{module}: has adapters of {min(loras)}, which the base does not have. Give their own base."
+            )
+    return found
+
+
+def _stacked(files: AdapterFiles, name: str, pair: Mapping[str, Matrix], count: int) -> LoRA:
+    """Return the adapters of a matrix of `count` experts."""
+    of = [pair[which].places for which in layouts.IN_FILES if which in pair]
+    if len(of) != len(pair) or len(of) < 2 or any(len(each) != count or max(each) != count - 1 for each in of):
+        raise UserError(f"{name}: not all of {count:,} experts have lora_A and lora_B. Other layouts need both.")
+    values = [[value_of(files, each[expert]) for expert in range(count)] for each in of]
+    a, b = ([value.reshape(value.shape[-2:]) for value in each] for each in values)
+    rank = files.settings.r
+    if {each.shape for each in a} != {(rank, a[0].shape[-1])} or {each.shape for each in b} != {(b[0].shape[0], rank)}:
+        raise UserError(
+            f"{name}: not all experts have the rank {rank} of {layouts.CONFIG}. Other layouts need one rank."
+        )
+    return LoRA(torch.stack(a), torch.stack(b))
+
+
+def _joined(name: str, parts: Sequence[LoRA], count: int) -> LoRA:
+    """Return the adapters of a stacked parameter from those of its `count` linear layers."""
+    if len(parts) != count:
+        raise UserError(f"{name}: not all of its linear layers have adapters. A stacked layout cannot say so.")
+    if any(not torch.equal(parts[0].a_ERI, each.a_ERI) for each in parts[1:]):
+        raise UserError(f"{name}: its linear layers have different lora_A. A stacked layout has one for all of them.")
+    return LoRA(parts[0].a_ERI, torch.cat([each.b_EOR for each in parts], 1))
+
+
+def _in_layout(adapters: Adapters, to: str, base: Base) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and value of each tensor of experts in the layout `to`."""
+    for (module, parameter), pair in adapters.items():
+        if to == "vllm":
+            linears, in_files = base.linears[parameter], base.rename(module, to_files=True)
+            for linear, b_EOR in zip(linears, pair.b_EOR.chunk(len(linears), 1), strict=True):
+                for expert, (a_RI, b_OR) in enumerate(zip(pair.a_ERI, b_EOR, strict=True)):
+                    yield f"{in_files}.{expert}.{linear}.lora_A.weight", a_RI.clone()
+                    yield f"{in_files}.{expert}.{linear}.lora_B.weight", b_OR.clone()
+            continue
+        later = layouts.in_order(name for other, name in adapters if other == module)[::-1].index(parameter)
+        for (which, form), value in zip(layouts.IN_FILES.items(), pair, strict=True):
+            if to == "sglang":
+                yield f"{module}.{parameter}.{which}.weight", value
+            else:
+                yield f"{module}{layouts.INNER * later}.{which}.weight", as_in_files(value, form).contiguous()
+
+
+def _parameters(adapters: Adapters, config: Mapping[str, Any]) -> list[str]:
+    """Return `target_parameters`, without the numbers of layers if all layers of the model are adapted alike."""
+    modules = dict.fromkeys(module.removeprefix(layouts.PREFIX) for module, _ in adapters)
+    names = layouts.in_order(name for _, name in adapters)
+    numbers = sorted(int(number) for module in modules for number in re.findall(r"\.(\d{1,9})\.", module)[:1])
+    is_alike = (
+        bool(numbers)
+        and len(adapters) == len(modules) * len(names)
+        and numbers == [numbers[0] + i for i in range(len(modules))]
+    )
+    is_first = numbers[:1] == [config.get("first_k_dense_replace") or 0]
+    if is_alike and is_first and config.get("num_hidden_layers") in (None, numbers[-1] + 1):
+        modules = dict.fromkeys(re.split(r"\.\d+\.", module)[-1] for module in modules)
+        return [f"{module}.{name}" for module in modules for name in names]
+    return [f"{module.removeprefix(layouts.PREFIX)}.{name}" for module, name in adapters]
