@@ -222,7 +222,8 @@ def _sketch(value: Tensor) -> NDArray[Any] | None:
         half = np.linspace(0, max(size // 2 - 1, 0), SKETCH // 2).astype(int)
         index.append(torch.from_numpy(np.concatenate([half, half + size // 2]).clip(max=size - 1)))
     numbers = np.asarray(value[index[0]][:, index[1]].double().numpy())
-    return numbers / (np.linalg.norm(numbers) or 1.0)
+    norm = float(np.linalg.norm(numbers))
+    return numbers / norm if 0 < norm < np.inf else numbers
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
