@@ -14,7 +14,7 @@ TERMS = {
     r"travels?": "is dispatched",
     r"refus\w+": "raises an error, is rejected",
     r"lines? of metrics": "log step",
-    r"nobody|ours|anew|for want of|in place of|legs|census|contenders?|misfits?|oddit\w+": "a plain word",
+    r"nobody|ours|anew|for want of|in place of|legs|contenders?|misfits?|oddit\w+": "a plain word",
     r"to the (last )?bit|bit for bit|the same bits": "bitwise identical",
     r"stock PEFT": "unmodified PEFT",
     r"balance penalty": "auxiliary load-balancing loss",
