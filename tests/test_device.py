@@ -141,7 +141,7 @@ class Watch:
         self.in_steps: list[str] = []
         self.after_steps: list[str] = []
         """In the hook `on_step_end` of callbacks."""
-        train_step, hooks = Trainer.train_step, Trainer.hooks
+        train_step, call_hooks = Trainer.train_step, Trainer.call_hooks
         watch = self
 
         def watched_step(trainer: Trainer, micro_batches: Any) -> None:
@@ -155,11 +155,11 @@ class Watch:
 
         def watched_hooks(trainer: Trainer, name: str, *args: Any) -> None:
             begin = len(device.waits)
-            hooks(trainer, name, *args)
+            call_hooks(trainer, name, *args)
             if name == "on_step_end" and watch.is_ordinary:
                 watch.after_steps += watch.places(begin)
 
-        Trainer.train_step, Trainer.hooks = watched_step, watched_hooks  # type: ignore[method-assign]
+        Trainer.train_step, Trainer.call_hooks = watched_step, watched_hooks  # type: ignore[method-assign]
 
     def places(self, begin: int) -> list[str]:
         return [wait.place for wait in self.device.waits[begin:] if wait.place.startswith("toolkit/")]
