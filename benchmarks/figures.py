@@ -49,10 +49,10 @@ NOT_MEASURED = ("rows", "machine", "command", "commit", "sha256")
 COMMENT = re.compile(r"^ *<!-- figures: (?P<text>.*?) -->$", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r'^<!-- figures of "(?P<words>[^"]+)": (?P<text>.*?) -->$', re.DOTALL | re.MULTILINE)
 SOURCE = re.compile(r"^(?P<file>\w+\.json)(?:\[(?P<where>[^]]*)\])?(?: by (?P<keys>.+))?$")
-NUMBER = re.compile(r"(?<![\w.=/^-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?!\w|\.\d)")
+NUMBER = re.compile(r"(?<![\w.=/^-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?=x\b|(?!\w))(?!\.\d)")
 UNIT = re.compile(
     r" ?(%|ms\b|microseconds\b|points?\b|times (the|as|more|fewer|faster)|(samples|images|tokens) (per|a) "
-    r"|bits per byte|nats\b|GB/s|MiB\b)"
+    r"|bits per byte|nats\b|GB/s|MiB\b)|x\b"
 )
 VERSION = re.compile(
     r"\b(python|torch|transformers|accelerate|deepspeed|peft|\w*trainer|arxiv)\W+([\d.]+(, | or | to ))*$",

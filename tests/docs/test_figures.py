@@ -76,7 +76,7 @@ TABLE = "| network | accuracy |\n|---|---|\n| mixture | 97.36 % (97.31 97.41) |\
         ("<!-- figures: speed.json[arm=dense] -->", "The mixture reaches 97.36 %.", "97.36 is not in the record"),
         ("<!-- figures: speed.json; 0.08 = 97.45 - 97.36 -->", "Better by 0.08 points.", "is 0.09, not 0.08"),
         ("<!-- figures: speed.json; 0.09 = 97.55 - 97.46 -->", "Better by 0.09 points.", "97.55 of"),
-        ("<!-- figures: speed.json -->", "It was 99.99 %.", "99.99 is not"),  # the machine is no figure
+        ("<!-- figures: speed.json -->", "It has 99.99x the rate.", "99.99 is not"),  # the machine is no figure
         ("", "It reaches 97.36 %.", "no record is named for 97.36"),
         ("", TABLE, "no record is named for 97.36"),
     ],
