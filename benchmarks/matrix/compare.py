@@ -263,7 +263,7 @@ and on one process with the global batch, in float64 if the path supports it.
 {notes}
 
 `make matrix` keeps the rows of libraries that are not installed. Megatron-Core and torchtitan are missing: they train
-their own models in their own loops. Migration and trained replicas have no column: the other libraries lack both.
+in their own loops. Migration and trained replicas have no column: the other libraries lack both.
 """
 
 
