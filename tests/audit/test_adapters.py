@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.audit.adapters import WEIGHTS as WEIGHTS_FILE
 from tests.audit.adapters import Tensors, changed, save_adapter
@@ -77,11 +75,6 @@ def audit(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]
     return code, said.out + said.err
 
 
-def faulty(saved: Path, tmp_path: Path) -> Path:
-    shutil.copytree(saved / "adapter", tmp_path / "faulty")
-    return tmp_path / "faulty"
-
-
 @pytest.mark.parametrize("layout", ["peft", "vllm", "sglang"])
 def test_audit_of_saved_adapters_finds_nothing(
     layout: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -92,27 +85,13 @@ def test_audit_of_saved_adapters_finds_nothing(
     assert "2 layers fit the base" in said
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", [*WEIGHTS, *SETTINGS])
 def test_audit_of_faulty_adapters_names_the_fault(
     name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    folder, (fault, words) = faulty(saved, tmp_path), WEIGHTS[name]
-    tensors = load_file(folder / "adapter_model.safetensors")
-    fault(tensors)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    code, said = audit(capsys, folder)
-    assert code == 1
-    assert words in said
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_audit_of_faulty_adapter_settings_names_the_fault(
-    name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    folder, (change, words) = faulty(saved, tmp_path), SETTINGS[name]
-    settings = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(settings | change))
-    code, said = audit(capsys, folder)
+    edit, words = WEIGHTS.get(name, (None, SETTINGS.get(name, ("", ""))[1]))
+    settings = SETTINGS[name][0] if name in SETTINGS else {}
+    code, said = audit(capsys, changed(saved / "adapter", tmp_path / "faulty", edit, **settings))
     assert code == 1
     assert words in said
 
@@ -161,6 +140,10 @@ def other_rank(tensors: Tensors) -> None:
     tensors[f"{AT}.2.down_proj.lora_A.weight"] = tensors[f"{AT}.2.down_proj.lora_A.weight"][:2].clone()
 
 
+def flatten(tensors: Tensors) -> None:
+    tensors[f"{AT}.2.down_proj.lora_A.weight"] = tensors[f"{AT}.2.down_proj.lora_A.weight"].flatten()
+
+
 def repeat(tensors: Tensors) -> None:
     tensors[f"{AT}.down_proj.lora_A.weight"][6] = tensors[f"{AT}.down_proj.lora_A.weight"][1]
 
@@ -192,6 +175,7 @@ def broken(tensors: Tensors) -> None:
         ("vllm", rename, "out_proj is no matrix of the base's experts", "0.out_proj.lora_A.weight"),
         ("vllm", move_layer, "layers.2.mlp.experts: down_proj is no matrix of the base's", "0.down_proj.lora_A.weight"),
         ("vllm", other_rank, "down_proj.lora_A has another rank than 4", "2.down_proj.lora_A.weight"),
+        ("vllm", flatten, "down_proj.lora_A has another rank than 4", "2.down_proj.lora_A.weight"),
         ("sglang", widen, "down_proj has 16 outputs and 25 inputs, which does not fit", "down_proj.lora_A.weight"),
         ("sglang", repeat, "expert(s) 6 repeats a matrix of expert(s) 1", "down_proj.lora_A.weight"),
         ("sglang", broken, "down_proj.lora_B has infinity in expert(s) 3", "down_proj.lora_B.weight"),
@@ -302,7 +286,7 @@ def test_audit_of_adapters_reads_the_record_of_the_ranks(
 def test_audit_of_damaged_adapters_is_one_line(
     name: str, text: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    folder = faulty(saved, tmp_path)
+    folder = changed(saved / "adapter", tmp_path / "faulty")
     (folder / name).write_text(text)
     code, said = audit(capsys, folder)
     assert code == 2

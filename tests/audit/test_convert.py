@@ -158,6 +158,7 @@ def test_convert_leaves_adapters_of_shared_experts(tmp_path: Path):
         ({"r": 3}, "rank 3 does not divide"),
         ({"r": 10**9}, "r: Input should be less than"),
         ({"r": True}, "r: Input should be a valid integer"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
         ({"target_parameters": 5}, "target_parameters: Input should be a valid list"),
     ],
 )
@@ -198,6 +199,21 @@ def share_a(tensors: Tensors) -> None:
         tensors[name] = tensors[name][:1].clone()
 
 
+def cast_an_expert(tensors: Tensors) -> None:
+    name = "base_model.model.model.layers.1.mlp.experts.2.down_proj.lora_B.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def cast_ups(tensors: Tensors) -> None:
+    for name in [name for name in tensors if ".up_proj." in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def drop_a_row(tensors: Tensors) -> None:
+    for name in [name for name in tensors if "gate_up_proj.lora_B" in name]:
+        tensors[name] = tensors[name][:, 1:].clone()
+
+
 def bias(tensors: Tensors) -> None:
     tensors["base_model.model.model.layers.0.mlp.experts.0.down_proj.lora_B.bias"] = torch.ones(16)
 
@@ -211,9 +227,12 @@ def bias(tensors: Tensors) -> None:
         ("vllm", without("layers.1", ".3.up_proj.lora_B"), "up_proj: not all of 8 experts"),
         ("vllm", without(".up_proj."), "not all of its linear layers"),
         ("vllm", without(".experts."), "has no adapters of experts"),
-        ("vllm", halve_a_rank, "not all experts have the rank 4"),
+        ("vllm", halve_a_rank, "and the rank 4"),
+        ("vllm", cast_an_expert, "down_proj: not all experts have one type"),
+        ("vllm", cast_ups, "different lora_A or types"),
         ("vllm", bias, "not all of 8 experts"),
         ("sglang", without("layers.1", "down_proj.lora_B"), "down_proj: not all of 8 experts"),
+        ("sglang", drop_a_row, "do not fit gate_up_proj"),
         ("sglang", share_a, "gate_up_proj: not all of 8 experts"),
     ],
 )
@@ -226,7 +245,8 @@ def test_convert_refuses_tensors_that_another_layout_cannot_express(
     capsys: pytest.CaptureFixture[str],
 ):
     source, target = changed(qwen / layout, tmp_path / "changed", edit), tmp_path / "out"
-    assert main(["adapter", "convert", str(source), str(target), "--to", "peft", "--base", str(qwen / "base")]) == 2
+    to = "vllm" if layout == "sglang" else "peft"
+    assert main(["adapter", "convert", str(source), str(target), "--to", to, "--base", str(qwen / "base")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert not target.exists()
@@ -234,7 +254,7 @@ def test_convert_refuses_tensors_that_another_layout_cannot_express(
 
 @pytest.mark.parametrize(
     ("to", "model_type", "words"),
-    [("vllm", "gpt_oss", "vLLM reads PEFT's layout"), ("vllm", "nemotron_h", "has no gate_up_proj")],
+    [("vllm", "gpt_oss", "vLLM reads PEFT's layout"), ("vllm", "nemotron_h", "do not fit gate_up_proj")],
 )
 def test_convert_with_another_base_raises(to: str, model_type: str, words: str, qwen: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_experts": 8}))

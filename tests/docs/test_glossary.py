@@ -1,7 +1,8 @@
-"""The words of CONTRIBUTING's glossary hold in code, flags, metric names and docs."""
+"""The words of CONTRIBUTING's glossary hold in code, flags, metric names and docs, the terms of the field in texts."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from functools import cache
@@ -13,6 +14,20 @@ HISTORY = ("CHANGELOG.md", "docs/project/notes/")
 GLOSSARY = {"CONTRIBUTING.md", "tests/docs/test_glossary.py"}
 """Where the words to avoid are listed."""
 WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+TERMS = {
+    r"mixtures?(?! ?-?of)": "MoE model, MoE layer",
+    r"spread(?=s? (the )?experts)|experts (are )?spread": "shard",
+    r"travels?": "is dispatched",
+    r"refus\w+": "raises an error, is rejected",
+    r"lines? of metrics": "log step",
+    r"nobody|ours|anew|for want of|in place of|legs|contenders?|misfits?|oddit\w+": "a plain word",
+    r"to the (last )?bit|bit for bit|the same bits": "bitwise identical",
+    r"stock PEFT": "unmodified PEFT",
+    r"balance penalty": "auxiliary load-balancing loss",
+    r"so (is|are) (the|an?|its|those)": "a sentence that begins with its subject",
+}
+"""A pattern that pages, docstrings and messages do not use -> what they say instead."""
 
 
 @cache
@@ -48,3 +63,25 @@ def test_every_file_uses_the_words_of_the_glossary():
         for first, second in zip(lines, [*lines[1:], ""], strict=True) if lines else ():
             found |= {(name, *pair) for pair in misused(f"{first}\n{second}")}
     assert not found, "; ".join(f"{name}: {word!r}: say {say}" for name, word, say in sorted(found))
+
+
+def test_texts_use_the_terms_of_the_field():
+    found = []
+    for name in texts():
+        if name.endswith(".md") and not name.startswith("docs/project/upstream/"):
+            code = r"```.*?```|`[^`]*`|<!--.*?-->|\]\([^)]*\)"
+            passages = [re.sub(code, " ", (ROOT / name).read_text(), flags=re.DOTALL)]
+        elif name.endswith(".py") and name.startswith(("toolkit/", "recipes/")):
+            strings = (
+                node.value for node in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(node, ast.Constant)
+            )
+            passages = [
+                re.sub(r"`[^`]*`", " ", text) for text in strings if isinstance(text, str) and text.count(" ") > 2
+            ]
+        else:
+            continue
+        for text in passages:
+            for term, better in TERMS.items():
+                matches = re.finditer(rf"\b({term})\b", text, re.IGNORECASE)
+                found += [f"{name}: {match[0]}: {better}" for match in matches]
+    assert not found, "\n".join(found)

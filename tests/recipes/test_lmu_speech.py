@@ -76,7 +76,7 @@ def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monke
     monkeypatch.undo()
     monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(tmp_path / "cache"))
     main(halfway)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
 
 
 def test_digits_may_be_classes(tmp_path):

@@ -576,7 +576,7 @@ def _check_base(
                 said = f"{name} is no matrix of the base's experts"
             elif len(pair) == 2 and (fits := of_layer.get(parameter)):
                 a, b = ({checkpoint.tensors[tensor].shape for tensor in each} for each in tensors)
-                found = {(rows[-2], columns[-1]) for rows in b for columns in a}
+                found = {(rows[-2], columns[-1]) for rows in b for columns in a if len(rows) > 1 < len(columns)}
                 said = next(
                     (
                         f"{name} has {outputs} outputs and {inputs} inputs, which does not fit the base"

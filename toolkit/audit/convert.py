@@ -91,23 +91,27 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     if target.exists():
         raise UserError(f"target={str(target)!r}: exists. Give a new folder.")
     matrices = list(find_matrices(files).values())
-    is_separate = any(_is_separate(matrix) for matrix in matrices)
-    family = Base(_config_of(base, settings) if base or is_separate or to == "vllm" else {})
+    family = Base(_config_of(base, settings) if base or to == "vllm" or any(map(_is_separate, matrices)) else {})
     if to == "vllm" and not family.linears:
         raise UserError(
             f"to='vllm': {family.config.get('model_type')} has no linear layers of experts. vLLM reads PEFT's layout."
         )
     adapters = _read(files, matrices, family)
-    if to == "vllm" and (unknown := {name for _, name in adapters} - family.linears.keys()):
-        raise UserError(f"base: has no {min(unknown)}, which is adapted. Give the folder of the adapters' base model.")
+    if to == "vllm" and (
+        unfit := [
+            name
+            for (_, name), pair in adapters.items()
+            if not (of := family.linears.get(name)) or pair.b_EOR.shape[1] % len(of)
+        ]
+    ):
+        raise UserError(f"base: its linear layers do not fit {unfit[0]}. Give the folder of the adapters' base model.")
     others = {name: files.rows(name, None, 0, sys.maxsize) for name in files.tensors if ".experts." not in name}
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in others}
     leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
     names = layouts.in_order(name for _, name in adapters)
     if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
         raise UserError(f"target_parameters: {foreign[0]!r} is of no experts. Use it with the program that wrote it.")
-    targets = settings.get("target_modules") or []
-    targets = [name for name in targets if name in adapted or name not in leaves]
+    targets = [name for name in settings.get("target_modules") or () if name in adapted or name not in leaves]
     settings["target_parameters"] = _parameters(adapters, family.config) if to == "peft" else None
     if to != "peft":
         linears = [linear for name in names for linear in (family.linears[name] if to == "vllm" else [name])]
@@ -197,11 +201,12 @@ def _stacked(files: AdapterFiles, name: str, pair: Mapping[str, Matrix], count: 
     if len(of) != len(pair) or len(of) < 2 or any(len(each) != count or max(each) != count - 1 for each in of):
         raise UserError(f"{name}: not all of {count:,} experts have lora_A and lora_B. Other layouts need both.")
     values = [[value_of(files, each[expert]) for expert in range(count)] for each in of]
-    a, b = ([value.reshape(value.shape[-2:]) for value in each] for each in values)
-    rank = files.settings.r
-    if {each.shape for each in a} != {(rank, a[0].shape[-1])} or {each.shape for each in b} != {(b[0].shape[0], rank)}:
+    a, b = ([value.reshape(-1, *value.shape[-1:]) for value in each] for each in values)
+    rank, inputs, outputs = files.settings.r, a[0].shape[-1:], b[0].shape[:1]
+    alike = {(x.shape, y.shape, x.dtype, y.dtype) for x, y in zip(a, b, strict=True)}
+    if alike != {((rank, *inputs), (*outputs, rank), a[0].dtype, b[0].dtype)}:
         raise UserError(
-            f"{name}: not all experts have the rank {rank} of {layouts.CONFIG}. Other layouts need one rank."
+            f"{name}: not all experts have one type and the rank {rank} of {layouts.CONFIG}. Other layouts need both."
         )
     return LoRA(torch.stack(a), torch.stack(b))
 
@@ -210,8 +215,9 @@ def _joined(name: str, parts: Sequence[LoRA], count: int) -> LoRA:
     """Return the adapters of a stacked parameter from those of its `count` linear layers."""
     if len(parts) != count:
         raise UserError(f"{name}: not all of its linear layers have adapters. A stacked layout cannot say so.")
-    if any(not torch.equal(parts[0].a_ERI, each.a_ERI) for each in parts[1:]):
-        raise UserError(f"{name}: its linear layers have different lora_A. A stacked layout has one for all of them.")
+    types = {(part.a_ERI.dtype, part.b_EOR.dtype) for part in parts}
+    if len(types) > 1 or len({part.a_ERI.view(torch.uint8).numpy().tobytes() for part in parts}) > 1:
+        raise UserError(f"{name}: its linear layers have different lora_A or types. A stacked layout has one.")
     return LoRA(parts[0].a_ERI, torch.cat([each.b_EOR for each in parts], 1))
 
 
@@ -238,13 +244,9 @@ def _parameters(adapters: Adapters, config: Mapping[str, Any]) -> list[str]:
     modules = dict.fromkeys(module.removeprefix(layouts.PREFIX) for module, _ in adapters)
     names = layouts.in_order(name for _, name in adapters)
     numbers = sorted(int(number) for module in modules for number in re.findall(r"\.(\d{1,9})\.", module)[:1])
-    is_alike = (
-        bool(numbers)
-        and len(adapters) == len(modules) * len(names)
-        and numbers == [numbers[0] + i for i in range(len(modules))]
-    )
-    is_first = numbers[:1] == [config.get("first_k_dense_replace") or 0]
-    if is_alike and is_first and config.get("num_hidden_layers") in (None, numbers[-1] + 1):
+    first = config.get("first_k_dense_replace") or 0
+    is_alike = len(adapters) == len(modules) * len(names) and numbers == [first + i for i in range(len(modules))]
+    if is_alike and config.get("num_hidden_layers") in (None, first + len(modules)):
         modules = dict.fromkeys(re.split(r"\.\d+\.", module)[-1] for module in modules)
         return [f"{module}.{name}" for module in modules for name in names]
     return [f"{module.removeprefix(layouts.PREFIX)}.{name}" for module, name in adapters]

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch import Tensor
 
 from toolkit.experts.layer.stack import RowsInFiles, stacked
@@ -42,7 +42,7 @@ LISTED = re.compile(
 STACKED = re.compile(r"(?:.*\.)?experts\.[a-z]\w*\.lora_[AB]\.weight")
 IN_FILES: dict[str, RowsInFiles] = {"lora_A": "joined", "lora_B": "columns"}
 """How PEFT stores the two matrices of all experts."""
-Number = int | float
+Number = int | FiniteFloat
 
 
 class AdapterSettings(BaseModel):
