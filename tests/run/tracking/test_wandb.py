@@ -222,7 +222,7 @@ def test_a_start_that_fails_after_the_server_answered_is_recorded_offline(answer
 def test_a_wandb_service_that_dies_or_freezes_in_mid_run_costs_one_line_and_nothing_else(tmp_path, action):
     folder = tmp_path / "run"
     program = textwrap.dedent(DISTURB_AT_STEP_10).format(action=action)
-    shorter = "guard.CLOSE_S = 2.0\n"
+    shorter = "guard.CLOSE_S = 5.0\n"
     done = run_program(program + shorter + "train(config, Disturb())", folder)
     assert_ended_well(done, folder)
     assert done.stdout.count("W&B is off for this run (") == 1

@@ -55,7 +55,7 @@ class GuardedTracker:
     """A backend on its own thread.
 
     Training only adds calls to a bounded queue. Any failure turns the tracker off and prints one line. Closing takes at
-    most `CLOSE_S`, plus two seconds if the tracker hangs. metrics.jsonl is not affected.
+    most `CLOSE_S`, or twice as long if the tracker hangs. metrics.jsonl is not affected.
     """
 
     def __init__(self, backend: Backend, say: Callable[[str], None]):
@@ -86,7 +86,7 @@ class GuardedTracker:
             self._turn_off(f"no answer for {CLOSE_S:.0f} s")
             with contextlib.suppress(Exception):
                 self.backend.kill()
-            self._thread.join(2.0)
+            self._thread.join(CLOSE_S)  # or W&B prints a traceback at exit
 
     def _call(self, call: Callable[[], None] | None) -> None:
         if self._off.is_set():
