@@ -18,15 +18,15 @@ from toolkit import ExpertParallel
 from toolkit.experts import ReplanOptions
 
 ########################################################################
-# An example of a mixture of experts whose experts are spread over the
-# processes: each has some of them, and tokens are sent to their experts.
-# While training goes on, busy experts are moved to idle processes.
+# This example shards the experts of an MoE model over the processes.
+# Tokens are dispatched to the process of their experts, and experts are
+# rebalanced during training.
 #
-# It trains a small Qwen3-MoE to tell three kinds of made-up texts apart,
-# without a download, on one CPU or GPU, or on several. With one global
-# batch size the losses are the same on any number of processes.
+# It trains a small Qwen3-MoE to classify synthetic texts, without a
+# download, on one or several CPUs or GPUs. The losses are the same on any
+# number of processes for one global batch size.
 #
-# Lines that Accelerate's other examples do not have follow "New Code".
+# Lines that are not in Accelerate's other examples follow "New Code".
 ########################################################################
 
 VOCABULARY, LABELS, PAD = 96, 3, 0
@@ -34,12 +34,12 @@ VOCABULARY, LABELS, PAD = 96, 3, 0
 
 def get_dataloaders(batch_size: int = 16):
     """
-    Makes `DataLoader`s of texts of 6 to 16 tokens. Two of three tokens come from the third of the vocabulary that
-    belongs to the text's label.
+    Creates `DataLoader`s of texts of 6 to 16 tokens. Two of three tokens are from the third of the vocabulary that
+    belongs to the label.
 
     Args:
         batch_size (`int`, *optional*):
-            The samples of a step, over all processes.
+            Samples per step, over all processes.
     """
     draws = torch.Generator().manual_seed(0)
 
@@ -59,15 +59,15 @@ def get_dataloaders(batch_size: int = 16):
         labels = torch.tensor([example["label"] for example in examples])
         return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels}
 
-    # The seed of the texts is fixed, so that every process has the same ones.
+    # The seed is fixed: every process has the same texts.
     train_dataloader = DataLoader(make_texts(256), shuffle=True, collate_fn=collate_fn, batch_size=batch_size)
     eval_dataloader = DataLoader(make_texts(120), shuffle=False, collate_fn=collate_fn, batch_size=32)
     return train_dataloader, eval_dataloader
 
 
 def training_function(config, args):
-    # Both settings together give every number of processes the same steps: batch_size is that of all processes, and
-    # texts are shuffled by the seed alone.
+    # With both settings the steps are the same on any number of processes: batch_size is global, and the order depends
+    # on the seed only.
     accelerator = Accelerator(
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
@@ -75,8 +75,8 @@ def training_function(config, args):
     )
     lr, num_epochs, seed = config["lr"], int(config["num_epochs"]), int(config["seed"])
     # New Code #
-    # Each process makes the whole model from the same seed, or loads the same files, and then keeps its own experts.
-    # For a model that fits no process, see `experts_in_files` of toolkit.integrations.transformers.
+    # Each process builds the whole model and then keeps its own experts. If it does not fit, see `experts_in_files` of
+    # toolkit.integrations.transformers.
     set_seed(seed)
     model = AutoModelForSequenceClassification.from_config(
         Qwen3MoeConfig(
@@ -99,7 +99,7 @@ def training_function(config, args):
         optimizer=optimizer, num_warmup_steps=4, num_training_steps=len(train_dataloader) * num_epochs
     )
     # New Code #
-    # `prepare` of this object takes the place of the accelerator's. It takes the same objects in any order.
+    # `experts.prepare` replaces `accelerator.prepare`, and takes the same objects in any order.
     replan = ReplanOptions(planner="swap", every=args.replan_every)
     experts = ExpertParallel(accelerator, ep_size=args.ep_size, replan=replan)
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = experts.prepare(
@@ -113,7 +113,7 @@ def training_function(config, args):
             loss = model(**batch).loss
             total_loss += loss.detach()
             accelerator.backward(loss)
-            # Not torch.nn.utils.clip_grad_norm_, which would clip by the norm of the experts that are here.
+            # torch.nn.utils.clip_grad_norm_ would clip by the norm of this process's experts.
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             lr_scheduler.step()
@@ -130,29 +130,30 @@ def training_function(config, args):
         accelerator.print(f"epoch {epoch}:", {"loss": loss, "accuracy": torch.cat(correct).float().mean().item()})
 
     # New Code #
-    # On every process, because each gives its experts. The files are those of a model that was trained on one.
+    # A collective. It writes the full model.
     if args.output_dir is not None:
         accelerator.unwrap_model(model).save_pretrained(args.output_dir)
     accelerator.end_training()
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Simple example of training a mixture of experts.")
+    parser = argparse.ArgumentParser(description="Simple example of training an MoE model.")
     parser.add_argument(
         "--mixed_precision",
         type=str,
         default=None,
         choices=["no", "bf16"],
-        help="Whether to use mixed precision. Spread experts refuse fp16.",
+        help="Whether to use mixed precision. fp16 is not supported with sharded experts.",
     )
     # New Code #
     parser.add_argument(
-        "--ep_size", type=int, default=None, help="Processes that share the experts; default: as many as can."
+        "--ep_size",
+        type=int,
+        default=None,
+        help="Processes that share the experts. Default: as many as possible.",
     )
     # New Code #
-    parser.add_argument(
-        "--replan_every", type=int, default=200, help="Steps between plans of which process has which expert."
-    )
+    parser.add_argument("--replan_every", type=int, default=200, help="Steps between plans of the placement.")
     parser.add_argument("--output_dir", type=str, default=None, help="Where to save the trained model.")
     parser.add_argument("--cpu", action="store_true", help="If passed, will train on the CPU.")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A plain Accelerate loop with expert parallelism for a mixture of its own: that takes the lines with `experts`.
+"""A plain Accelerate loop with expert parallelism for a custom MoE model, by the lines with `experts`.
 
 ACCELERATE_USE_CPU=1 accelerate launch --config_file accelerate_configs/ddp_cpu.yaml docs/examples/plain_accelerate.py
 """
@@ -49,7 +49,7 @@ model = Mixture()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 loader = DataLoader(data, batch_size=64, shuffle=True, drop_last=True)
-replan = ReplanOptions(planner="swap", every=20, guarded=False)  # even where it does not pay
+replan = ReplanOptions(planner="swap", every=20, guarded=False)  # also without a gain
 experts = ExpertParallel(accelerator, replan=replan)
 model, optimizer, loader, scheduler = experts.prepare(model, optimizer, loader, scheduler)
 for epoch in range(3):
