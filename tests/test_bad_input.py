@@ -21,8 +21,8 @@ from toolkit.run.launch import agent
 
 # What is typed (after the preset), and what the line must say. What tyro and pydantic say is tried once each.
 REFUSED_BEFORE_ANYTHING_STARTS = [
-    ("--num-processes 2 --cpu --experst 4", "did you mean --experts?"),
-    ("--planner swap", "did you mean --replan.planner?"),
+    ("--num-processes 2 --cpu --experst 4", "Did you mean --experts?"),
+    ("--planner swap", "Did you mean --replan.planner?"),
     ("--zzz 1", "unknown flag --zzz"),
     ("something", "unknown preset 'something'"),
     ("--run-dir=", "--run-dir needs a value"),

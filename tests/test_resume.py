@@ -81,7 +81,7 @@ def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterru
     folder = tmp_path / "run"
     with small_trainer(small_config(folder, max_steps=10)) as trainer:
         trainer.run.finish(trainer.fit())
-    with pytest.raises(tk.UserError, match=r"holds a finished run: .* extend=True"):
+    with pytest.raises(tk.UserError, match=r"has a finished run\. .* extend=True"):
         train(small_config(folder, max_steps=20))
     with pytest.raises(tk.UserError, match="extend=True: the run has 10 steps already"):
         train(small_config(folder, max_steps=10, extend=True))

@@ -72,10 +72,10 @@ def require_count(name: str, value: object, least: int = 1) -> None:
 
 
 def did_you_mean(word: str, names: Collection[str], otherwise: str) -> str:
-    """Return "did you mean NAME?" for the name closest to `word`, with or without its group; else `otherwise`."""
+    """Return "Did you mean NAME?" for the name closest to `word`, with or without its group; else `otherwise`."""
     aliases = {name.rpartition(".")[2].lstrip("-"): name for name in names} | {name.lstrip("-"): name for name in names}
     found = difflib.get_close_matches(word.lstrip("-").lower(), aliases, n=1)
-    return f"did you mean {aliases[found[0]]}?" if found else otherwise
+    return f"Did you mean {aliases[found[0]]}?" if found else otherwise
 
 
 class Preempted(BaseException):

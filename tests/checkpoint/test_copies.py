@@ -28,7 +28,7 @@ def train_on_machines(parent: Path) -> tuple[list[str], int]:
         kept: Any = {"checkpoint": CheckpointOptions(**best)}
         undisturbed = train(small_config(parent / "shared by both", **kept), ep_size=2)
         mine = "ab"[dist.get_rank()]
-        with pytest.raises(UserError, match=r"run_dir=.* is not the same on all machines: give a shared folder"):
+        with pytest.raises(UserError, match=r"run_dir=.* is not the same on all machines. Give a shared folder"):
             train(small_config(parent / mine), ep_size=2)
         settings = {"storage": f"file://{parent}/bucket/run", **kept}
         with pytest.raises(Preempted):
@@ -129,9 +129,9 @@ def test_download_does_not_follow_links(bucket: str, tmp_path: Path):
 def test_run_in_a_storage_is_not_overwritten(bucket: str, tmp_path: Path):
     finish(small(tmp_path / "run", bucket))
     assert {"config.json", "metrics.jsonl", "results.json", "summary.txt"} <= {*Storage(bucket).names()}
-    with pytest.raises(UserError, match=r"storage=.*: holds a run, and resume='no' was given"):
+    with pytest.raises(UserError, match=r"storage=.*: has a run, and resume='no' was given"):
         train(small(tmp_path / "other", bucket, resume="no"))
-    with pytest.raises(UserError, match=r"run_dir=.*: holds a finished run"):
+    with pytest.raises(UserError, match=r"run_dir=.*: has a finished run"):
         train(small(tmp_path / "another", bucket))
     with pytest.raises(UserError, match="resume='yes': no run in memory://nothing"):
         train(small(tmp_path / "third", "memory://nothing", resume="yes"))

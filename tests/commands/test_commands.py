@@ -20,10 +20,10 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["chekpoint"], "unknown command 'chekpoint': did you mean checkpoint?"),
-        (["zzz"], f"unknown command 'zzz': take one of {', '.join(COMMANDS)}."),
-        (["checkpoint", "inspct", "x"], "unknown 'inspct': did you mean inspect?"),
-        (["checkpoint", "inspect", "x", "--quik"], "unexpected '--quik': see toolkit checkpoint --help."),
+        (["chekpoint"], "unknown command 'chekpoint'. Did you mean checkpoint?"),
+        (["zzz"], f"unknown command 'zzz'. Take one of {', '.join(COMMANDS)}."),
+        (["checkpoint", "inspct", "x"], "unknown 'inspct'. Did you mean inspect?"),
+        (["checkpoint", "inspect", "x", "--quik"], "unexpected '--quik'. See toolkit checkpoint --help."),
     ],
 )
 def test_what_it_does_not_know_costs_one_line_and_exit_code_two(

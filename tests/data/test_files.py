@@ -34,7 +34,7 @@ def test_a_set_that_lacks_a_part_is_refused(tmp_path, missing):
     paths = [tmp_path / f"train-{part:05d}-of-00003.parquet" for part in range(3)]
     assert all_parts(reversed(paths)) == paths
     gone = paths.pop(missing)
-    refused = f"is one of 3 parts, and {gone.name} is missing: copy all of them"
+    refused = f"is one of 3 parts, and {gone.name} is missing. Copy all of them"
     with pytest.raises(UserError, match=refused):
         all_parts(paths)
     for path in paths:

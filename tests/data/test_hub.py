@@ -135,7 +135,7 @@ def test_a_proxy_is_asked_and_a_hub_that_is_down_is_out_of_reach(monkeypatch):
     ("name", "words"),
     [
         ("no/such-model-anywhere", "neither a folder nor in the Hub's cache"),
-        ("not a name at all", "neither a folder nor a Hub name"),
+        ("not a name at all", "is not a folder. Give a folder, or a Hub name"),
     ],
 )
 def test_weights_that_cannot_be_found_are_refused_at_once(name: str, words: str, monkeypatch: pytest.MonkeyPatch):

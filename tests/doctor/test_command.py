@@ -146,7 +146,7 @@ def test_a_rank_that_skips_a_step_is_named():
     [
         (None, [], "not a file"),
         ("", ["--num-processes", "2"], "Use its --processes"),
-        ("print('hello')", [], "made no optimizer step"),
+        ("print('hello')", [], "the doctor saw no optimizer step"),
         (PLAIN.replace("batch_size=8", "batch_size=7"), [], "runs in one process and fails in 2: ValueError"),
     ],
 )

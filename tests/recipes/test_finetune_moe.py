@@ -107,7 +107,7 @@ def train(folder: Path, alone: bool) -> None:
         main_in_float64(config(folder, "stopped", **moved))
     Trainer.train_step = train_step  # type: ignore[method-assign]
     with mock.patch("toolkit.integrations.peft.merged_weights.save_merged", merge_on_a_full_disk):
-        with pytest.raises(UserError, match=r"model folder .*/merged cannot be written \(.*\): make room"):
+        with pytest.raises(UserError, match=r"model folder .*/merged cannot be written \(.*\). Make room"):
             main_in_float64(config(folder, "stopped", **moved))
         assert not any((folder / "stopped" / "merged").iterdir())
     main_in_float64(config(folder, "stopped", **moved))
@@ -296,7 +296,7 @@ def test_what_is_not_there_is_named_before_anything_is_trained(texts, tmp_path):
 
     assert "give a folder or Hub name, or take old_dataset=" in refused(model=None, old_dataset=None)
     assert "cannot be read" in refused(model=str(tmp_path))
-    assert "the folder has no tokenizer: give bytes" in refused(tokenizer=None)
+    assert "the folder has no tokenizer. Give bytes" in refused(tokenizer=None)
     dense = tmp_path / "dense"
     dense_sizes = {"experts": 0, "top_k": 1, "expert_hidden_size": 16}
     causal_lm(language_model_config("qwen3_moe", **SIZES, **dense_sizes)).save_pretrained(dense)

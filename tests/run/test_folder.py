@@ -56,6 +56,6 @@ def test_a_run_does_not_write_to_where_a_link_in_its_folder_leads(tmp_path: Path
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
     (run / "checkpoints" / "step-00000001" / "manifest.json").touch()
     (run / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match=rf"{name}: is a link, and the run would write to its target: remove it"):
+    with pytest.raises(UserError, match=rf"{name}: is a link, and the run would write to its target. Remove it"):
         reopen(run, Own())
     assert sorted(path.name for path in run.iterdir()) == [".lock", "checkpoints", name]

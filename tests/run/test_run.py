@@ -167,7 +167,7 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     with start_run("toy", config(run_dir=tmp_path)) as run:
         run.finish({})
     for resume in ("auto", "yes"):
-        with pytest.raises(UserError, match="holds a finished run: choose another"):
+        with pytest.raises(UserError, match=r"has a finished run\. Choose another"):
             start_run("toy", config(run_dir=tmp_path, resume=resume))
 
 

@@ -241,4 +241,4 @@ def test_the_row_of_the_data_that_is_not_finite_is_named(tmp_path: Path, kind: s
         standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=data, test=table).fit()
     which = "row 13 of the training data" if kind == "table" else "the batch"
     assert f"({which} is not finite in the column `input`; " in str(error.value)
-    assert str(error.value).endswith(": mend or drop it; checkpoints from before it are kept.")
+    assert str(error.value).endswith(". Correct or drop it; earlier checkpoints are kept.")

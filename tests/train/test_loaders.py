@@ -155,7 +155,7 @@ class Longer(Stream):
         (
             DataLoader(Points(), BATCH, sampler=DistributedSampler(Points(), 2, 0)),
             {},
-            "leave it out, each process takes its part by itself",
+            "Leave it out: each process takes its part",
         ),
         (
             DataLoader(Points(), BATCH, collate_fn=lambda _rows: {"input": torch.zeros(3), "label": torch.zeros(2)}),
@@ -211,7 +211,7 @@ def test_a_task_that_returns_no_loss_is_refused(tmp_path: Path, method: str, res
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=1)
     with tk.start_run("loaders", config) as run:
         trainer = standard_trainer(run, task, nn.Linear(4, 3), train=loader("shuffled"), test=loader("stream"))
-        with pytest.raises(UserError, match=f"the task's method `{method}` returns"):
+        with pytest.raises(UserError, match=f"task: `{method}` returns"):
             trainer.fit()
 
 
@@ -223,7 +223,7 @@ def shard_of_each_rank(folder: Path) -> str:
 
 def test_data_that_differ_between_ranks_are_refused_on_all_of_them(tmp_path: Path):
     for told in run_distributed(shard_of_each_rank, 2, tmp_path):
-        assert told.startswith("the DataLoader gives other batches on another process")
+        assert told.startswith("DataLoader: batches differ between processes")
 
 
 def test_what_needs_single_rows_says_so(tmp_path: Path):

@@ -76,8 +76,8 @@ def _run(words: list[str]) -> int:
         return EXIT_DONE
     name, *rest = words
     if name not in COMMANDS:
-        remedy = did_you_mean(name, COMMANDS, f"take one of {', '.join(COMMANDS)}.")
-        raise UserError(f"unknown command {name!r}: {remedy}")
+        remedy = did_you_mean(name, COMMANDS, f"Take one of {', '.join(COMMANDS)}.")
+        raise UserError(f"unknown command {name!r}. {remedy}")
     return importlib.import_module(COMMANDS[name].module).main(rest)
 
 

@@ -40,7 +40,7 @@ def all_parts(paths: Iterable[Path]) -> list[Path]:
         if part := re.fullmatch(r"(.*-)\d{5}(-of-(\d{5}).*)", path.name):
             names = (f"{part[1]}{number:05d}{part[2]}" for number in range(int(part[3])))
             if missing := next((name for name in names if path.with_name(name) not in files), None):
-                raise UserError(f"{path} is one of {int(part[3])} parts, and {missing} is missing: copy all of them.")
+                raise UserError(f"{path} is one of {int(part[3])} parts, and {missing} is missing. Copy all of them.")
     return files
 
 

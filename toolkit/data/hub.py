@@ -92,11 +92,13 @@ def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Se
         if any(match for pattern in needed for match in Path(folder).glob(pattern)):
             return folder
     except HFValidationError:
-        raise UserError(f"{what}={name!r} is neither a folder nor a Hub name such as owner/model.") from None
+        raise UserError(
+            f"{what}={name!r}: is not a folder. Give a folder, or a Hub name such as owner/model."
+        ) from None
     except LocalEntryNotFoundError:
         pass
     if reason := why_out_of_reach():
-        raise UserError(f"{what}={name!r} is neither a folder nor in the Hub's cache, and {reason}: give a folder.")
+        raise UserError(f"{what}={name!r}: is neither a folder nor in the Hub's cache, and {reason}. Give a folder.")
     with reading(f"{what}={name!r}", "Check its name and the network, or give a folder."):
         huggingface_hub.HfApi().model_info(name, timeout=ANSWER_S)  # for a name that is not there
         return huggingface_hub.snapshot_download(name, allow_patterns=list(wanted))

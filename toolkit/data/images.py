@@ -144,12 +144,12 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
             return _find_own(dataset)
         names = ", ".join(("auto", *HUB_REPOS, "digits"))
         raise UserError(
-            f"dataset={dataset!r}: there is no such set; choose one of {names}, a folder, or owner/name of the Hub."
+            f"dataset={dataset!r}: is no dataset. Choose one of {names}, a folder, or owner/name of the Hub."
         )
     digits = Source("digits", f"digits-v{CACHE_FORMAT}", lambda: _with_facts(read_digits(), map(str, range(10))))
     if dataset == "digits":
         if data_dir is not None:
-            raise UserError(f"data_dir={str(data_dir)!r}: the digits come with scikit-learn; leave data_dir out.")
+            raise UserError(f"data_dir={str(data_dir)!r}: the digits come with scikit-learn. Leave data_dir out.")
         return digits
     name = "mnist" if dataset == "auto" else dataset
     try:
@@ -157,10 +157,12 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
     except NotFoundHere as reason:
         if data_dir is not None:
             raise UserError(
-                f"data_dir={str(data_dir)!r}: {reason}; name the folder of the dataset, or the folder that has {name}/."
+                f"data_dir={str(data_dir)!r}: {reason}. Give the folder of the dataset, or the folder that has {name}/."
             ) from None
         if dataset != "auto":
-            raise UserError(f"{TITLES[name]} was not found: {reason}; give data_dir with its Parquet files.") from None
+            raise UserError(
+                f"dataset: {TITLES[name]} was not found ({reason}). Give data_dir with its Parquet files."
+            ) from None
         return replace(digits, notice="No MNIST (dataset='mnist' says why): training on scikit-learn's 1,797 digits.")
     return replace(_find_own(str(folder), range(NUM_CLASSES)), name=name)
 
@@ -276,13 +278,15 @@ def _read_own(
         for row, pixels in enumerate(images):
             if pixels.shape != wanted:
                 raise UserError(
-                    f"{where} has an image of shape {pixels.shape} in row {row} but others are {wanted}: "
-                    "scale all images to one size, and give all of them colours or none."
+                    f"{where}: the image of row {row} has shape {pixels.shape}, and others {wanted}. "
+                    "Scale all images to one size, all in color or all in gray."
                 )
         written = list(rows[label])
         for row, value in enumerate(written):
             if value not in known or value in (None, -1):
-                raise UserError(f"{where} has the label {value!r} in row {row}, which no training row has.")
+                raise UserError(
+                    f"{where}: no training row has the label {value!r} of row {row}. Correct it, or add training data."
+                )
         if not isinstance(kind, datasets.ClassLabel):
             places = {name: place for place, name in enumerate(classes)}
             written = [places[value] for value in written]
@@ -294,7 +298,7 @@ def _with_facts(columns: dict[str, np.ndarray], classes: Iterable[str]) -> dict[
     """Add mean and standard deviation of the training pixels, and the class names."""
     mean_std = _mean_std(columns["train_input"])
     if not mean_std[1]:
-        raise UserError("all pixels of the training images have one value: there is nothing to learn from them.")
+        raise UserError("dataset: all pixels of the training images have one value. Check the files.")
     return columns | {"pixel_mean_std": mean_std, "classes": words_column([*classes])}
 
 

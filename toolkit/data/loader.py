@@ -41,10 +41,12 @@ def make_loader(data: Any, *, batch_size: int, num_workers: int, shuffle: bool) 
         data = _Iterated(data) if iterable and not isinstance(data, IterableDataset) else data
         return DataLoader(data, batch_size, shuffle=shuffle and not iterable, num_workers=num_workers)
     if any(isinstance(each, DistributedSampler) for each in samplers_of(data)):
-        raise UserError("the DataLoader has a DistributedSampler: leave it out, each process takes its part by itself.")
+        raise UserError(
+            "DataLoader: it has a DistributedSampler. Leave it out: each process takes its part of the global batch."
+        )
     if data.batch_size not in (None, batch_size):
         raise UserError(
-            f"batch_size={batch_size}: the DataLoader gives {data.batch_size} samples: build it with "
+            f"batch_size={batch_size}: the DataLoader gives {data.batch_size} samples. Build it with "
             "batch_size=config.batch_size, which is the global batch."
         )
     return data
@@ -124,11 +126,11 @@ class LoaderBatches:
                 if not self.endless and step - first == self.steps_per_epoch:
                     break
             if step == first:
-                raise UserError("the training data give no batches: pass a data set with samples, not a generator.")
+                raise UserError("train_data: it has no batches. Pass a dataset with samples, not a generator.")
             if not self.endless and step - first < self.steps_per_epoch:
                 raise UserError(
-                    f"the training data ended after {step - first} of {self.steps_per_epoch} steps, the length of the "
-                    "DataLoader: mend its __len__."
+                    f"DataLoader: it ended after {step - first} batches, and its length is {self.steps_per_epoch}. "
+                    "Correct its __len__."
                 )
             epoch += 1
 
@@ -146,7 +148,7 @@ class LoaderBatches:
 
     def __getattr__(self, name: str) -> Any:
         if name in NEEDS_TABLE:
-            raise UserError("dynamic experts and replay need training data in a tk.TensorTable, not a DataLoader.")
+            raise UserError("train_data: dynamic experts and replay cannot read a DataLoader. Give a tk.TensorTable.")
         raise AttributeError(name)
 
 
@@ -227,16 +229,16 @@ def size_of(batch: Any) -> int:
     """Return the number of samples in `batch`. Raises UserError unless all columns have one row per sample."""
     if not isinstance(batch, Mapping) or not batch:
         raise UserError(
-            f"a batch is a {type(batch).__name__}: let samples be pairs (input, label) or dicts, such as "
-            '{"input": ..., "label": ...}, or the collate_fn of the DataLoader return such.'
+            f"DataLoader: a batch is a {type(batch).__name__}. Return samples as pairs (input, label) or dicts such as "
+            '{"input": ..., "label": ...}, or batches from collate_fn.'
         )
     sizes = {name: len(value) if _has_rows(value) else type(value).__name__ for name, value in batch.items()}
     size = next(iter(sizes.values()))
     if not isinstance(size, int) or len(set(sizes.values())) > 1:
         told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise UserError(
-            f"the DataLoader gives columns of unequal rows ({told}): let its collate_fn return tensors with one row "
-            'per sample, or samples hold tensors, as .with_format("torch") has a data set of Hugging Face do.'
+            f"DataLoader: columns have unequal rows ({told}). Return tensors with one row per sample from collate_fn, "
+            'or tensors as samples, such as by .with_format("torch") of a Hugging Face dataset.'
         )
     return size
 
@@ -269,6 +271,6 @@ def refuse_unequal(batch: Mapping[str, Any], device: torch.device) -> None:
     largest, smallest = extremes_over_ranks(torch.tensor(digest, device=device))
     if largest != smallest:
         raise UserError(
-            "the DataLoader gives other batches on another process: give all of them the same data in the same order, "
-            "unsharded; each takes its part of the global batch by itself."
+            "DataLoader: batches differ between processes. Give all of them the same data in the same order, "
+            "unsharded: each takes its part of the global batch."
         )

@@ -66,7 +66,9 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
         what |= {"path": str(here), "cache_dir": str(cache_dir() / "datasets" / key)}
         if here.is_file():
             if here.suffix not in FORMATS:
-                raise UserError(f"dataset={dataset!r}: give a folder, or a file of {', '.join(FORMATS)}.")
+                raise UserError(
+                    f"dataset={dataset!r}: has another format. Give a folder, or a file of {', '.join(FORMATS)}."
+                )
             what |= {"path": FORMATS[here.suffix], "data_files": str(here)}
     with _quiet_datasets() as errors:
         try:
@@ -137,7 +139,7 @@ def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], 
     found = [name for name, kind in rows.features.items() if kinds and isinstance(kind, kinds)]
     if len(found) != 1:
         raise UserError(
-            f"dataset={dataset!r}: no column of {', '.join(rows.column_names)} is the {argument}: "
-            f"call it {' or '.join(names)}."
+            f"dataset={dataset!r}: no column of {', '.join(rows.column_names)} is the {argument}. "
+            f"Call it {' or '.join(names)}."
         )
     return found[0]

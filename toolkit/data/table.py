@@ -25,9 +25,7 @@ class TensorTable:
         for name, column in columns.items():
             if not isinstance(column, Tensor):
                 kind = type(column).__name__
-                raise UserError(
-                    f"the column `{name}` is a {kind}: give a tensor, as torch.from_numpy makes of an array."
-                )
+                raise UserError(f"column {name!r}: is a {kind}. Give a tensor, such as of torch.from_numpy.")
         lengths = {name: len(column) for name, column in columns.items()}
         if not columns or len(set(lengths.values())) != 1:
             raise ValueError(f"columns need one common length, got {lengths}")

@@ -190,7 +190,7 @@ def load_text(
         if blocks < batch_size or len(columns["test"]) < 2 or (validation and len(columns["validation"]) < 2):
             raise UserError(
                 f"dataset={dataset!r}: {corpus.name} has {max(blocks, 0)} training blocks of {block_size} tokens, but "
-                f"a batch has {batch_size}: use more text, shorter blocks, or a smaller batch_size."
+                f"a batch has {batch_size}. Use more text, shorter blocks, or a smaller batch_size."
             )
         return corpus
 
@@ -236,13 +236,13 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
         except NotFoundHere as nowhere:
             reason = str(nowhere)
         if dataset == SHAKESPEARE:
-            raise UserError(f"dataset={SHAKESPEARE!r}: {reason}: give data_dir with {SHAKESPEARE}/input.txt.")
+            raise UserError(f"dataset={SHAKESPEARE!r}: {reason}. Give data_dir with {SHAKESPEARE}/input.txt.")
         if folder:
             return _folder(folder)
         return _reference(_NO_SHAKESPEARE) if dataset == PROSE else _stdlib(_NO_SHAKESPEARE)
     if dataset == FOLDER:
         if folder is None:
-            raise UserError(f"dataset={FOLDER!r}: name it with data_dir.")
+            raise UserError(f"dataset={FOLDER!r}: data_dir is missing. Give the folder there.")
         return _folder(folder)
     path = Path(dataset).expanduser()
     if path.is_dir() and not any(file.suffix in ROWS for file in path.rglob("*")):
@@ -254,7 +254,9 @@ def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
     if "/" in dataset:
         return _Corpus(dataset, "dataset", tuple(dataset.split(":", 1)))
     names = ", ".join(("auto", SHAKESPEARE, STDLIB, REFERENCE, FOLDER))
-    raise UserError(f"dataset={dataset!r}: choose one of {names}, a file or folder, or owner/name of the Hub.")
+    raise UserError(
+        f"dataset={dataset!r}: is no dataset. Choose one of {names}, a file, a folder, or owner/name of the Hub."
+    )
 
 
 _NO_SHAKESPEARE = "tinyshakespeare is not here: taking the "
@@ -286,8 +288,8 @@ def _folder(folder: Path, argument: str = "data_dir") -> _Corpus:
     if any(path.suffix in ROWS for path in folder.rglob("*")):
         return _Corpus(folder.name, "dataset", (str(folder),))
     raise UserError(
-        f"{argument}={str(folder)!r}: holds neither text ({', '.join(sorted(SUFFIXES))}) nor *.parquet nor "
-        "*.jsonl files."
+        f"{argument}={str(folder)!r}: has no text ({', '.join(sorted(SUFFIXES))}), *.parquet or "
+        "*.jsonl files. Give another folder."
     )
 
 
@@ -344,7 +346,7 @@ def _text_column(name: str, rows: Any) -> str:
         return "text" if "text" in strings else strings[0]
     raise UserError(
         f"dataset={name!r}: has no column named text, {MESSAGES} or {' and '.join(PAIR)}, but "
-        f"{', '.join(rows.column_names)}: rename one."
+        f"{', '.join(rows.column_names)}. Rename one."
     )
 
 

@@ -79,7 +79,7 @@ def write_conversation(
     )
     if not messages or not valid:
         raise UserError(
-            f"{what}: a row of {MESSAGES} is {str(messages)[:80]!r}: take a list of dicts with role and content."
+            f"{what}: a row of {MESSAGES} is {str(messages)[:80]!r}. Use a list of dicts with role and content."
         )
     with reading(f"{what}: a row of {MESSAGES}", "Use another row or chat template."):
         return tokenizer.encode_answers(messages) if answers else tokenizer.write(messages).encode()
@@ -146,7 +146,7 @@ class PretrainedTokenizer:
         if not any(match for pattern in TABLES for match in Path(folder).glob(pattern)):
             # From a folder with only a model configuration, transformers would make a tokenizer without words.
             raise UserError(
-                f"tokenizer={name!r}: the folder has no tokenizer: give bytes, another folder or a Hub name."
+                f"tokenizer={name!r}: the folder has no tokenizer. Give bytes, another folder or a Hub name."
             )
         with reading(f"tokenizer={name!r}", "Give bytes, a folder or a Hub name."):
             self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -154,7 +154,7 @@ class PretrainedTokenizer:
         separator = next((id for id in separators if id is not None), None)
         if separator is None:
             raise UserError(
-                f"tokenizer={name!r}: has no end-of-text token to put between documents: take another, or bytes."
+                f"tokenizer={name!r}: has no end-of-text token, which separates documents. Choose another, or bytes."
             )
         self.vocab_size = len(self._inner)
         self.separator = int(separator)
@@ -167,8 +167,8 @@ class PretrainedTokenizer:
             text = document.decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"the data set is not UTF-8 at {document[error.start : error.start + 8]!r}: "
-                "convert it, or use tokenizer='bytes'."
+                f"dataset: it is not UTF-8 at {document[error.start : error.start + 8]!r}. "
+                "Convert it, or use tokenizer='bytes'."
             ) from None
         return np.array(self._inner.encode(text, add_special_tokens=False, verbose=False), dtype=np.int32)
 

@@ -208,7 +208,7 @@ def _run(
     evidence = Evidence(read_records(folder))
     if len(evidence.records) < world or not evidence.steps:
         raise UserError(
-            f"{script} made no optimizer step that the doctor could see: it needs a model prepared by an Accelerator, "
+            f"{script}: the doctor saw no optimizer step. Use a model prepared by an Accelerator, "
             "accelerator.backward, and a torch optimizer."
         )
     return evidence

@@ -47,9 +47,9 @@ def make_dynamic_moe(
             a router option, or `make_moe` raises it.
     """
     if max_experts < num_experts:
-        raise UserError(f"max_experts={max_experts}: take num_experts={num_experts} or more.")
+        raise UserError(f"max_experts={max_experts}: is below num_experts={num_experts}. Use that or more.")
     if top_k > num_experts:
-        raise UserError(f"top_k={top_k}: take 1 to {num_experts}, the experts that are active at the start.")
+        raise UserError(f"top_k={top_k}: is not within the active experts. Use 1 to {num_experts}.")
     layer = make_moe(
         dim,
         hidden_dim,

@@ -45,8 +45,8 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         )
     except DistError as error:
         raise UserError(
-            f"the ranks did not meet ({one_line(error)}): start all {os.environ.get('WORLD_SIZE')} ranks with the same "
-            "MASTER_ADDR and MASTER_PORT, or raise process_timeout."
+            f"launch: the ranks did not meet ({one_line(error)}). Start all {os.environ.get('WORLD_SIZE')} ranks "
+            "with the same MASTER_ADDR and MASTER_PORT, or raise process_timeout."
         ) from error
     # Here Accelerate silently trains in float32.
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":

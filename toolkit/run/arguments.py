@@ -42,14 +42,14 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = re.findall(r"--[\w-]+", self.format_help())
-            remedy = did_you_mean(unknown[0].partition("=")[0], flags, f"see {self.prog} --help.")
-            raise UserError(f"unexpected {unknown[0]!r}: {remedy}")
+            remedy = did_you_mean(unknown[0].partition("=")[0], flags, f"See {self.prog} --help.")
+            raise UserError(f"unexpected {unknown[0]!r}. {remedy}")
         return known
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice is None:
-            raise UserError(f"{message}: see {self.prog} --help.")
+            raise UserError(f"{message}. See {self.prog} --help.")
         choices = [word.strip(" '") for word in choice[2].split(",")]
-        remedy = did_you_mean(choice[1], choices, f"take one of {', '.join(choices)}.")
-        raise UserError(f"unknown {choice[1]!r}: {remedy}")
+        remedy = did_you_mean(choice[1], choices, f"Take one of {', '.join(choices)}.")
+        raise UserError(f"unknown {choice[1]!r}. {remedy}")

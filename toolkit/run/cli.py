@@ -108,8 +108,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     if args and not args[0].startswith("-"):
         preset = args.pop(0)
     if preset not in presets:
-        remedy = did_you_mean(preset, presets, f"take one of {', '.join(presets)}.")
-        raise UserError(f"unknown preset {preset!r}: {remedy}")
+        remedy = did_you_mean(preset, presets, f"Take one of {', '.join(presets)}.")
+        raise UserError(f"unknown preset {preset!r}. {remedy}")
     default = presets[preset]()
     flags = flags_of(type(default))
     if "--help" in args and args[args.index("--help") + 1 :][:1] != ["all"]:
@@ -176,12 +176,12 @@ def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
             name, equals, value = arg.partition("=")
             flag = name.replace("_", "-")
             if flag not in flags and flag not in (CONFIG, "--help"):
-                raise UserError(f"unknown flag {flag}: {did_you_mean(flag, flags, 'see --help all.')}")
+                raise UserError(f"unknown flag {flag}. {did_you_mean(flag, flags, 'See --help all.')}")
             words += [flag, value] if equals else [flag]
         else:
             words.append(arg)
         if words[-1] == "":
-            raise UserError(f"{flag} needs a value.")
+            raise UserError(f"{flag}: has no value. Give one.")
         constants = [str(part) for part in (None, True, False) if type(part) in get_args(flags.get(flag))]
         if words[-1].capitalize() in constants:
             words[-1] = words[-1].capitalize()

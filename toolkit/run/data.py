@@ -11,7 +11,7 @@ from toolkit.experts.parallel.collectives import gather_objects
 if TYPE_CHECKING:
     from toolkit.run.run import Run
 
-REMEDY = "give the dataset and data_dir that it was started with, or another run_dir"
+REMEDY = "Give the dataset and data_dir that it was started with, or another run_dir"
 
 
 def record_data(run: Run, **identities: Identity | None) -> None:
@@ -26,9 +26,9 @@ def record_data(run: Run, **identities: Identity | None) -> None:
     def decide() -> dict[str, Any]:
         for rank, theirs in enumerate(found):
             if line := other_data(found[0], theirs):
-                raise UserError(f"the data of processes differ: process 0 has {line} as process {rank}: copy one set.")
+                raise UserError(f"data: process 0 has {line} as process {rank}. Copy one dataset to all machines.")
         if line := other_data(run.data, found[0]):
-            raise UserError(f"the run in {run.folder} was started with {line}: {REMEDY}.")
+            raise UserError(f"run_dir={run.folder}: the run was started with {line}. {REMEDY}.")
         return found[0] | run.data
 
     run.record_data(run.on_main_and_share(decide))

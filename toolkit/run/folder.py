@@ -44,7 +44,7 @@ def is_finished(folder: Path) -> bool:
 
 def results_of(folder: Path) -> dict[str, Any] | None:
     """Return the final numbers of the run in `folder`, or None if unfinished. Raises UserError if they are damaged."""
-    remedy = "delete it, and run the same command again to write it again"
+    remedy = "Delete it, and run the same command again to write it again"
     return read_json(folder / "results.json", remedy) if is_finished(folder) else None
 
 
@@ -63,7 +63,7 @@ def open_folder(
         folder = folder or _newest(name)
         is_there = folder is not None and (folder / "config.json").exists()
         if not is_there and storage is None:
-            raise UserError(f"resume='yes': no run in {folder or RUNS / name}: leave it out to begin one.")
+            raise UserError(f"resume='yes': no run in {folder or RUNS / name}. Leave it out to begin one.")
     if folder is not None and storage is None and not _is_ours(folder):
         remedy = "it holds other files and no run: give a new folder, or an empty one"
         raise UserError(field="run_dir", value=folder, remedy=remedy)
@@ -74,13 +74,13 @@ def open_folder(
         lock = FileLock(folder / LOCK)
         lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(f"run_dir={folder}: another job uses this folder: wait, or choose another.") from None
+        raise UserError(f"run_dir={folder}: another job uses this folder. Wait, or choose another.") from None
     try:
         if storage is not None:
             _fetch(folder, config, storage)
         for appended in folder.glob("*.jsonl"):
             if appended.is_symlink():
-                raise UserError(f"{appended}: is a link, and the run would write to its target: remove it.")
+                raise UserError(f"{appended}: is a link, and the run would write to its target. Remove it.")
         return folder, lock, _run_to_continue(folder, name, config, say)
     except BaseException:
         lock.release()
@@ -112,10 +112,10 @@ def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
     """Copy the run from `storage` into `folder`. Raises UserError if `config.resume` does not allow it."""
     holds_run = "config.json" in storage.names()
     if holds_run and config.resume == "no" and not past_restarts():
-        raise UserError(f"storage={storage.uri}: holds a run, and resume='no' was given: choose another.")
+        raise UserError(f"storage={storage.uri}: has a run, and resume='no' was given. Choose another.")
     storage.get_run(folder)
     if config.resume == "yes" and not (folder / "config.json").exists():
-        raise UserError(f"resume='yes': no run in {storage.uri}: leave it out to begin one.")
+        raise UserError(f"resume='yes': no run in {storage.uri}. Leave it out to begin one.")
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -123,9 +123,9 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
         values = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({one_line(error)}): {remedy}.") from None
+        raise UserError(f"{path}: cannot be read ({one_line(error)}). {remedy}.") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds {type(values).__name__} instead of an object: {remedy}.")
+        raise UserError(f"{path}: has {type(values).__name__} instead of an object. {remedy}.")
     return values
 
 
@@ -189,12 +189,12 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
     path = folder / "config.json"
     if not path.exists():
         if config.extend:
-            raise UserError(f"extend=True: no run in {folder}: leave it out to begin one.")
+            raise UserError(f"extend=True: no run in {folder}. Leave it out to begin one.")
         return None
     if config.resume == "no" and not past_restarts():
-        raise UserError(f"run_dir={folder}: holds a run, and resume='no' was given: choose another folder.")
+        raise UserError(f"run_dir={folder}: has a run, and resume='no' was given. Choose another folder.")
     if is_finished(folder) and not config.extend:
-        raise UserError(f"run_dir={folder}: holds a finished run: choose another folder, or train on with extend=True.")
+        raise UserError(f"run_dir={folder}: has a finished run. Choose another folder, or continue with extend=True.")
     try:
         before = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -207,7 +207,7 @@ def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[
         return {}
     now = recorded_config(name, config)
     if before.get("recipe") != name:
-        raise UserError(f"run_dir={folder}: holds a run of the recipe {before.get('recipe')}: choose another folder.")
+        raise UserError(f"run_dir={folder}: has a run of the recipe {before.get('recipe')}. Choose another folder.")
     old = _trajectory(before)
     new = _trajectory(now)
     for field in old | new:

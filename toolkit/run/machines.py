@@ -31,7 +31,7 @@ def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: in
         folder = config.run_dir.resolve()
     ranks = ranks_that_share(folder, rank)
     if config.storage is None and max(gather_objects(len(ranks) < world_size)):
-        raise UserError(f"run_dir={folder}: is not the same on all machines: give a shared folder, or a storage.")
+        raise UserError(f"run_dir={folder}: is not the same on all machines. Give a shared folder, or a storage.")
     return folder, ranks
 
 

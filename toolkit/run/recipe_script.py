@@ -34,7 +34,7 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     Adds its folder to `sys.path`, as `python SCRIPT` does, so that it can import modules next to it.
     """
     if not script.is_file() or script.suffix != ".py":
-        raise UserError(f"{script}: no such script: give the path of a recipe.")
+        raise UserError(f"{script}: does not exist. Give the path of a recipe.")
     name = f"recipe_{script.stem}"
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec is not None
@@ -45,8 +45,8 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     spec.loader.exec_module(module)
     presets = getattr(module, "PRESETS", None)
     if not isinstance(presets, dict):
-        remedy = "name them there, as in PRESETS = {'full': full}, and give PRESETS to run_recipe"
-        raise UserError(f"{script}: has no PRESETS, from which sweeps read presets: {remedy}.")
+        remedy = "Name them there, as in PRESETS = {'full': full}, and give PRESETS to run_recipe"
+        raise UserError(f"{script}: has no PRESETS, which sweeps read. {remedy}.")
     recipe = Recipe(script, tuple(arguments), presets, getattr(module, "main", None))
     recipe.config(())
     return recipe

@@ -22,8 +22,8 @@ GRADIENT = "the gradient of"
 MOST_SKIPPED = 3
 """Skipped steps in a row after which training stops."""
 SHOWN_SAMPLES = 8
-REMEDY = "lower the learning rate, clip gradients, or look at this step's data"
-REMEDY_FOR_DATA = "mend or drop it"
+REMEDY = "Lower the learning rate, clip gradients, or look at this step's data"
+REMEDY_FOR_DATA = "Correct or drop it"
 
 
 @dataclass(frozen=True)
@@ -208,4 +208,4 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _stop(what: str, remedy: str = REMEDY) -> NoReturn:
-    raise UserError(f"{what}: {remedy}; checkpoints from before it are kept.")
+    raise UserError(f"{what}. {remedy}; earlier checkpoints are kept.")

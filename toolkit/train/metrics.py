@@ -70,8 +70,8 @@ class MetricSums:
         """`compute`. Raises UserError, on every rank, if the evaluation `name` had nothing to add. A collective."""
         if not (means := self.compute()):
             raise UserError(
-                f"the evaluation `{name}` got no batches, or no label that counts: give it a data set or a list with "
-                "samples, not a generator, which is empty after it was read once."
+                f"evaluate: {name!r} has no batches, or no label that counts. Give a dataset or a list with "
+                "samples, not a generator, which is empty after one pass."
             )
         return means
 

@@ -81,7 +81,7 @@ def _plain(value: Any, name: str) -> Any:
         return value
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
-    raise UserError(f"the scheduler {name} keeps a {type(value).__name__}, which no checkpoint has: take another one.")
+    raise UserError(f"scheduler: {name} has a {type(value).__name__}, which checkpoints cannot save. Use another one.")
 
 
 def _of_plain(value: Any) -> Any:
@@ -141,7 +141,7 @@ def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     if not any(rates):
-        raise UserError("optimizer: the learning rate of every group is 0, nothing would be learned: give it a rate.")
+        raise UserError("optimizer: the learning rate of every group is 0. Give a rate.")
     return rates
 
 

@@ -47,7 +47,7 @@ def as_loss(result: object, method: str) -> Loss:
     """`result`, which the `method` of a task returned. Raises UserError where it is no `Loss`."""
     if not isinstance(result, Loss):
         kind = type(result).__name__
-        raise UserError(f"the task's method `{method}` returns a {kind}: let it return a tk.Loss of a sum and a count.")
+        raise UserError(f"task: `{method}` returns a {kind}. Return a tk.Loss of a sum and a count.")
     return result
 
 

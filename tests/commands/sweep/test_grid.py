@@ -31,7 +31,7 @@ def test_parse_axes_of_a_word_that_is_no_axis_raises(word):
 def test_every_cell_is_checked_before_the_first_one_runs(toy):
     with pytest.raises(UserError, match="--labels 0: take one or more"):
         grid_cells(load_recipe(toy, []), parse_axes(["labels=100,0"]), [0])
-    with pytest.raises(UserError, match="did you mean --labels"):
+    with pytest.raises(UserError, match="Did you mean --labels"):
         grid_cells(load_recipe(toy, []), parse_axes(["lables=100"]), [0])
 
 

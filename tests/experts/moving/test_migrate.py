@@ -276,7 +276,7 @@ def test_place_experts_without_a_place_for_them_raises() -> None:
 def test_migrate_with_optimizer_state_without_rows_raises() -> None:
     stack, optimizer = make_stack(contiguous(4, 1), ExpertGroups(), "adamw")
     optimizer.state[stack.parameters["up"]]["absmax"] = torch.zeros(7)
-    with pytest.raises(UserError, match=r"'absmax' of 'up' has shape \(7,\).* use an optimizer such as AdamW"):
+    with pytest.raises(UserError, match=r"'absmax' of 'up' has shape \(7,\).* Use an optimizer such as AdamW"):
         migrate(stack, ExpertPlacement(((1, 0, 2, 3),)), optimizer)
 
 

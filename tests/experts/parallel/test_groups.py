@@ -90,9 +90,9 @@ def test_make_expert_groups_on_four_ranks_returns_the_groups_or_raises_on_all():
         assert found["too far"] == (
             "ep_stride=2: it does not divide the 1 EP group(s) of 4 among 4 process(es): use one of 1."
         )
-        assert found["without one"].startswith("ranks=... makes groups [], [0, 1], [2] of 4 process(es): give every")
+        assert found["without one"].startswith("ranks: makes groups [], [0, 1], [2] of 4 process(es). Give every")
         for wrong in ("unequal", "with others", "one twice", "disagreeing", "whole mesh"):
-            assert found[wrong].startswith("ranks=... makes groups ")
+            assert found[wrong].startswith("ranks: makes groups ")
             assert found[wrong] == ranks[0][wrong]
         assert "give no ep_size and no ep_stride" in found["both"]
         assert found["named and apart"] == found["both"]

@@ -129,7 +129,7 @@ def test_an_optimizer_with_statistics_over_rows_is_refused_where_rows_are_owned(
     listed = parameters()
     if not has_biases:
         del listed[1]
-    with pytest.raises(UserError, match="uses statistics of all experts"):
+    with pytest.raises(UserError, match="uses statistics of several experts"):
         refuse_coupled_rows(COUPLED[name](listed))
     assert all((p == 1).all() and p.grad is None for p in listed)
     refuse_coupled_rows(COUPLED[name](listed[-2:]))

@@ -115,5 +115,5 @@ def test_layers_that_are_not_called_alike_are_named(tmp_path: Path):
 
 def test_layers_with_different_numbers_of_experts_are_refused(tmp_path: Path):
     unequal = nn.ModuleList(make_moe(4, 4, experts, 1) for experts in (2, 3))
-    with pytest.raises(UserError, match=r"layers of \[2, 3\] experts"):
+    with pytest.raises(UserError, match=r"have \[2, 3\] experts"):
         TraceRecorder(unequal, tmp_path / "traces.npz")

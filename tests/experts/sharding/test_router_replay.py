@@ -219,7 +219,7 @@ def test_plain_checkpointing_of_several_forwards_raises() -> None:
     enable_checkpointing(model, "plain")
     with record_routes(model):
         losses = [logits(model, tokens(step)).mean() for step in range(2)]
-    with pytest.raises(UserError, match=r"call backward after each forward, or pass .*replay_contexts"):
+    with pytest.raises(UserError, match=r"Call backward after each forward pass, or .*replay_contexts"):
         losses[0].backward()
 
 
@@ -379,7 +379,7 @@ def test_replay_routes_within_replay_raises() -> None:
     with record_routes(model) as routes:
         model(ids)
     with replay_routes(model, routes):
-        with pytest.raises(UserError, match="already replaying"), replay_routes(model, routes):
+        with pytest.raises(UserError, match="another one is active"), replay_routes(model, routes):
             pass
         model(ids)
 

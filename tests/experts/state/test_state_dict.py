@@ -78,7 +78,7 @@ def test_layer_is_gathered_whole_and_its_part_raises(world: int, stride: int) ->
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
     assert torch.equal(part["experts.up"], expected["experts.up"][[0, 2]])
     assert all(nothing == {} for nothing, _, _ in others)
-    assert said.startswith("model.state_dict() would have the experts of this rank")
+    assert said.startswith("model.state_dict(): it would have the experts of this rank")
 
 
 def save_after_unequal_steps(folder: Path) -> None:

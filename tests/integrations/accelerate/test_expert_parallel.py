@@ -467,7 +467,7 @@ UNFIT: dict[str, tuple[Any, str]] = {
     "optimizer has stepped": (stepped, "it has stepped"),
     "parameter outside the model": (
         lambda m, _: (m, torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(()))])),
-        "none of the model's",
+        "not in the model",
     ),
 }
 
@@ -505,7 +505,7 @@ def refusals() -> list[str]:
 
 
 def test_unfit_settings_and_calls_raise() -> None:
-    words = ["ep_size: 1 and groups", "ep_size=3", "none of the model's", "save: it", "prepare: it", "norm_type: 1"]
+    words = ["ep_size: 1 and groups", "ep_size=3", "not in the model", "save: it", "prepare: it", "norm_type: 1"]
     (said,) = run_distributed(refusals, 1)
     for sentence, word in zip(said, words, strict=True):
         assert word in sentence

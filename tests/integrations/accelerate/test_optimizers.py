@@ -137,7 +137,7 @@ def refusals() -> list[str]:
 def test_unsupported_optimizer_raises() -> None:
     first, second = run_distributed(refusals, 2)
     assert first == second
-    assert first[0].startswith("optimizer Adafactor uses statistics of all experts")
+    assert first[0].startswith("optimizer: Adafactor uses statistics of several experts")
     assert first[1].startswith("optimizer Adagrad has state before the first step")
 
 

@@ -136,7 +136,7 @@ def test_any_number_of_processes_loads_the_state_that_others_saved(before: int, 
 def test_an_optimizer_with_a_parameter_outside_the_model_is_refused_before_anything_is_changed():
     model, temperature = Model(), nn.Parameter(torch.ones(()))
     before = dict(vars(model.blocks[0].experts))
-    with pytest.raises(UserError, match=r"parameter of shape \(\) in group 0 that is none of the model's"):
+    with pytest.raises(UserError, match=r"parameter of shape \(\) in group 0 that is not in the model"):
         ExpertParallel(Accelerator(cpu=True)).prepare(model, torch.optim.SGD([*model.parameters(), temperature]))
     assert vars(model.blocks[0].experts).keys() == before.keys()
 

@@ -95,17 +95,17 @@ def test_every_setting_reads_back_from_the_config_of_a_run(tmp_path: Path, confi
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("experst: 4", "unknown flag --experst: did you mean --experts?"),
+        ("experst: 4", "unknown flag --experst. Did you mean --experts?"),
         (
             "optimizer:\n  weight_decy: 4",
-            "unknown flag --optimizer.weight-decy: did you mean --optimizer.weight-decay?",
+            "unknown flag --optimizer.weight-decy. Did you mean --optimizer.weight-decay?",
         ),
         ("epochs: many", "--epochs: invalid literal"),
         ("epochs: 0", "--epochs 0: input should be greater than 0"),
         ("cpu: 1", "--cpu 1: take true or false."),
         ("betas: [[1], 2]", "--betas: a list or group within a list: write its values one after the other."),
-        ("epochs 3", "has no flags: write a line for each"),
-        ("", "has no flags: write a line for each"),
+        ("epochs 3", "has no flags. Write a line for each"),
+        ("", "has no flags. Write a line for each"),
         ("lr: 1\nepochs: [3", "is neither YAML nor JSON"),
     ],
 )

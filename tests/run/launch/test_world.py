@@ -46,7 +46,7 @@ def world(monkeypatch: pytest.MonkeyPatch):
         (1, RANK_1_OF_2, {"num_processes": 2}, "starts 2 processes, and this machine has only 1 GPUs"),
         (0, RANK_1_OF_2 | {"ACCELERATE_USE_FSDP": "true"}, {"cpu": True}, "asks for FSDP"),
         (0, {"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "asks for DEEPSPEED"),
-        (2, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, {}, "each process would train on its own"),
+        (2, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, {}, "each process would train by itself"),
         (0, RANK_1_OF_2, {"cpu": True, "max_restarts": 3}, "max_restarts=3: the launcher has to restart"),
         (0, RANK_1_OF_2 | {"TORCHELASTIC_MAX_RESTARTS": "3"}, {"cpu": True}, "run_dir=None: the launcher may restart"),
         (0, RANK_1_OF_2 | {"RANK": "one"}, {"cpu": True}, "RANK='one': the launcher has to set an integer from 0 to 1"),
@@ -54,7 +54,7 @@ def world(monkeypatch: pytest.MonkeyPatch):
         (0, RANK_1_OF_2 | {"MASTER_PORT": "x"}, {"cpu": True}, "MASTER_PORT='x': the launcher has to set an integer"),
         (0, {"WORLD_SIZE": "0"}, {"cpu": True}, "WORLD_SIZE='0': the launcher has to set an integer of 1 or more"),
         (1, RANK_1_OF_2 | {"LOCAL_WORLD_SIZE": "0"}, {}, "LOCAL_WORLD_SIZE='0': the launcher has to set an integer"),
-        (0, {"RANK": "0", "WORLD_SIZE": "2"}, {"cpu": True}, "MASTER_ADDR is not set"),
+        (0, {"RANK": "0", "WORLD_SIZE": "2"}, {"cpu": True}, "MASTER_ADDR: is not set"),
     ],
 )
 def test_check_world_wrong_launch_raises(gpus: int, variables: dict[str, str], config: dict, says: str, world):

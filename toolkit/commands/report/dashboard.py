@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         entity, project = "", config.get("project") or os.environ.get("WANDB_PROJECT", str(config.get("recipe", "")))
         metrics = metrics_of(runs[0])
     elif not re.fullmatch(r"([\w-]+/)?[\w.-]+", args.what):
-        raise UserError(f"{args.what}: is neither the folder of a run nor [ENTITY/]PROJECT: give one of them.")
+        raise UserError(f"{args.what}: is neither the folder of a run nor [ENTITY/]PROJECT. Give one of them.")
     entity = entity or args.entity or os.environ.get("WANDB_ENTITY", "")
     workspace = make_workspace(entity, project, metrics)
     if args.dry_run:
@@ -96,13 +96,13 @@ def main(argv: Sequence[str]) -> int:
     if not entity:
         raise UserError(f"{args.what}: the owner of {project} is not known. Give --entity, or set WANDB_ENTITY.")
     if reason := why_offline():
-        raise UserError(f"W&B cannot be asked ({reason}); --dry-run prints the workspace.")
+        raise UserError(f"W&B cannot be reached: {reason}. --dry-run prints the workspace.")
     try:
         workspace.save()
     except Exception as error:  # errors of W&B's client or server
         raise UserError(
-            f"W&B does not take the workspace ({type(error).__name__}: {one_line(error)}): "
-            f"has {entity} a project {project}?"
+            f"W&B rejects the workspace ({type(error).__name__}: {one_line(error)}). "
+            f"Check that {entity} has a project {project}."
         ) from error
     sys.stdout.write(f"{workspace.url}: {len(workspace.sections)} sections\n")
     return EXIT_DONE
@@ -118,7 +118,7 @@ def metrics_of(run: RunRecord) -> Metrics:
     }
     numbers = list(curves_by_metric([run]))
     if not numbers:
-        raise UserError(f"{run.folder}: has no metrics yet: train it, or name a project.")
+        raise UserError(f"{run.folder}: has no metrics yet. Train it, or name a project.")
     return Metrics(numbers, sorted(lists), [f"plots/{path.stem}" for path in sorted(run.folder.glob("*.png"))])
 
 
@@ -129,7 +129,7 @@ def make_workspace(entity: str, project: str, metrics: Metrics) -> Workspace:
         import wandb_workspaces.workspaces as ws
     except ImportError:
         raise UserError(
-            "toolkit dashboard needs wandb-workspaces, which is missing: pip install 'moe-toolkit[dashboard]'."
+            "toolkit dashboard: wandb-workspaces is missing. Run pip install 'moe-toolkit[dashboard]'."
         ) from None
 
     def panel(name: str) -> Any:

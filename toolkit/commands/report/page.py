@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (report.html)")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("bokeh") is None:
-        raise UserError("toolkit report needs Bokeh, which is missing: pip install 'moe-toolkit[report]'.")
+        raise UserError("toolkit report: Bokeh is missing. Run pip install 'moe-toolkit[report]'.")
     runs = readable_runs(args.run)
     if runs is None:
         return EXIT_USER_ERROR

@@ -43,7 +43,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
         name = name.strip().removeprefix("--").replace("_", "-")
         axis = list(dict.fromkeys(value.strip() for value in values.split(",")))
         if not (name and equals and all(axis)):
-            raise UserError(f"--grid {word}: write a flag and its values, such as labels=100,600.")
+            raise UserError(f"--grid {word}: has no values. Write a flag and its values, such as labels=100,600.")
         if remedy := {"seed": "--num-seeds and --seed-offset", "run-dir": "--out"}.get(name):
             raise UserError(f"--grid {word}: cannot be an axis. Use {remedy} instead.")
         axes[name] = list(dict.fromkeys([*axes.get(name, []), *axis]))

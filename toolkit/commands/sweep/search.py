@@ -33,7 +33,7 @@ def search(
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
     except ImportError:
-        raise UserError("--search needs Optuna, which is missing: pip install 'moe-toolkit[search]'.") from None
+        raise UserError("--search: Optuna is missing. Run pip install 'moe-toolkit[search]'.") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         study_name="sweep",

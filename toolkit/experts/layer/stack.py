@@ -289,8 +289,8 @@ def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) 
     stack: ExpertStack = vars(module)["expert_stack"]
     if not keep_vars and not stack.only_names_are_read and stack.is_part:
         raise UserError(
-            "model.state_dict() would have the experts of this rank, in the order of its slots: "
-            "call whole_state_dict(model) of toolkit.experts.state.state_dict on every rank."
+            "model.state_dict(): it would have the experts of this rank only, in the order of slots. "
+            "Call whole_state_dict(model) of toolkit.experts.state.state_dict on every rank."
         )
 
 

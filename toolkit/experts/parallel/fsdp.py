@@ -85,14 +85,14 @@ def _refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], replaced: Mapping
         held |= {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if any(optimizer.state.get(parameter) for parameter in replaced.values()):
             raise UserError(
-                f"optimizer {type(optimizer).__name__} has state before the first step, which fully sharded parameters "
-                "would not take over: use one such as AdamW that makes it later, or dense parameters under DDP."
+                f"optimizer: {type(optimizer).__name__} has state before its first step, which sharding would lose. "
+                'Use one such as AdamW, or dense="ddp".'
             )
     for name, parameter in replaced.items():
         if parameter.requires_grad and parameter not in held:
             raise UserError(
-                f"parameter {name!r} is in no optimizer that prepare was given, and sharding replaces it, so that an "
-                "optimizer made before would train nothing: give prepare all optimizers, or freeze it."
+                f"prepare: {name!r} is in no optimizer that was given, so an optimizer made before would not train it. "
+                "Give all optimizers, or freeze it."
             )
 
 
@@ -141,9 +141,9 @@ def _replicate(
         for name, module in units:
             if awaits_all_reduce(module):
                 raise UserError(
-                    f"{name or type(module).__name__} was used by a micro-batch of this step and not by the last one, "
-                    "so that its gradients are not averaged over the sets of shards: leave fsdp_size out, or skip "
-                    "it in all micro-batches of a step."
+                    f"fsdp_size: {name or type(module).__name__} was used by a micro-batch and not by the last one, "
+                    "so its gradients are not averaged over the replicas of shards. Leave fsdp_size out, or skip "
+                    "the module in all micro-batches of a step."
                 )
 
     for optimizer in optimizers:

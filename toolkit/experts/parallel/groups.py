@@ -163,7 +163,7 @@ def partition_of(group_of_rank: Sequence[Sequence[int]]) -> Partition:
     if not agrees or len({len(group) for group in partition}) > 1:
         named = ", ".join(str(list(group)) for group in partition)
         raise UserError(
-            f"ranks=... makes groups {named} of {len(group_of_rank)} process(es): give every rank the same groups, all "
+            f"ranks: makes groups {named} of {len(group_of_rank)} process(es). Give every rank the same groups, all "
             "of one size, with each rank in one of them."
         )
     return partition

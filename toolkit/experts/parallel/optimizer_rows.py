@@ -60,8 +60,8 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
     is_same = all(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all() for a, b in zip(once, again, strict=True))
     if not is_same and any(is_owned(p) for p in parameters):
         raise UserError(
-            f"optimizer {name} uses statistics of all experts of a tensor, or of the model, and each rank has other "
-            "experts: use an element-wise optimizer, such as AdamW, Adagrad or SGD."
+            f"optimizer: {name} uses statistics of several experts, and each rank has other "
+            "experts. Use an element-wise optimizer, such as AdamW, Adagrad or SGD."
         )
     for trial, state in states:
         for key, value in state.items():
@@ -76,9 +76,9 @@ def refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if parameter not in known:
                 raise UserError(
-                    f"optimizer {type(unwrapped(optimizer)).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} in group {number} that is none of the model's, so checkpoints would "
-                    "lack its state: make it from model.parameters(), and give others an optimizer of their own."
+                    f"optimizer: {type(unwrapped(optimizer)).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} in group {number} that is not in the model, so checkpoints would "
+                    "lack its state. Make it from model.parameters(), and give other parameters another optimizer."
                 )
 
 
@@ -137,8 +137,8 @@ def require_rows(name: str, key: str, value: Tensor, parameter: Tensor) -> Tenso
     if value.shape[0] == parameter.shape[0]:
         return value
     raise UserError(
-        f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} but the experts are "
-        f"{parameter.shape[0]} rows, so it can be neither saved nor moved with them: use an optimizer such as AdamW "
+        f"optimizer: state {key!r} of {name!r} has shape {tuple(value.shape)}, and the experts have "
+        f"{parameter.shape[0]} rows, so it cannot be saved or moved with them. Use an optimizer such as AdamW "
         "whose state has a row per expert."
     )
 

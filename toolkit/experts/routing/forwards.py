@@ -81,8 +81,8 @@ class ModelForwards:
         calls = [len(forwards) for forwards in by_layer]
         if len(set(calls)) > 1 and not fill:
             raise UserError(
-                "some expert layers were called more often than others, so their loads cannot be laid side by side: "
-                f"{dict(zip(self.names, calls, strict=True))}; record a model that calls each of its layers once."
+                "model: some layers were called more often than others, "
+                f"{dict(zip(self.names, calls, strict=True))}. Record a model that calls each layer once."
             )
         for forwards, stack in zip(by_layer, self.stacks, strict=True):
             no_load_E = torch.zeros_like(stack.log.load_E)

@@ -150,7 +150,7 @@ def fixed_choice(layer: str, ids_TK: Tensor) -> FixedChoice:
             first = int(wrong_T.nonzero()[0])
             raise UserError(
                 f"routes of layer {layer!r}: {int(wrong_T.sum())} tokens {fault} (token {first}: "
-                f"{ids_TK[first].tolist()}): fill the rows of tokens that have no route with -1."
+                f"{ids_TK[first].tolist()}). Use -1 for tokens without a route."
             )
     largest = int(ids_TK.max()) if ids_TK.numel() else NO_ROUTE
     return FixedChoice(ids_TK.masked_fill(missing_TK, NO_ROUTE), largest, not bool(missing_TK.any()))
@@ -191,7 +191,7 @@ class RouteHook:
     def replay(self, calls: list[FixedChoice] | None) -> None:
         """Give the next forwards these routes, one each; None ends that."""
         if calls is not None and self._replayed is not None:
-            raise UserError("replay_routes is already replaying routes on this model: end it before the next.")
+            raise UserError("replay_routes: another one is active on this model. End it first.")
         self._replayed, self._next = calls, 0
 
     @property
@@ -262,8 +262,8 @@ class RouteHook:
     def _of_first_run(self) -> FixedChoice | None:
         if len(self._recent) > 1 and any(call is not None for call in self._recent):
             raise UserError(
-                f"the backward repeats one of several forwards of layer {self.layer!r}, and plain gradient "
-                "checkpointing does not say which, so its routes are unknown: call backward after each forward, or "
+                f"layer {self.layer!r}: the backward pass recomputes one of several forward passes, and plain "
+                "checkpointing does not say which. Call backward after each forward pass, or "
                 'pass "context_fn": layer.recompute.replay_contexts to gradient_checkpointing_enable.'
             )
         self._repeated = True

@@ -153,7 +153,7 @@ def save_as_called(
             is_part = ownership is not None and ownership.groups.ep_size > 1
             if is_part and value is not None and len(value) == len(parameter):
                 raise UserError(
-                    f"state_dict: its {name!r} has the experts of one rank: leave it out, or pass "
+                    f"state_dict: its {name!r} has the experts of one rank. Leave it out, or pass "
                     "accelerator.get_state_dict(model), and call both on every rank."
                 )
         _replace(Path(folder), partial(_write, model, state_dict, (), options))
@@ -325,5 +325,5 @@ def _on_main(folder: str | os.PathLike[str], work: Callable[[], None]) -> None:
         on_main(work)
     except OSError as error:
         raise UserError(
-            f"model folder {os.fspath(folder)} cannot be written ({error}): make room, or use another."
+            f"{os.fspath(folder)}: cannot be written ({error}). Make room, or use another folder."
         ) from error

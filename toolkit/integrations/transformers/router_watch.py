@@ -43,13 +43,13 @@ class RouterWatch:
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:  # noqa: ARG002
         if not isinstance(output, tuple) or len(output) != 3:
             raise UserError(
-                f"the router of the experts at {self.name!r} ({type(router).__name__}) does not return logits, weights "
-                "and expert ids, so RouterPenalty cannot balance it: use the model's own balance loss."
+                f"RouterPenalty: the router {type(router).__name__} of {self.name!r} does not return logits, weights "
+                "and expert ids. Use the model's own auxiliary loss."
             )
         if router.training and not torch.is_grad_enabled() and in_reentrant_forward():
             raise UserError(
-                "reentrant checkpointing gives RouterPenalty a routing without gradients, so it would balance nothing: "
-                'call gradient_checkpointing_enable({"use_reentrant": False}).'
+                "RouterPenalty: reentrant checkpointing gives it a routing without gradients. "
+                'Call gradient_checkpointing_enable({"use_reentrant": False}).'
             )
         logits_TE, weights_TK, ids_TK = output
         logits_TE = logits_TE.float() if logits_TE.dtype in (torch.bfloat16, torch.float16) else logits_TE
@@ -104,6 +104,6 @@ def watch_routers(model: nn.Module) -> list[RouterWatch]:
     watches = [RouterWatch(name, router) for name, router in routers(model).items()]
     if not watches:
         raise UserError(
-            f"model {type(model).__name__} has no experts to balance: use an MoE model, or leave the penalty out."
+            f"model: {type(model).__name__} has no experts to balance. Use an MoE model, or leave the penalty out."
         )
     return watches

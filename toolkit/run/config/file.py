@@ -29,21 +29,21 @@ def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
     import yaml
 
     if path.expanduser().exists() and not path.expanduser().is_file():
-        raise UserError("is not a file: name a file of flags.")  # a pipe would block
+        raise UserError("is no regular file. Give a file of flags.")  # a pipe would block
     try:
         # Keep every scalar as written: YAML would read `no` as false and `1e-3` as a string. JSON is YAML except for
         # tabs, which in JSON occur only between tokens.
         text = path.expanduser().read_text(encoding="utf-8-sig").replace("\t", " ")
         values = yaml.load(text, Loader=yaml.BaseLoader)
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"is neither YAML nor JSON ({one_line(error)}): correct it.") from None
+        raise UserError(f"is neither YAML nor JSON ({one_line(error)}). Correct it.") from None
     if not isinstance(values, dict):
-        raise UserError("has no flags: write a line for each, such as `epochs: 3`.")
+        raise UserError("has no flags. Write a line for each, such as `epochs: 3`.")
     words: list[str] = []
     for flag, value in _flat({key: value for key, value in values.items() if key not in NO_FLAGS}):
         items = value if isinstance(value, list) else [value]
         if any(not isinstance(item, str) for item in items):
-            raise UserError(f"{flag}: a list or group within a list: write its values one after the other.")
+            raise UserError(f"{flag}: is a list or group within a list. Write its values in one list.")
         if flags.get(flag) is bool:
             words.append(_switch(flag, " ".join(items)))
         else:

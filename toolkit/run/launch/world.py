@@ -29,23 +29,23 @@ def check_world(config: RunConfig) -> None:
     for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
-                f"this launch asks for {plugin}, which would treat experts as replicated: "
-                "launch with MULTI_GPU, and dense_parallel='fsdp2' to shard the other parameters."
+                f"launch: it asks for {plugin}, which would treat experts as replicated. "
+                "Launch with MULTI_GPU, and dense_parallel='fsdp2' to shard the other parameters."
             )
     world, asked = launched_world(), config.num_processes
     if world is None:
         told = _told_processes()
         if told > 1 and told != asked:
             raise UserError(
-                f"`accelerate launch` was told to start {told} processes and started one, as it does without GPUs: "
-                f"use num_processes={told} without it, or a config file with distributed_type MULTI_GPU and use_cpu."
+                f"accelerate launch: {told} processes were requested, and one was started, as without GPUs. "
+                f"Use num_processes={told} without it, or a config file with distributed_type MULTI_GPU and use_cpu."
             )
         return
     for name in ("RANK", "LOCAL_RANK"):
         number_of_launcher(name, most=world - 1)
     number_of_launcher("MASTER_PORT", most=65535)
     if "RANK" in os.environ and world > 1 and LAUNCH not in os.environ and "MASTER_ADDR" not in os.environ:
-        raise UserError("MASTER_ADDR is not set: give every rank the address of rank 0, or use torchrun.")
+        raise UserError("MASTER_ADDR: is not set. Set the address of rank 0 on every rank, or use torchrun.")
     if asked not in (None, world):
         remedy = f"the launcher started {world}: leave it out, or make the two numbers equal"
         raise UserError(field="num_processes", value=asked, remedy=remedy)
@@ -66,7 +66,7 @@ def _check_devices(ranks: int) -> None:
     if devices == 0:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, Accelerate trains each process on its own
     elif "LOCAL_RANK" not in os.environ:
-        raise UserError("WORLD_SIZE is set but LOCAL_RANK is not, so each process would train on its own: set both.")
+        raise UserError("LOCAL_RANK: is not set and WORLD_SIZE is, so each process would train by itself. Set both.")
     elif devices < ranks:
         raise UserError(
             f"this launch starts {ranks} processes, and this machine has only {devices} GPUs: start fewer, or "

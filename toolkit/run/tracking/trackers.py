@@ -37,7 +37,7 @@ PROBE_S = 2.0
 def check_installed(tracker: str) -> None:
     """Raise UserError if TensorBoard is requested and not installed. W&B, the default, can be missing."""
     if tracker in ("tensorboard", "all") and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(f"tracker='{tracker}': TensorBoard is missing: pip install 'moe-toolkit[tensorboard]'.")
+        raise UserError(f"tracker='{tracker}': TensorBoard is missing. Run pip install 'moe-toolkit[tensorboard]'.")
 
 
 def start_trackers(

@@ -99,8 +99,8 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
     for place, later in enumerate(callbacks):
         for name in dir(later):
             if name.startswith("on_") and name not in HOOKS and callable(getattr(later, name)):
-                remedy = did_you_mean(name, HOOKS, f"take one of {', '.join(HOOKS)}.")
-                raise UserError(f"{type(later).__name__}.{name} is no hook and is never called: {remedy}")
+                remedy = did_you_mean(name, HOOKS, f"Take one of {', '.join(HOOKS)}.")
+                raise UserError(f"{type(later).__name__}.{name} is no hook and is never called. {remedy}")
         for earlier in callbacks[:place]:
             if isinstance(later, earlier.runs_after):
                 first = type(later).__name__

@@ -45,7 +45,9 @@ class TraceRecorder(Callback):
         self.forwards = ModelForwards(model)
         experts = [stack.num_experts for stack in self.forwards.stacks]
         if len(set(experts)) > 1:
-            raise UserError(f"layers of {experts} experts cannot be recorded in one trace: give all equally many.")
+            raise UserError(
+                f"model: its layers have {experts} experts, and a trace has one number. Record equal layers."
+            )
         self._pending: list[tuple[Forwards, list[int]]] = []
         self._file: TraceFile | None = None
         self._optimizer: torch.optim.Optimizer | None = None
