@@ -99,16 +99,6 @@ def test_audit_of_faulty_adapters_names_the_fault(
 AT = "base_model.model.model.layers.1.mlp.experts"
 
 
-@pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters of the same values in each layout, and their base."""
-    folder = tmp_path_factory.mktemp("layouts")
-    save_adapter(folder, "qwen3_moe")
-    for layout in ("vllm", "sglang"):
-        convert(folder / "peft", folder / layout, layout, folder / "base")
-    return folder
-
-
 def zero(*parts: str) -> Edit:
     return lambda tensors: [value.zero_() for name, value in tensors.items() if all(part in name for part in parts)]
 
@@ -157,21 +147,11 @@ def broken(tensors: Tensors) -> None:
     [
         ("peft", zero("layers.1", "experts.lora_B"), "down_proj.lora_B is zero in every expert", "lora_B.weight"),
         ("peft", zero("layers.1", "experts.lora_A"), "down_proj.lora_A is zero in every expert", "lora_A.weight"),
-        (
-            "vllm",
-            zero(".experts.5.gate_proj.lora_A"),
-            "gate_proj.lora_A is zero in expert(s) 5",
-            "5.gate_proj.lora_A.weight",
-        ),
+        ("vllm", zero(".5.gate_proj.lora_A"), "gate_proj.lora_A is zero in expert(s) 5", "5.gate_proj.lora_A.weight"),
         ("vllm", zero("lora_B"), "lora_B is zero in every expert: they were frozen", "0.down_proj.lora_B.weight"),
         ("vllm", drop(".experts.7."), "of 1 of 8 experts is missing: expert(s) 7", "0.up_proj.lora_B.weight"),
         ("vllm", add_expert, "of experts beyond 8: expert(s) 8", "8.up_proj.lora_B.weight"),
-        (
-            "vllm",
-            drop(".3.up_proj.lora_B"),
-            "up_proj has lora_A or lora_B alone in expert(s) 3",
-            "3.up_proj.lora_A.weight",
-        ),
+        ("vllm", drop(".3.up_proj.lora_B"), "lora_A or lora_B alone in expert(s) 3", "3.up_proj.lora_A.weight"),
         ("vllm", rename, "out_proj is no matrix of the base's experts", "0.out_proj.lora_A.weight"),
         ("vllm", move_layer, "layers.2.mlp.experts: down_proj is no matrix of the base's", "0.down_proj.lora_A.weight"),
         ("vllm", other_rank, "down_proj.lora_A has another rank than 4", "2.down_proj.lora_A.weight"),

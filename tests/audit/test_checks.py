@@ -193,6 +193,36 @@ def test_audit_against_the_base_finds_swapped_gate_and_up(tmp_path: Path, family
     assert "gate and up are swapped in expert(s) 0, 3" in messages(found)
 
 
+def matrices(state: State) -> list[str]:
+    return [n for n in state if (".experts." in n or "_linear" in n) and state[n].ndim > 1 and not n.endswith("bias")]
+
+
+def keep_rows(state: State) -> None:
+    """Keep the rows of one rank of each expert's matrix, as Megatron-LM#1836 saved."""
+    state |= {name: state[name][..., : state[name].shape[-2] // 2, :].clone() for name in matrices(state)}
+
+
+def transpose(state: State) -> None:
+    """Exchange inputs and outputs, as cosmos-rl#478 exported."""
+    state |= {name: state[name].mT.contiguous() for name in matrices(state)}
+
+
+def initialize(state: State) -> None:
+    """Leave experts at their initialization, as Megatron-LM#5844 converted."""
+    draw = torch.Generator().manual_seed(1)
+    state |= {name: torch.randn(state[name].shape, generator=draw) for name in matrices(state) if "layers.1" in name}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plant", [keep_rows, transpose, initialize])
+def test_audit_against_the_base_finds_experts_of_other_shapes_and_values(tmp_path: Path, family: str, plant: Plant):
+    base, state = build(family), build(family)
+    plant(state)
+    write(tmp_path / "base", family, base)
+    found = audit(write(tmp_path / "model", family, state), tmp_path / "base")
+    assert {each.check for each in found.findings} == {"order" if plant is initialize else "base"}
+
+
 def edit_index(folder: Path, edit: Callable[[dict[str, str]], Any]) -> None:
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())

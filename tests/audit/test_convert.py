@@ -35,15 +35,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen")
-    save_adapter(folder, "qwen3_moe")
-    convert(folder / "peft", folder / "vllm", "vllm", folder / "base")
-    convert(folder / "peft", folder / "sglang", "sglang")
-    return folder
-
-
 def settings_of(folder: Path) -> dict[str, Any]:
     """The settings with lists that PEFT keeps as sets in one order."""
     settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text())
@@ -114,14 +105,14 @@ def test_convert_reads_a_file_written_by_hand_in_the_layout_of_vllm(settings: di
     assert not audit(tmp_path / "peft").findings
 
 
-def test_convert_reads_stacked_tensors_under_the_names_of_peft(qwen: Path, tmp_path: Path):
+def test_convert_reads_stacked_tensors_under_the_names_of_peft(layouts: Path, tmp_path: Path):
     def stack(tensors: Tensors) -> None:
         for name in [name for name in tensors if "experts" in name]:
             value = tensors[name]
             tensors[name] = value.view(8, 4, -1) if "lora_A" in name else value.view(len(value), 4, 8)
 
-    convert(changed(qwen / "peft", tmp_path / "stacked", stack), tmp_path / "peft", "peft")
-    assert (tmp_path / "peft" / WEIGHTS).read_bytes() == (qwen / "peft" / WEIGHTS).read_bytes()
+    convert(changed(layouts / "peft", tmp_path / "stacked", stack), tmp_path / "peft", "peft")
+    assert (tmp_path / "peft" / WEIGHTS).read_bytes() == (layouts / "peft" / WEIGHTS).read_bytes()
 
 
 def test_convert_keeps_which_layers_have_which_adapters(tmp_path: Path):
@@ -163,11 +154,11 @@ def test_convert_leaves_adapters_of_shared_experts(tmp_path: Path):
     ],
 )
 def test_convert_refuses_settings_that_another_layout_cannot_express(
-    settings: dict[str, Any], words: str, qwen: Path, tmp_path: Path
+    settings: dict[str, Any], words: str, layouts: Path, tmp_path: Path
 ):
-    source = changed(qwen / "peft", tmp_path / "changed", **settings)
+    source = changed(layouts / "peft", tmp_path / "changed", **settings)
     with pytest.raises(UserError, match=words):
-        convert(source, tmp_path / "out", "vllm", qwen / "base")
+        convert(source, tmp_path / "out", "vllm", layouts / "base")
     assert not (tmp_path / "out").exists()
 
 
@@ -240,13 +231,13 @@ def test_convert_refuses_tensors_that_another_layout_cannot_express(
     layout: str,
     edit: Callable[[Tensors], None],
     words: str,
-    qwen: Path,
+    layouts: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
-    source, target = changed(qwen / layout, tmp_path / "changed", edit), tmp_path / "out"
+    source, target = changed(layouts / layout, tmp_path / "changed", edit), tmp_path / "out"
     to = "vllm" if layout == "sglang" else "peft"
-    assert main(["adapter", "convert", str(source), str(target), "--to", to, "--base", str(qwen / "base")]) == 2
+    assert main(["adapter", "convert", str(source), str(target), "--to", to, "--base", str(layouts / "base")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert not target.exists()
@@ -256,30 +247,30 @@ def test_convert_refuses_tensors_that_another_layout_cannot_express(
     ("to", "model_type", "words"),
     [("vllm", "gpt_oss", "vLLM reads PEFT's layout"), ("vllm", "nemotron_h", "do not fit gate_up_proj")],
 )
-def test_convert_with_another_base_raises(to: str, model_type: str, words: str, qwen: Path, tmp_path: Path):
+def test_convert_with_another_base_raises(to: str, model_type: str, words: str, layouts: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_experts": 8}))
     with pytest.raises(UserError, match=words):
-        convert(qwen / "peft", tmp_path / "out", to, tmp_path)
+        convert(layouts / "peft", tmp_path / "out", to, tmp_path)
     with pytest.raises(UserError, match="exists"):
-        convert(qwen / "peft", qwen / "sglang", "sglang")
+        convert(layouts / "peft", layouts / "sglang", "sglang")
 
 
 def test_convert_that_changes_an_update_raises_and_writes_nothing(
-    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def rolled(rows: Tensor, form: str) -> Tensor:
         return rows.roll(1, 0).flatten(0, 1) if form == "joined" else rows.permute(1, 2, 0).flatten(1)
 
     monkeypatch.setattr(conversion, "as_in_files", rolled)
     with pytest.raises(AssertionError, match="the adapters changed"):
-        convert(qwen / "sglang", tmp_path / "out", "peft")
+        convert(layouts / "sglang", tmp_path / "out", "peft")
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_keeps_values_that_are_not_finite(qwen: Path, tmp_path: Path):
+def test_convert_keeps_values_that_are_not_finite(layouts: Path, tmp_path: Path):
     def break_value(tensors: Tensors) -> None:
         tensors["base_model.model.model.layers.0.mlp.experts.lora_A.weight"][0, 0] = float("nan")
 
-    convert(changed(qwen / "peft", tmp_path / "changed", break_value), tmp_path / "sglang", "sglang")
+    convert(changed(layouts / "peft", tmp_path / "changed", break_value), tmp_path / "sglang", "sglang")
     (name,) = (name for name, value in load_file(tmp_path / "sglang" / WEIGHTS).items() if value.isnan().any())
     assert name.endswith("layers.0.mlp.experts.down_proj.lora_A.weight")

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import resource
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from language.small_models import language_model_config
 from recipes import finetune_moe
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
+from tests.support.preempted import preempted_at
 from toolkit.audit.checks import audit
 from toolkit.data.text import load_text
 from toolkit.data.tokenizer import ByteTokenizer
@@ -95,17 +95,8 @@ def train(folder: Path, alone: bool) -> None:
     moved = {"replan": ReplanOptions(planner="swap", every=3, guarded=False), "merge": True, "freeze_router": False}
     main_in_float64(config(folder, "two", **moved))
     main_in_float64(config(folder, "cut", dense_parallel="fsdp2", freeze_router=False, merge=True))
-    train_step = Trainer.train_step
-
-    def stopping(self: Trainer, batches: Any) -> None:
-        train_step(self, batches)
-        if self.state.step == STOP_AT:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    Trainer.train_step = stopping  # type: ignore[method-assign]
-    with pytest.raises(Preempted):
+    with preempted_at(STOP_AT):
         main_in_float64(config(folder, "stopped", **moved))
-    Trainer.train_step = train_step  # type: ignore[method-assign]
     with mock.patch("toolkit.integrations.peft.merged_weights.save_merged", merge_on_a_full_disk):
         with pytest.raises(UserError, match=r"model folder .*/merged cannot be written \(.*\). Make room"):
             main_in_float64(config(folder, "stopped", **moved))

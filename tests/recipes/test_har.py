@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from activity.voting import VotedClassification
 from recipes import har
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import ROOT, run_distributed
+from tests.support.preempted import preempted_at
 from toolkit.data.batches import EvalBatches
-from toolkit.errors import Preempted, UserError
+from toolkit.errors import UserError
 from toolkit.run import cli
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.metrics import MetricSums
-from toolkit.train.trainer import Trainer
 
 STOP_AT = 8
 
@@ -35,19 +34,10 @@ def config(folder: Path, run: str, **changes: Any) -> har.Config:
 def train(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     """Each of `runs`, by name; the one that is called "stopped" is stopped by a signal, and continued."""
     os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
-    train_step = Trainer.train_step
-
-    def stopping(self: Trainer, batches: Any) -> None:
-        train_step(self, batches)
-        if self.state.step == STOP_AT:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     for name, changes in runs.items():
         if name == "stopped":
-            Trainer.train_step = stopping  # type: ignore[method-assign]
-            with in_float64(), pytest.raises(Preempted):
+            with in_float64(), preempted_at(STOP_AT):
                 har.main(config(folder, name, **changes))
-            Trainer.train_step = train_step  # type: ignore[method-assign]
         with in_float64():
             har.main(config(folder, name, **changes))
 

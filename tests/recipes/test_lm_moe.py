@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +19,10 @@ from language.small_models import describe_language_model
 from recipes import lm_moe
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
+from tests.support.preempted import preempted_at
 from toolkit.commands import main as toolkit_command
 from toolkit.data.text import load_text
-from toolkit.errors import Preempted, UserError
+from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.routing.traces import read_trace
 from toolkit.integrations.transformers import use_toolkit_kernel
@@ -30,7 +30,6 @@ from toolkit.run import cli
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.tasks.language_modeling import LanguageModeling
-from toolkit.train.trainer import Trainer
 
 STOP_AT = 7
 
@@ -76,17 +75,8 @@ def train(folder: Path, stop: bool) -> None:
     ):  # so that the last is not best
         main_in_float64(config(folder, "best", eval_every=0.25, checkpoint=worst, **moved))
     lm_moe.main(config(folder, "from weights", model=str(folder / "two" / "model"), max_steps=5))
-    train_step = Trainer.train_step
-
-    def stopping(self: Trainer, batches: Any) -> None:
-        train_step(self, batches)
-        if self.state.step == STOP_AT:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    Trainer.train_step = stopping  # type: ignore[method-assign]
-    with pytest.raises(Preempted):
+    with preempted_at(STOP_AT):
         main_in_float64(config(folder, "stopped", **moved))
-    Trainer.train_step = train_step  # type: ignore[method-assign]
     main_in_float64(config(folder, "stopped", **moved))
 
 

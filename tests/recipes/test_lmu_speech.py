@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from recipes.lmu_speech import Config, connected, debug, fsdd, guide, main
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.forked_python import run_forked
 from tests.support.helpers import run_distributed
-from toolkit.errors import Preempted
+from tests.support.preempted import preempted_at
 from toolkit.run.tracking.jsonl import read_metrics
 
 
@@ -63,17 +62,8 @@ def test_the_debug_preset_learns_resumes_and_leaves_a_recogniser(tmp_path, monke
     assert {path.name for path in (tmp_path / "whole" / "recogniser").iterdir()} == {"config.json", "model.safetensors"}
     # Stopped within the last of six epochs, and continued.
     halfway = debug().replace(run_dir=tmp_path / "run", tracker="none", cpu=True)
-    train_step = tk.Trainer.train_step
-
-    def stopping(self: tk.Trainer, batches: list) -> None:
-        train_step(self, batches)
-        if self.state.step == 165:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(tk.Trainer, "train_step", stopping)
-    with pytest.raises(Preempted):
+    with preempted_at(165):
         main(halfway)
-    monkeypatch.undo()
     monkeypatch.setenv("TOOLKIT_CACHE_DIR", str(tmp_path / "cache"))
     main(halfway)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ from recipes import vae_robustness
 from tests.recipes.digits_data import DIGITS
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
-from toolkit.errors import Preempted, UserError
+from tests.support.preempted import preempted_at
+from toolkit.errors import UserError
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.trainer import Trainer
 
 STOP_AT = 17
 
@@ -31,17 +29,8 @@ def train(folder: Path, name: str) -> None:
         vae_robustness.main(config(folder, name, corruption="resampled"))
     if name != "one":
         return
-    train_step = Trainer.train_step
-
-    def stopping(self: Trainer, batches: Any) -> None:
-        train_step(self, batches)
-        if self.state.step == STOP_AT:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    Trainer.train_step = stopping  # type: ignore[method-assign]
-    with in_float64(), pytest.raises(Preempted):
+    with in_float64(), preempted_at(STOP_AT):
         vae_robustness.main(config(folder, "stopped", corruption="resampled"))
-    Trainer.train_step = train_step  # type: ignore[method-assign]
     with in_float64():
         vae_robustness.main(config(folder, "stopped", corruption="resampled"))
     for objective in ("supervised", "pseudo_label"):

@@ -29,6 +29,8 @@ from toolkit.integrations.transformers.compat import names_of_separate_experts
 SKETCH = 16
 NEAR = 0.5
 """An expert is another one's of the base if its distance to that is below this times the distance to its own."""
+FAR = 1.2
+"""An expert is none of the base's if its distance to each is above this times the norm: 1.41 for independent values."""
 MOST_NAMED = 8
 PIECE = 2**22
 """Elements that are converted at a time."""
@@ -127,16 +129,19 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         if base is not None:
             _collect(found, _check_base(checkpoint, layers, base))
     elif base is not None:
-        of_base = {
-            key: matrix
-            for key, matrix in find_matrices(base).items()
-            if key in matrices and _shape(base, matrix) == _shape(checkpoint, matrices[key])
-        }
-        if not of_base:
+        pairs = {key: (matrices[key], other) for key, other in find_matrices(base).items() if key in matrices}
+        listed = {key: (_listed(checkpoint, mine), _listed(base, other)) for key, (mine, other) in pairs.items()}
+        of_base = {key: other for key, (_, other) in pairs.items() if listed[key][0].shape == listed[key][1].shape}
+        cut = [key for key in pairs if key not in of_base and not any(_is_integer(x.dtype) for x in listed[key])]
+        if not of_base and not cut:
             raise UserError(
                 f"against={str(against)!r}: has no experts of the same names and shapes. Give the same format and "
                 "family."
             )
+        for layer, name in cut:
+            ours, theirs = (each.shape for each in listed[layer, name])
+            said = f"{layer}: {name} of an expert has shape {ours}, and {theirs} in the base"
+            found.findings.append(Finding("base", said, _tensors(matrices[layer, name], matrices[layer, name].places)))
         common = {place for matrix in of_base.values() for place in matrix.places.values()}
         _collect(found, _check_order(layers, summaries, of_base, summarize(base, common, sketches=True)))
     if isinstance(checkpoint, AdapterFiles):
@@ -144,11 +149,11 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     return found
 
 
-def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
-    """Return the shape of one expert's matrix."""
+def _listed(checkpoint: Checkpoint, matrix: Matrix) -> Listed:
+    """Return shape and type of one expert's matrix."""
     place = next(iter(matrix.places.values()))
-    shape = checkpoint.tensors[place.tensor].shape
-    return shape if place.size is None else (place.size, *shape[1:])
+    listed = checkpoint.tensors[place.tensor]
+    return listed if place.size is None else listed._replace(shape=(place.size, *listed.shape[1:]))
 
 
 def _collect(found: Audit, check: Iterator[str | Finding]) -> None:
@@ -179,7 +184,8 @@ def _summary(parts: Iterable[Tensor], sketch: NDArray[Any] | None = None) -> Sum
         rows_RD = part.reshape(-1, part.shape[-1] if part.ndim > 1 else 1)
         rows += len(rows_RD)
         if not (rows_RD[0].any() and rows_RD[-1].any()):
-            zero_rows += sum(len(piece) - int(piece.any(1).sum()) for piece in _pieces(rows_RD))
+            pieces = rows_RD.split(max(1, PIECE // rows_RD.shape[1]))
+            zero_rows += sum(len(piece) - int(piece.any(1).sum()) for piece in pieces)
         broken = broken or _broken(part)
     is_constant = len(constants) == 1 and None not in constants
     return Summary(digest.digest(), is_constant, rows == zero_rows, rows, zero_rows, broken, sketch)
@@ -192,10 +198,6 @@ def _constant(value: Tensor) -> bytes | None:
     if bool((elements[:: max(1, len(elements) // SAMPLES)] != first).any()):
         return None
     return None if any(bool((piece != first).any()) for piece in elements.split(PIECE)) else first.numpy().tobytes()
-
-
-def _pieces(rows_RD: Tensor) -> Sequence[Tensor]:
-    return rows_RD.split(max(1, PIECE // rows_RD.shape[1]))
 
 
 def _broken(value: Tensor) -> str | None:
@@ -340,7 +342,10 @@ def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]])
         for matrix, form in itertools.product(matrices, set(forms.values())):
             listed = {e: checkpoint.tensors[place.tensor] for e, place in matrix.places.items() if forms[e] == form}
             types = {expert: tensor.dtype for expert, tensor in listed.items()}
-            shapes = {expert: tensor.shape for expert, tensor in listed.items() if not _is_text(tensor)}
+            # Vectors of bytes can be text, in which bitsandbytes keeps its settings.
+            shapes = {
+                e: t.shape for e, t in listed.items() if t.dtype.lower() not in ("u8", "uint8") or len(t.shape) > 1
+            }
             for of, values in (("types", types), ("shapes", shapes)):
                 if more := Counter(values.values()).most_common()[1:]:
                     mixed = True
@@ -350,11 +355,6 @@ def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]])
                     yield Finding("types", message, _tensors(matrix, odd))
     if layers and not mixed:
         yield "one type and shape for each matrix of a layer"
-
-
-def _is_text(listed: Listed) -> bool:
-    """Whether a tensor can be a text as bytes, in which bitsandbytes keeps its settings."""
-    return len(listed.shape) == 1 and listed.dtype.lower() in ("u8", "uint8")
 
 
 def _is_partly_zero(summary: Summary) -> bool:
@@ -620,6 +620,10 @@ def _check_order(
         distance_EE = np.linalg.norm(x_ED[:, None] - y_ED[None], axis=-1)
         own_E, nearest_E = distance_EE.diagonal(), distance_EE.argmin(1)
         moved = [i for i in range(len(experts)) if distance_EE[i, nearest_E[i]] < NEAR * own_E[i]]
+        alien = [experts[i] for i in range(len(experts)) if distance_EE[i].min() > FAR * np.linalg.norm(y_ED[i])]
+        if alien:
+            wrong = True
+            yield Finding("order", f"{layer}: {_named(alien)} are like no expert of the base", [])
         if moved:
             wrong = True
             said = ", ".join(f"{experts[i]} is {experts[nearest_E[i]]}" for i in moved[:MOST_NAMED])

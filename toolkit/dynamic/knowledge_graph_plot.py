@@ -117,7 +117,9 @@ def _draw_layer(
             axes.plot(x, y, marker="x", ms=9 * room + 2, mew=2, color=INK if just_removed else GREY, zorder=3)
             _beside(axes, (x, y), 12, str(uid), size=8, color=GREY)
             continue
-        colour = colours[node["top_classes"][0]] if _stands_out(node) else PLAIN
+        top = node["top_classes"][:1]
+        # A class is at least twice as frequent as with equal frequencies.
+        colour = colours[top[0]] if top and node["classes"][top[0]] >= 2 / len(node["classes"]) else PLAIN
         new = node["created_at"] > 0 and node["created_at"] > first_step
         rim: dict[str, Any] = {"mec": INK if new else "white", "mew": 2.5 if new else 1.2}
         axes.plot(x, y, marker="o", ms=2 * radius[uid], color=colour, zorder=3, **rim)
@@ -128,11 +130,6 @@ def _draw_layer(
             share = 100 * node["share"]
             text = f"{seen:.0f} % class {most}\n{share:.0f} % of load"
             _beside(axes, (x, y), radius[uid] + 4, text, size=5 + 3 * room, color=INK)
-
-
-def _stands_out(node: Mapping[str, Any]) -> bool:
-    """Returns whether one class is at least twice as frequent as with equal frequencies."""
-    return bool(node["top_classes"]) and node["classes"][node["top_classes"][0]] >= 2 / len(node["classes"])
 
 
 def _beside(axes: Axes, point: Point, distance: float, text: str, *, size: float, color: str) -> None:

@@ -60,7 +60,8 @@ def open_folder(
     """
     folder = folder_to_continue() or config.run_dir
     if config.resume == "yes":
-        folder = folder or _newest(name)
+        configs = sorted((RUNS / name).glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
+        folder = folder or (configs[-1].parent if configs else None)
         is_there = folder is not None and (folder / "config.json").exists()
         if not is_there and storage is None:
             raise UserError(f"resume='yes': no run in {folder or RUNS / name}. Leave it out to begin one.")
@@ -177,12 +178,6 @@ def _create_new(parent: Path) -> Path:
             folder.mkdir()
             return folder
         number += 1
-
-
-def _newest(name: str) -> Path | None:
-    """Return the folder of the latest run of this recipe."""
-    configs = sorted((RUNS / name).glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
-    return configs[-1].parent if configs else None
 
 
 def _run_to_continue(folder: Path, name: str, config: RunConfig, say: Callable[[str], None]) -> dict[str, Any] | None:

@@ -14,18 +14,13 @@ from toolkit.run.config.run import RunConfig
 SEEN = ".ranks"
 
 
-def is_on_one_machine(world_size: int) -> bool:
-    """Return whether all ranks are on this machine, according to the launcher."""
-    return ranks_per_node(world_size) >= world_size
-
-
 def folder_of_machine(folder: Path, config: RunConfig, rank: int, world_size: int) -> tuple[Path, list[int]]:
     """Return the folder of the run on this machine, and the ranks that share it. A collective.
 
     This is the main process's `folder`; on several machines, `run_dir` if given. Raises UserError on all ranks if some
     ranks do not share the folder and there is no storage.
     """
-    if is_on_one_machine(world_size):
+    if ranks_per_node(world_size) >= world_size:
         return folder, list(range(world_size))
     if config.run_dir is not None:
         folder = config.run_dir.resolve()

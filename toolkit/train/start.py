@@ -111,7 +111,8 @@ def describe_start(
     mixed = run.accelerator.mixed_precision
     kind = next(model.parameters()).dtype
     precision = str(kind).removeprefix("torch.") if mixed == "no" else f"mixed precision {mixed}"
-    rows = [("device", f"{run.device.type}{_gpus(run)}, {processes}, {precision}{_other_gpus(run)}")]
+    gpus = f" ({gpu_names()})" if run.device.type == "cuda" else ""
+    rows = [("device", f"{run.device.type}{gpus}, {processes}, {precision}{_other_gpus(run)}")]
     if run.device.type == "cpu" and (limit := memory_limit_bytes()) is not None:
         rows.append(("memory limit", f"{limit / 2**30:.1f} GiB for all processes"))
     total, active = count_parameters(model, config.top_k if isinstance(config, ExpertRunConfig) else None)
@@ -129,10 +130,6 @@ def describe_start(
     if config.scale_lr is not None:
         rows.append(("peak lr", f"{config.peak_lr:g}, scaled from {config.lr:g} for {config.scale_lr} samples"))
     return rows
-
-
-def _gpus(run: Run) -> str:
-    return f" ({gpu_names()})" if run.device.type == "cuda" else ""
 
 
 def _other_gpus(run: Run) -> str:

@@ -205,7 +205,8 @@ def _draw_loads(
         ids = [e for e in range(known) if e in active or any(shares[e] for _, shares in points if len(shares) > e)]
         experts = len(ids)
         # Layers can grow, and non-finite numbers are null in JSON.
-        table = [[_percent(shares[e] if e < len(shares) else None) for e in ids] for _, shares in points]
+        padded = [[shares[e] if e < len(shares) else None for e in ids] for _, shares in points]
+        table = [[math.nan if share is None else 100 * share for share in row] for row in padded]
         fair = 100 / len(active)
         if experts <= MOST_LINES:
             marker = "o" if len(points) == 1 else ""
@@ -241,10 +242,6 @@ def name_rows(axes: Axes, ids: Sequence[int]) -> None:
     """Label some rows of a heat map with their ids."""
     named = spread(range(len(ids)), MOST_NAMED)
     axes.set_yticks([row + 0.5 for row in named], [str(ids[row]) for row in named])
-
-
-def _percent(share: float | None) -> float:
-    return math.nan if share is None else 100 * share
 
 
 def _draw_placement(figure: Figure, *, experts: Experts) -> None:

@@ -77,8 +77,7 @@ class WandB:
             except Exception as error:
                 reason = one_line(error)
                 self._id_file.unlink()  # the W&B service does not start a second run with the same id
-        self._init("offline")
-        folder = self._run_folder()
+        folder = Path(self._init("offline").dir).parent
         if not folder.is_relative_to(self.folder):  # W&B falls back to another folder if it cannot write there
             return f"W&B is offline ({reason}), and {self.folder} takes no files of it; metrics.jsonl has every line."
         return f"W&B is offline ({reason}); wandb sync {shlex.quote(str(folder))} uploads the run."
@@ -120,10 +119,6 @@ class WandB:
             path.parent.mkdir(exist_ok=True)
             write_text(path, secrets.token_hex(4))
         return path.read_text().strip()
-
-    def _run_folder(self) -> Path:
-        assert self._tracker is not None
-        return Path(self._tracker.tracker.dir).parent
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         assert self._tracker is not None
