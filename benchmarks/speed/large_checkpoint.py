@@ -1,24 +1,26 @@
-"""A pretrained mixture that no process could hold: what loading it into spread experts takes, in memory and in time.
+"""Memory and time of loading an MoE checkpoint that does not fit on one process, into sharded experts.
 
     python benchmarks/speed/large_checkpoint.py                      20 GB on disk, ten minutes; needs 24 GiB of memory
     python benchmarks/speed/large_checkpoint.py --gigabytes 2 --processes 1 2 4
     python benchmarks/speed/large_checkpoint.py --offload --leave 12       experts of 20 GB in 12 GB of memory
     python benchmarks/speed/large_checkpoint.py --save --gigabytes 5 --processes 4
+    python benchmarks/speed/large_checkpoint.py --transformers --gigabytes 5   and transformers' own sharded load
+    python benchmarks/speed/large_checkpoint.py --audit --processes 1          `toolkit audit` of 20 GB
 
-A checkpoint of the shape of Qwen3-30B-A3B (width 2,048, 128 experts of 768, top 8, bf16, a tensor per expert), with as
-many layers as `--gigabytes` asks for and random weights, is written to a temporary folder and deleted at the end. Each
-case runs in fresh processes: `ours` loads it with `experts_in_files()`, adds adapters of the experts, spreads them and
-makes two steps of training on 64 tokens; `stock` loads it with `from_pretrained` alone, as bf16. A process whose own
-memory passes its share of what the machine has ends, as it would at the hands of the system.
+The checkpoint has the shape of Qwen3-30B-A3B (width 2,048, 128 experts of 768, top 8, bf16, a tensor per expert), as
+many layers as `--gigabytes` needs, and random weights. It is written to a temporary folder, and each case runs in fresh
+processes. `ours` loads it with `experts_in_files()`, adds adapters of the experts, shards them and makes two training
+steps on 64 tokens; `stock` is `from_pretrained` on every rank. A process whose own memory exceeds its share of the
+machine's ends.
 
-Memory is what a process has of its own (proportional set size, anonymous pages: pages of files can be dropped), beyond
-what it had after its imports, at the most; `resident` counts pages of files, too. `expected` is what `toolkit plan`
-says of loading and training, from the configuration alone; of `stock`, all weights. A plain read is the time to read
-all files once, with nothing done to them, and nothing of them in the page cache. With `--offload` ours keeps its
-experts in a file, and with `--leave` another process holds all but so many GB of the memory that is free. With `--save`
-ours is loaded, spread and saved again, in files of at most 3 GB, and each tensor is compared with the checkpoint's;
-expected is then what a process has, and on rank 0 the tensors of a file.
-Writes benchmarks/results/large_checkpoint.json.
+Memory is the peak of a process's own (proportional set size, anonymous pages: pages of files can be dropped), minus
+that after its imports; `resident` counts pages of files, too. `expected` is by `toolkit plan`, from the configuration;
+for `stock`, all weights. A plain read reads all files once, without a page cache. With `--offload` experts stay in a
+file, and with `--leave` another process holds the free memory but for so many GB. With `--save` the model is loaded,
+sharded and saved again, in files of at most 3 GB, and each tensor is compared; expected is then the memory of a
+process, and on rank 0 that of a file's tensors. With `--transformers` both contenders train the norms only, for equal
+steps, and the second loads by `DistributedConfig(fsdp_size=world size, ep_size=world size)`.
+Writes benchmarks/results/large_checkpoint*.json.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ sys.path.insert(0, str(ROOT))
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.report import write_report
@@ -54,7 +57,16 @@ DIM, HIDDEN, EXPERTS, TOP_K, VOCAB = 2048, 768, 128, 8, 32_000
 EXPERT_BYTES = 3 * DIM * HIDDEN * 2
 LAYER_BYTES = EXPERTS * EXPERT_BYTES
 TOKENS, STEPS, FILE = 64, 2, 3
-OFFLOADED, SAVED = "ours, experts in a file", "ours, saved"
+OFFLOADED, SAVED, AUDITED = "ours, experts in a file", "ours, saved", "toolkit audit"
+NORMS, SHARDED = "ours, norms trained", "transformers' sharded load, norms trained"
+CASES = {
+    "offload": ("large_checkpoint_offloaded", (OFFLOADED,)),
+    "save": ("large_checkpoint_saved", (SAVED,)),
+    "audit": ("large_checkpoint_audited", (AUDITED,)),
+    "transformers": ("large_checkpoint_sharded", (NORMS, SHARDED)),
+}
+"""The record and its contenders by flag."""
+VERBS = {SAVED: "save", AUDITED: "audit"}
 
 
 def settings(layers: int) -> Any:
@@ -79,7 +91,7 @@ def settings(layers: int) -> Any:
 
 
 def write_checkpoint(folder: Path, layers: int) -> int:
-    """Write a file per layer, and return the bytes of all. The experts of a layer share a block of random numbers."""
+    """Write a file per layer, and return the bytes of all. The experts share random numbers, rolled and scaled."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -99,7 +111,8 @@ def write_checkpoint(folder: Path, layers: int) -> int:
     for part, state in files.items():
         for number in range(EXPERTS if part != "none" else 0):
             for name, value in expert.items():
-                state[f"model.layers.{part}.mlp.experts.{number}.{name}.weight"] = value.roll(number, 0)
+                scaled = value * (1 + int(part) / 64)
+                state[f"model.layers.{part}.mlp.experts.{number}.{name}.weight"] = scaled.roll(number, 0)
         file = f"model-{part}.safetensors"
         save_file(state, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(state, file)
@@ -183,7 +196,16 @@ def adapted(model: Any) -> Any:
     return get_peft_model(model, adapters, autocast_adapter_dtype=False)
 
 
-def load_and_train(folder: Path, limit: float, *, offload: bool = False) -> dict[str, float]:
+def with_norms_trained(model: Any) -> Any:
+    """The model with all but its norms frozen."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+def load_and_train(
+    folder: Path, limit: float, *, offload: bool = False, adapt: Callable[[Any], Any] = adapted
+) -> dict[str, float]:
     """One rank of ours."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -195,27 +217,44 @@ def load_and_train(folder: Path, limit: float, *, offload: bool = False) -> dict
     start = time.perf_counter()
     with experts_in_files(offload=folder if offload else None):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=kernel)
-    model = adapted(model)
+    model = adapt(model)
     accelerator = Accelerator(cpu=True)
     experts = ExpertParallel(accelerator)
     wrapped, optimizer = experts.prepare(
         model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     )
     seconds = time.perf_counter() - start
+    return {"seconds": seconds} | steps(wrapped, optimizer, accelerator.backward, watch)
+
+
+def load_sharded(folder: Path, limit: float) -> dict[str, float]:
+    """One rank of transformers' own sharded load."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    world, watch = dist.get_world_size(), Watch(limit)
+    start = time.perf_counter()
+    config = DistributedConfig(fsdp_size=world, ep_size=world)
+    model: Any = with_norms_trained(AutoModelForCausalLM.from_pretrained(folder, distributed_config=config))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds} | steps(model, optimizer, torch.Tensor.backward, watch)
+
+
+def steps(model: Any, optimizer: Any, backward: Callable[[Tensor], object], watch: Watch) -> dict[str, float]:
+    """Make training steps, and return their seconds and the memory before and in them."""
     own, resident = watch.peaks()
-    found = {"seconds": seconds, "own": own, "resident": resident}
-    draws = torch.Generator().manual_seed(accelerator.process_index)
+    draws = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     start = time.perf_counter()
     for _ in range(STEPS):
         ids = torch.randint(VOCAB, (1, TOKENS), generator=draws)
-        loss = wrapped(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
+        loss = model(input_ids=ids, labels=ids).loss
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    found["seconds of a step"] = (time.perf_counter() - start) / STEPS
-    found["own in training"] = watch.peaks()[0]
     assert torch.isfinite(loss)
-    return found
+    seconds = (time.perf_counter() - start) / STEPS
+    return {"own": own, "resident": resident, "seconds of a step": seconds, "own in training": watch.peaks()[0]}
 
 
 def load_and_save(folder: Path, limit: float) -> dict[str, float]:
@@ -257,6 +296,16 @@ def compare(folder: Path, saved: Path) -> None:
             assert torch.equal(one.get_tensor(name), other.get_tensor(name)), name
 
 
+def run_audit(folder: Path, limit: float) -> dict[str, float]:
+    """One process that audits."""
+    from toolkit.audit.checks import audit
+
+    watch, start = Watch(limit), time.perf_counter()
+    assert not audit(folder).findings
+    own, resident = watch.peaks()
+    return {"seconds": time.perf_counter() - start, "own": own, "resident": resident}
+
+
 def load_stock(folder: Path, limit: float) -> dict[str, float]:
     """One rank of `from_pretrained`."""
     from transformers import AutoModelForCausalLM
@@ -276,10 +325,13 @@ def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dic
         "ours": (load_and_train, expected_of(layout).total),
         OFFLOADED: (partial(load_and_train, offload=True), expected_of(replace(layout, offload="file")).total),
         SAVED: (load_and_save, layers * part + FILE * 1e9),
+        NORMS: (partial(load_and_train, adapt=with_norms_trained), total / processes),
+        SHARDED: (load_sharded, total / processes),
+        AUDITED: (run_audit, 1e9),
         "stock": (load_stock, total),
     }
     rank, expected = cases[name]
-    trains = name in ("ours", OFFLOADED)
+    trains = name in ("ours", OFFLOADED, NORMS, SHARDED)
     described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected / 1e9, 2)}
     forget_pages(folder)
     limit = psutil.virtual_memory().total / processes
@@ -294,7 +346,7 @@ def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dic
         "GB": round(most["own"], 2),
         "GB in training": round(most["own in training"], 2) if trains else None,
         "resident GB": round(most["resident"], 2),
-        f"seconds to {'save' if name == SAVED else 'load'}": round(most["seconds"], 1),
+        f"seconds to {VERBS.get(name, 'load')}": round(most["seconds"], 1),
         "seconds of a step": round(most["seconds of a step"], 2) if trains else None,
     }
     return described
@@ -304,17 +356,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=20.0, help="of the checkpoint, at least")
     parser.add_argument("--processes", type=int, nargs="+", default=[2])
-    parser.add_argument("--offload", action="store_true", help="keep experts in a file; in place of stock")
+    parser.add_argument("--offload", action="store_true", help="keep experts in a file")
     parser.add_argument("--save", action="store_true", help="load and save again")
-    parser.add_argument("--leave", type=float, metavar="GB", help="have another process hold the rest of the memory")
-    parser.add_argument("--folder", help="where it is written; else where temporary files are")
+    parser.add_argument("--transformers", action="store_true", help="compare with transformers' own sharded load")
+    parser.add_argument("--audit", action="store_true", help="toolkit audit")
+    parser.add_argument("--leave", type=float, metavar="GB", help="free memory; another process holds the rest")
+    parser.add_argument("--folder", help="folder of the checkpoint (default: that of temporary files)")
     options = parser.parse_args()
     layers = -int(-options.gigabytes * 1e9 // LAYER_BYTES)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         (total,) = run_distributed(write_checkpoint, 1, folder, layers, timeout_s=1200)  # whose memory ends with it
         seconds = plain_read(folder)
-        contenders = (OFFLOADED,) if options.offload else (SAVED,) if options.save else ("ours", "stock")
+        usual = "large_checkpoint" if len(options.processes) == 1 else "large_checkpoint_worlds", ("ours", "stock")
+        record, contenders = next((case for flag, case in CASES.items() if getattr(options, flag)), usual)
         with all_but(options.leave):
             rows = [
                 row(name, folder, processes, layers, total) for processes in options.processes for name in contenders
@@ -323,10 +378,8 @@ def main() -> int:
         shutil.rmtree(folder)
     columns = dict.fromkeys(key for each in rows for key in each)
     filled = [{key: each.get(key) for key in columns} for each in rows]
-    name = "large_checkpoint" if len(options.processes) == 1 else "large_checkpoint_worlds"
-    name = "large_checkpoint_offloaded" if options.offload else "large_checkpoint_saved" if options.save else name
     write_report(
-        name, filled, gigabytes=round(total / 1e9, 2), layers=layers, seconds_of_a_plain_read=round(seconds, 1)
+        record, filled, gigabytes=round(total / 1e9, 2), layers=layers, seconds_of_a_plain_read=round(seconds, 1)
     )
     return 0
 
