@@ -26,7 +26,7 @@ class Config(tk.RunConfig):
     dataset: str = "auto"
     """auto, mnist, fashion_mnist, digits, a folder of images, or owner/name of the Hub; :validation behind any."""
     method: Literal["fixmatch_vat", "fixmatch", "vat", "supervised"] = "fixmatch_vat"
-    """What images without a label are used for: confident pseudo-labels (fixmatch), virtual adversarial training (vat),
+    """Use of images without a label: confident pseudo-labels (fixmatch), virtual adversarial training (vat),
     both, or nothing."""
     labels: int = 100
     """Training images that keep their label, evenly over classes, drawn by --seed; the others have none."""

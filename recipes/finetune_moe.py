@@ -42,7 +42,7 @@ class Config(tk.ExpertRunConfig, tk.peft.AdapterOptions):
     force: bool = False
     """Try also where a process is expected to take more memory than is free."""
     assistant_only_loss: bool = False
-    """Of conversations, learn and evaluate what the assistant says alone."""
+    """Take the loss over the assistant's tokens of conversations only."""
     eval_blocks: PositiveInt | None = None
     """Blocks of each held-out text to evaluate, spread evenly over it; none: all."""
     compare: bool = False

@@ -24,7 +24,7 @@ class Config(tk.RunConfig):
     """The settings of a run; fields shared with other recipes are inherited."""
 
     mode: Literal["all_channels", "flatten", "average", "first"] = "all_channels"
-    """What the encoder sees at a time: all channels; each by itself, averaged over the window; their mean; the
+    """Input of the encoder: all channels; each by itself, averaged over the window; their mean; the
     first."""
     window_seconds: Annotated[float, Field(ge=1, le=60)] | None = None
     """Length of a window; None means 4 s, or the publisher's windows."""
@@ -33,7 +33,7 @@ class Config(tk.RunConfig):
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Fraction of a window that the next one shares; windows never span two trials."""
     fold: NonNegativeInt | None = None
-    """Which volunteers are held out; None means those of the official split, or fold 0."""
+    """Fold of held-out volunteers. None: the official split, or fold 0."""
     folds: Annotated[int, Field(ge=2)] = 5
     """Parts into which volunteers are divided."""
     width: Annotated[int, Field(ge=8, multiple_of=8)] = 16

@@ -25,7 +25,7 @@ class Config(tk.ExpertRunConfig):
     """The settings of a run; fields shared with other recipes are inherited."""
 
     architecture: Architecture = "qwen3_moe"
-    """Of a model from scratch; with --experts 0 its dense counterpart, Qwen3 or Mistral."""
+    """Family of a model from scratch, or with --experts 0 of its dense counterpart, Qwen3 or Mistral."""
     model: str | None = None
     """Start from the weights in this folder, or of this name on the Hub; they decide the model's sizes."""
     tokenizer: str = "bytes"

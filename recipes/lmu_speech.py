@@ -26,7 +26,7 @@ class Config(tk.RunConfig):
     encoder: Literal["memory", "attention"] = "memory"
     """memory: parallel memories, causal; attention: the encoder of the reference guide."""
     width: PositiveInt = 128
-    """Of the residual stream; `attention` has a head for each 64."""
+    """Width of the residual stream; `attention` has a head for each 64."""
     channels: PositiveInt = 16
     """Signals that each block of `memory` keeps; `attention` has one."""
     order: PositiveInt = 8

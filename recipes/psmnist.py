@@ -34,7 +34,7 @@ class Config(tk.RunConfig):
     blank_pixels: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the pixels of each training image that is hidden, other ones each time."""
     permutation: int = 0
-    """Which order of the pixels; the same for all seeds."""
+    """Seed of the order of the pixels; the same for all seeds of training."""
 
 
 def parallel() -> Config:

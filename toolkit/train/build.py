@@ -1,4 +1,4 @@
-"""What `fit` derives from a run's config, in the order in which it is decided. For other choices make a `Trainer`."""
+"""The parts that `fit` derives from a run's config, in order. For other choices make a `Trainer`."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class ExpectedMemory:
     step: int
     """The most that a step takes besides: activations, gradients and what is between them."""
     loading: int = 0
-    """What loading takes besides the weights, before there is an optimizer."""
+    """Memory of loading besides the weights, before there is an optimizer."""
     host: int = 0
-    """What stays outside, in the memory of a GPU's host, and is not in `total`."""
+    """Memory of a GPU's host, which is not in `total`."""
 
     @property
     def total(self) -> int:

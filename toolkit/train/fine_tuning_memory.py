@@ -48,9 +48,9 @@ class Layout:
     dtype: torch.dtype = torch.bfloat16
     """Type of the model's weights."""
     quantize: Literal["4bit"] | None = None
-    """As in `experts_in_files`."""
+    """Bits of frozen experts, as in `experts_in_files`."""
     offload: Literal["file", "host"] | None = None
-    """Where frozen experts are kept: in a file, which needs no memory; or in main memory, with those of two layers on
+    """Place of frozen experts: a file, which needs no memory; or main memory, with those of two layers on
     the GPU."""
     gradient_checkpointing: bool = False
     """Activation checkpointing."""

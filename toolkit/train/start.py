@@ -1,4 +1,4 @@
-"""What a run prints before its first step: device, processes, precision, data, parameters, steps, warnings."""
+"""The lines before the first step of a run: device, processes, precision, data, parameters, steps, warnings."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Replanner:
         """Busiest rank over the mean in the last window, mean over layers."""
         self._steps_of_parts = steps_of_parts(options.every)
         self._seconds_per_byte: float | None = None
-        """Of the link between the ranks, measured before the first plan."""
+        """Seconds per byte of the link between ranks, measured before the first plan."""
         self.planner_seconds = 0.0
         """Spent on planning by this process."""
         self._explained: set[str] = set()

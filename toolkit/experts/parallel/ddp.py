@@ -1,4 +1,4 @@
-"""What DDP leaves out (experts, constant buffers), what it would miss, and the end of its process group."""
+"""Parameters and buffers that DDP leaves out, parameters that it would miss, and the end of its process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks are on which node, as the launcher says, and the ranks of an EP group on each."""
+"""The ranks of each node, by the launcher, and those of an EP group on each."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class Saved(NamedTuple):
 
     path: Path
     about: dict[str, Any]
-    """Its manifest."""
+    """The manifest of the checkpoint."""
     state: dict[str, Any]
     """The content of its state.json."""
 

@@ -14,7 +14,7 @@ class AdapterOptions(Options):
     lora_rank: NonNegativeInt = 8
     """Rank of the adapters (LoRA); 0 adds none and trains the model's own weights."""
     lora_alpha: PositiveFloat = 16.0
-    """What adapters add is scaled by this over the rank."""
+    """Adapters are scaled by this divided by the rank."""
     lora_experts: bool = True
     """Adapters of the experts."""
     lora_attention: bool = True

@@ -25,7 +25,7 @@ class Profile(Callback):
     """
 
     runs_after = (Checkpointing,)
-    """Which knows at what step training begins."""
+    """`Checkpointing` knows the step at which training begins."""
 
     def __init__(self) -> None:
         self.profiler: torch_profile | None = None

@@ -39,9 +39,9 @@ class Replan(Callback):
         """Rejected plans since the last log step, and of this process up to the last step."""
         self._predicted: dict[str, float] = {}
         self._windows = 0
-        """Those since the last move, over which `imbalance_after_moves` of the results is the mean."""
+        """Imbalances since the last move; `imbalance_after_moves` of the results is their mean."""
         self._seconds = (0.0, 0.0)
-        """Of planning and of migrating up to the last line, in this process."""
+        """Seconds of planning and of migrating up to the last log step, in this process."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         due = trainer.state.step % self.replanner.options.every == 0

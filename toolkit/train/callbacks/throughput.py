@@ -45,7 +45,7 @@ class Throughput(Callback):
 
     def __init__(self) -> None:
         self._begin_at = (0.0, 0, 0)
-        """Of the window: seconds on the host's clock, step and samples; 0 seconds before the first step."""
+        """Begin of the window: seconds on the host's clock, step and samples; 0 seconds before the first step."""
         self._samples = self._seconds = 0.0
         self._ends: list[float] = []
         self._world_size = 1

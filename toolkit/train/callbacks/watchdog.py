@@ -37,7 +37,7 @@ HANG = "hang"
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank does while some rank's step takes too long."""
+    """Actions of a rank while some rank's step takes too long."""
 
     rank: int
     late: bool
