@@ -1,10 +1,10 @@
 """Training steps on gloo with experts that move, compared with the same steps where they stay.
 
-    python benchmarks/speed/moving_experts.py                           every load on 2 and 4 processes, an hour
+    python benchmarks/speed/moving_experts.py                           every load on 2, 4 and 8 processes, an hour
     python benchmarks/speed/moving_experts.py --loads steep --worlds 2
 
 The model has two blocks of a dense network and an MoE layer with 16 experts, top 2, in float32. A step is a forward and
-a backward pass, clipping and AdamW. The router's choices are drawn: by Zipf's law with the hottest experts on the first
+a backward pass, clipping and fused AdamW. The router's choices are drawn: by Zipf's law with the hottest experts on the first
 rank, or as often as in a language model without balance loss (`recorded`, from `record_traces.py`; needs
 $TOOLKIT_DATA_DIR). `drifting` loads walk at random in each step and layer. Planners run every 8 steps, and times
 include migrations. All variants of a load get the same draws in one launch, in turns of 16 steps. Each round has new
@@ -187,7 +187,7 @@ class Live:
             spare_slots=rival.spare_slots,
             placement=lambda name, *_: placements[names.index(name)],
         )
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
         self.layers = list(moe_layers(model).values())
         self.model, self.optimizer = self.experts.prepare(model, optimizer)
         self.x = torch.randn(loads.tokens // self.world, DIM)
@@ -293,9 +293,9 @@ def table(measured: dict[str, Measured]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     example: list[dict[str, Any]] = []
