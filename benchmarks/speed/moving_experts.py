@@ -4,8 +4,8 @@
     python benchmarks/speed/moving_experts.py --loads steep --worlds 2
 
 The model has two blocks of a dense network and an MoE layer with 16 experts, top 2, in float32. A step is a forward and
-a backward pass, clipping and fused AdamW. The router's choices are drawn: by Zipf's law with the hottest experts on the first
-rank, or as often as in a language model without balance loss (`recorded`, from `record_traces.py`; needs
+a backward pass, clipping and fused AdamW. The router's choices are drawn: by Zipf's law with the hottest experts on the
+first rank, or as often as in a language model without balance loss (`recorded`, from `record_traces.py`; needs
 $TOOLKIT_DATA_DIR). `drifting` loads walk at random in each step and layer. Planners run every 8 steps, and times
 include migrations. All variants of a load get the same draws in one launch, in turns of 16 steps. Each round has new
 models and draws. Rounds permute the order in which models are made and the order of turns, because a model's memory is
