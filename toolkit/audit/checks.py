@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, value_of
-from toolkit.audit.tensors import AdapterFiles, Checkpoint, Listed, open_checkpoint
+from toolkit.audit.tensors import AdapterFiles, Checkpoint, open_checkpoint
 from toolkit.errors import UserError
 from toolkit.experts.state.tensor_files import first_not_finite
 from toolkit.integrations.transformers.compat import names_of_separate_experts
@@ -114,7 +114,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     summaries = summarize(checkpoint, places, sketches=against is not None)
     summaries |= {Place(name): _summary(checkpoint.parts(name)) for name in others}
     counts = {layer: _count(checkpoint, layers[layer]) for layer in layers}
-    for check in (
+    checks: list[Iterator[str | Finding]] = [
         _check_complete(checkpoint, layers, counts),
         _check_routers(checkpoint, layers, counts),
         _check_types(checkpoint, layers),
@@ -122,46 +122,37 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         _check_repeats(checkpoint, layers, summaries),
         _check_tied(checkpoint, summaries),
         _check_moments(checkpoint),
-    ):
-        _collect(found, check)
+    ]
     if isinstance(checkpoint, AdapterFiles):
-        _collect(found, _check_adapters(checkpoint, layers, summaries))
+        checks.append(_check_adapters(checkpoint, layers, summaries))
         if base is not None:
-            _collect(found, _check_base(checkpoint, layers, base))
+            checks.append(_check_base(checkpoint, layers, base))
     elif base is not None:
-        pairs = {key: (matrices[key], other) for key, other in find_matrices(base).items() if key in matrices}
-        listed = {key: (_listed(checkpoint, mine), _listed(base, other)) for key, (mine, other) in pairs.items()}
-        of_base = {key: other for key, (_, other) in pairs.items() if listed[key][0].shape == listed[key][1].shape}
-        cut = [key for key in pairs if key not in of_base and not any(_is_integer(x.dtype) for x in listed[key])]
+        of_base = {key: matrix for key, matrix in find_matrices(base).items() if key in matrices}
+        cut = list(_check_shapes(checkpoint, matrices, base, of_base))
+        of_base = {key: m for key, m in of_base.items() if _shape(base, m) == _shape(checkpoint, matrices[key])}
         if not of_base and not cut:
             raise UserError(
                 f"against={str(against)!r}: has no experts of the same names and shapes. Give the same format and "
                 "family."
             )
-        for layer, name in cut:
-            ours, theirs = (each.shape for each in listed[layer, name])
-            said = f"{layer}: {name} of an expert has shape {ours}, and {theirs} in the base"
-            found.findings.append(Finding("base", said, _tensors(matrices[layer, name], matrices[layer, name].places)))
         common = {place for matrix in of_base.values() for place in matrix.places.values()}
-        _collect(found, _check_order(layers, summaries, of_base, summarize(base, common, sketches=True)))
-    if isinstance(checkpoint, AdapterFiles):
-        found.findings = [replace(each, tensors=sorted(map(checkpoint.key, each.tensors))) for each in found.findings]
+        checks += [iter(cut), _check_order(layers, summaries, of_base, summarize(base, common, sketches=True))]
+    for each in itertools.chain(*checks):
+        if isinstance(each, str):
+            found.facts.append(each)
+        elif isinstance(checkpoint, AdapterFiles):
+            found.findings.append(replace(each, tensors=sorted(map(checkpoint.key, each.tensors))))
+        else:
+            found.findings.append(each)
     return found
 
 
-def _listed(checkpoint: Checkpoint, matrix: Matrix) -> Listed:
-    """Return shape and type of one expert's matrix."""
+def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
+    """Return the shape of one expert's matrix."""
     place = next(iter(matrix.places.values()))
-    listed = checkpoint.tensors[place.tensor]
-    return listed if place.size is None else listed._replace(shape=(place.size, *listed.shape[1:]))
-
-
-def _collect(found: Audit, check: Iterator[str | Finding]) -> None:
-    for each in check:
-        if isinstance(each, Finding):
-            found.findings.append(each)
-        else:
-            found.facts.append(each)
+    shape = checkpoint.tensors[place.tensor].shape
+    return shape if place.size is None else (place.size, *shape[1:])
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -598,11 +589,23 @@ def _number(layer: str) -> str:
     return found[1] if found else layer
 
 
+Matrices = Mapping[tuple[str, str], Matrix]
+"""By layer and name."""
+
+
+def _check_shapes(checkpoint: Checkpoint, matrices: Matrices, base: Checkpoint, of_base: Matrices) -> Iterator[Finding]:
+    """Find matrices of another shape than in the base, unless integers are packed."""
+    for (layer, name), theirs in of_base.items():
+        ours = matrices[layer, name]
+        places = [(checkpoint, place) for place in ours.places.values()] + [(base, p) for p in theirs.places.values()]
+        types = {files.tensors[place.tensor].dtype for files, place in places}
+        if _shape(checkpoint, ours) != _shape(base, theirs) and not any(map(_is_integer, types)):
+            said = f"has shape {_shape(checkpoint, ours)} in an expert, and {_shape(base, theirs)} in the base"
+            yield Finding("base", f"{layer}: {name} {said}", _tensors(ours, ours.places))
+
+
 def _check_order(
-    layers: Mapping[str, Sequence[Matrix]],
-    summaries: Summaries,
-    of_base: Mapping[tuple[str, str], Matrix],
-    base: Summaries,
+    layers: Mapping[str, Sequence[Matrix]], summaries: Summaries, of_base: Matrices, base: Summaries
 ) -> Iterator[str | Finding]:
     """Find experts that are nearer to another expert of the base, and gates that are nearer to its other half."""
     compared, wrong = 0, False
@@ -633,7 +636,7 @@ def _check_order(
         if swapped := _swapped_halves(matrices, summaries, of_base, base):
             wrong = True
             yield Finding("halves", f"{layer}: gate and up are swapped in {_named(swapped)}", [])
-    if not wrong:
+    if compared and not wrong:
         yield f"experts, gates and ups of {compared} layers are in the order of the base"
 
 
@@ -643,9 +646,7 @@ def _sketches(matrix: Matrix | None, summaries: Summaries) -> dict[int, NDArray[
     return {expert: sketch for expert, sketch in found.items() if sketch is not None}
 
 
-def _swapped_halves(
-    matrices: Sequence[Matrix], summaries: Summaries, of_base: Mapping[tuple[str, str], Matrix], base: Summaries
-) -> list[int]:
+def _swapped_halves(matrices: Sequence[Matrix], summaries: Summaries, of_base: Matrices, base: Summaries) -> list[int]:
     """Return the experts whose gate is nearer to the base's up than to its gate."""
     swapped: set[int] = set()
     for matrix in matrices:

@@ -57,9 +57,9 @@ def identity_of(table: TensorTable) -> dict[str, Any]:
         rows_read += len(rows)
         if bytes_read >= MOST_BYTES:
             break
+    means = {name: (total / rows_read).nan_to_num().tolist() for name, total in sums.items()}
     moments = {
-        name: [round(x, 9) for x in _of_sums(*(total / rows_read).nan_to_num().tolist())]
-        for name, total in sums.items()
+        name: [round(x, 9) for x in (mean, math.sqrt(square), tilt)] for name, (mean, square, tilt) in means.items()
     }
     return {
         "rows": len(table),
@@ -68,10 +68,6 @@ def identity_of(table: TensorTable) -> dict[str, Any]:
         "pixels": pixels.hexdigest(),
         "decoder": f"{platform.machine()}, Pillow {version('pillow')}",
     }
-
-
-def _of_sums(mean: float, square: float, tilt: float) -> tuple[float, float, float]:
-    return mean, math.sqrt(square), tilt
 
 
 def identity_of_length(rows: int) -> dict[str, Any]:

@@ -78,7 +78,10 @@ def fine_tuning_memory(
         >>> adapt = partial(add_adapters, options=AdapterOptions())
         >>> fine_tuning_memory(AutoConfig.from_pretrained("Qwen/Qwen3-30B-A3B"), layout, adapt).total / 2**30
     """
-    of_layers = partial(_expect, config, layout, adapt, build_optimizer or _adamw)
+    build = build_optimizer or (
+        lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    )
+    of_layers = partial(_expect, config, layout, adapt, build)
     few, more = FEW_LAYERS
     layers = config.num_hidden_layers
     if layers <= more:
@@ -108,10 +111,6 @@ def _expect(
     if layout.offload == "file":
         return replace(found, weights=weights)
     return replace(found, weights=weights + 2 * max(frozen), host=sum(frozen))
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
 
 def _rank_of_model(
