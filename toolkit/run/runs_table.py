@@ -80,7 +80,7 @@ def gather(
     found = []
     named = [axis.replace("-", "_") for axis in axes]
     for path in sorted(folder.glob("*/results.json")):
-        remedy = f"delete {path.parent}, and run the same command again to repeat that run"
+        remedy = f"Delete {path.parent}, and run the same command again to repeat that run"
         config = read_json(path.parent / "config.json", remedy)
         settings = {name: value for name, value in leaves(config) if name in named or decides_what_is_learned(name)}
         found.append((path.parent.name, settings, read_json(path, remedy)))

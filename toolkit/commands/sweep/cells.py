@@ -106,7 +106,7 @@ class CellRunner:
     def _check_defaults(self, cell: Cell) -> None:
         """Raise UserError if the folder of `cell` holds a run from before a default changed."""
         path = self.folder / cell.digest / "config.json"
-        remedy = f"delete {path.parent}, and run the same command again to repeat that run"
+        remedy = f"Delete {path.parent}, and run the same command again to repeat that run"
         before = read_json(path, remedy) if path.exists() else {}
         for name, value in cell.config.items():
             if decides_what_is_learned(name) and before.get(name, value) != value:
