@@ -25,7 +25,7 @@ REFUSED_BEFORE_ANYTHING_STARTS = [
     ("--planner swap", "Did you mean --replan.planner?"),
     ("--zzz 1", "unknown flag --zzz"),
     ("something", "unknown preset 'something'"),
-    ("--run-dir=", "--run-dir needs a value"),
+    ("--run-dir=", "--run-dir: has no value"),
     ("--experts four", "Error parsing --experts: invalid literal"),
     ("--lr nan", "--lr nan: input should be"),
     ("--gradient-accumulation-steps 3", "--batch-size 64: it must divide by"),

@@ -52,7 +52,7 @@ def test_load_images_folder_of_the_set_is_read(tmp_path):
 def test_load_images_folder_read_as_named_set_has_another_cache_entry(tmp_path):
     folder = write_parquet_set(tmp_path / "images")
     assert load("mnist", folder).num_classes == 10
-    assert "the label 4 in row 0, which no training row has" in refusal(str(folder))
+    assert "no training row has the label 4 of row 0" in refusal(str(folder))
 
 
 def test_a_set_is_read_from_a_folder_of_sets(tmp_path):
@@ -192,7 +192,7 @@ def test_rows_of_a_file_have_labels_that_are_words_or_numbers_and_a_validation_s
     assert [len(table) for table in (data.train, data.test, data.validation)] == [6, 1, 1]
     assert data.validation.columns["label"].tolist() == [0]
     write_parquet(tmp_path / "test.parquet", [ONE_IMAGE], ["perhaps"], image="img")
-    assert "the label 'perhaps' in row 0, which no training row has" in refusal(str(tmp_path))
+    assert "no training row has the label 'perhaps' of row 0" in refusal(str(tmp_path))
 
 
 def test_load_images_labels_beyond_the_number_of_images(tmp_path):
@@ -213,7 +213,7 @@ def test_load_images_class_without_training_images_raises(tmp_path):
     for split, name in (("train", "a"), ("train", "b"), ("test", "a"), ("test", "c")):
         (tmp_path / split / name).mkdir(parents=True)
         (tmp_path / split / name / "0.png").write_bytes(ONE_IMAGE)
-    assert "the label 2 in row 1, which no training row has" in refusal(str(tmp_path))
+    assert "no training row has the label 2 of row 1" in refusal(str(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["./no_such_folder", "~/no/such/folder", "no/such/folder"])

@@ -96,7 +96,7 @@ def test_inactive_experts_get_no_gradient() -> None:
     ("experts", "most", "message"),
     [
         (4, 2, "^max_experts=2: take num_experts=4 or more"),
-        (1, 6, "^top_k=2: take 1 to 1, the experts that are active"),
+        (1, 6, "^top_k=2: is not within the active experts. Use 1 to 1"),
     ],
 )
 def test_a_layer_of_dynamic_experts_names_its_own_arguments(experts: int, most: int, message: str) -> None:

@@ -189,7 +189,7 @@ def test_a_run_that_is_killed_before_its_pictures_are_drawn_is_completed_by_the_
         run.draw_at_finish(lambda _, results: drawn.append(results["steps"]) or {})
         run.finish({"steps": 1})
     assert drawn == [1]
-    with pytest.raises(UserError, match="holds a finished run"):
+    with pytest.raises(UserError, match="has a finished run"):
         start_run("toy", config(run_dir=tmp_path))
 
 
@@ -224,7 +224,7 @@ def test_run_whose_plots_find_no_room_is_completed_by_the_same_command(tmp_path)
             run.finish({"steps": 20})
     with start_run("toy", config(run_dir=tmp_path)) as run:
         assert run.finish({"steps": 20})["steps"] == 20
-    with pytest.raises(UserError, match="holds a finished run"):
+    with pytest.raises(UserError, match="has a finished run"):
         start_run("toy", config(run_dir=tmp_path))
 
 

@@ -151,7 +151,7 @@ class Longer(Stream):
     [
         (loader("shuffled"), {"batch_size": 16}, "batch_size=16: the DataLoader gives 8 samples"),
         (loader("stream"), {}, "max_steps=None: the training data have no length"),
-        (DataLoader(Longer(), BATCH, collate_fn=collate), {"epochs": 2}, "ended after 6 of 9 steps"),
+        (DataLoader(Longer(), BATCH, collate_fn=collate), {"epochs": 2}, "ended after 6 batches, and its length is 9"),
         (
             DataLoader(Points(), BATCH, sampler=DistributedSampler(Points(), 2, 0)),
             {},
@@ -160,10 +160,10 @@ class Longer(Stream):
         (
             DataLoader(Points(), BATCH, collate_fn=lambda _rows: {"input": torch.zeros(3), "label": torch.zeros(2)}),
             {},
-            "columns of unequal rows (input: 3, label: 2)",
+            "columns have unequal rows (input: 3, label: 2)",
         ),
         ([{"input": [0.0] * 4, "label": row % 3} for row in range(8)], {}, "unequal rows (input: 4, label: 8)"),
-        ([(torch.zeros(4), 0, 0)] * 8, {}, "a batch is a list: let samples be pairs (input, label) or"),
+        ([(torch.zeros(4), 0, 0)] * 8, {}, "a batch is a list. Return samples as pairs (input, label) or"),
     ],
 )
 def test_fit_data_that_cannot_be_trained_on_raise(tmp_path: Path, data: Any, settings: dict[str, Any], says: str):
@@ -199,7 +199,7 @@ def test_samples_may_be_in_a_tuple_or_by_number_in_a_dict(tmp_path: Path, kind: 
 def test_fit_test_data_that_are_empty_after_one_pass_raise(tmp_path: Path):
     config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=BATCH, epochs=2)
     data: Any = {"train": loader("shuffled"), "test": DataLoader(OnlyOnce(), BATCH, collate_fn=collate)}
-    with tk.start_run("loaders", config) as run, pytest.raises(UserError, match="the evaluation `eval` got no batches"):
+    with tk.start_run("loaders", config) as run, pytest.raises(UserError, match="evaluate: 'eval' has no batches"):
         standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data).fit()
 
 
@@ -243,7 +243,7 @@ def test_a_run_is_not_continued_on_a_loader_of_another_length(tmp_path: Path, mo
         return DataLoader(points, batch_size=BATCH, collate_fn=collate)
 
     monkeypatch.setitem(train.__globals__, "loader", shrinking)
-    with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows: give the dataset"):
+    with pytest.raises(UserError, match=r"started with train data of 46 rows, not of 45 rows. Give the dataset"):
         train(tmp_path / "run", "shrinking", stop_at=3)
 
 

@@ -80,7 +80,7 @@ def test_fact_7_two_cpu_processes_become_one_and_ours_refuses(scripts: Path):
     assert ours.returncode != 0
     assert worlds(ours) == []
     (error,) = errors(ours)
-    assert "was told to start 2 processes and started one" in error
+    assert "2 processes were requested, and one was started" in error
 
 
 def test_fact_7_a_gpu_config_with_use_cpu_makes_two_solo_runs_and_ours_makes_one_world(scripts: Path):

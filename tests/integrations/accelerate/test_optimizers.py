@@ -138,7 +138,7 @@ def test_unsupported_optimizer_raises() -> None:
     first, second = run_distributed(refusals, 2)
     assert first == second
     assert first[0].startswith("optimizer: Adafactor uses statistics of several experts")
-    assert first[1].startswith("optimizer Adagrad has state before the first step")
+    assert first[1].startswith("optimizer: Adagrad has state before its first step")
 
 
 def trained_with_two_optimizers(dense: Any) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ def one_of_two_optimizers() -> str:
 def test_fsdp2_parameter_in_no_optimizer_raises():
     first, second = run_distributed(one_of_two_optimizers, 2)
     assert first == second
-    assert first.startswith("parameter 'stem.weight' is in no optimizer that prepare was given")
+    assert first.startswith("prepare: 'stem.weight' is in no optimizer that was given")
 
 
 def states_loaded() -> list[str]:

@@ -103,7 +103,7 @@ def test_every_setting_reads_back_from_the_config_of_a_run(tmp_path: Path, confi
         ("epochs: many", "--epochs: invalid literal"),
         ("epochs: 0", "--epochs 0: input should be greater than 0"),
         ("cpu: 1", "--cpu 1: take true or false."),
-        ("betas: [[1], 2]", "--betas: a list or group within a list: write its values one after the other."),
+        ("betas: [[1], 2]", "--betas: is a list or group within a list. Write its values in one list."),
         ("epochs 3", "has no flags. Write a line for each"),
         ("", "has no flags. Write a line for each"),
         ("lr: 1\nepochs: [3", "is neither YAML nor JSON"),
