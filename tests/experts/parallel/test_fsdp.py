@@ -70,9 +70,7 @@ def skip_a_block_in_the_last_micro_batch() -> str:
 
 def test_a_block_that_only_the_last_micro_batch_skips_is_refused():
     for refusal in run_distributed(skip_a_block_in_the_last_micro_batch, 4):
-        assert refusal.startswith(
-            "with depth 1: blocks.1 was used by a micro-batch of this step and not by the last one"
-        )
+        assert refusal.startswith("with depth 1: fsdp_size: blocks.1 was used by a micro-batch and not by the last one")
 
 
 def use_a_block_twice() -> list[Tensor]:

@@ -255,7 +255,7 @@ def test_a_model_that_rank_0_cannot_write_ends_all_ranks_with_the_reason(tmp_pat
     for bug, disk, memory in run_distributed(errors_of_saving, 2, tmp_path):
         assert (type(bug), str(bug)) == (RuntimeError, "a setting that cannot be saved on rank 0")
         assert isinstance(disk, UserError)
-        assert f"model folder {tmp_path} cannot be written (No space left on device (os error 28)" in str(disk)
+        assert f"{tmp_path}: cannot be written (No space left on device (os error 28)" in str(disk)
         assert is_out_of_memory(memory)
     assert not any(tmp_path.iterdir())
 

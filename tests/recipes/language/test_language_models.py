@@ -112,7 +112,7 @@ def refusal_of_export(folder: Any) -> str:
 def test_a_tokenizer_that_rank_0_cannot_write_ends_all_ranks(tmp_path):
     refusals = run_distributed(refusal_of_export, 2, tmp_path / "model")
     assert len(set(refusals)) == 1
-    assert refusals[0].startswith(f"model folder {tmp_path / 'model'} cannot be written ([Errno 28] No space left")
+    assert refusals[0].startswith(f"{tmp_path / 'model'}: cannot be written ([Errno 28] No space left")
 
 
 def test_what_two_ranks_export_is_an_ordinary_model_with_the_same_logits(tmp_path):
