@@ -31,10 +31,10 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("load", "says"),
     [
-        (lambda: load_tokenizer("gpt2"), "tokenizer='gpt2' is neither a folder nor in the Hub's cache, and {hub}"),
+        (lambda: load_tokenizer("gpt2"), "tokenizer='gpt2': is neither a folder nor in the Hub's cache, and {hub}"),
         (
             lambda: model_folder("some/model"),
-            "model='some/model' is neither a folder nor in the Hub's cache, and {hub}",
+            "model='some/model': is neither a folder nor in the Hub's cache, and {hub}",
         ),
         (
             lambda: load_text(

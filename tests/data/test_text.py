@@ -113,11 +113,11 @@ def test_auto_prefers_shakespeare_and_says_when_it_is_not_there(tmp_path, monkey
 
 def test_the_folder_of_data_may_begin_with_a_tilde_and_is_named_where_it_lacks_the_text(tmp_path, monkeypatch):
     monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
-    with pytest.raises(UserError, match=r"tinyshakespeare': there is no data_dir and no \$TOOLKIT_DATA_DIR: give"):
+    with pytest.raises(UserError, match=r"tinyshakespeare': there is no data_dir and no \$TOOLKIT_DATA_DIR\. Give"):
         load("tinyshakespeare")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TOOLKIT_DATA_DIR", "~/data")
-    with pytest.raises(UserError, match=f"tinyshakespeare': {tmp_path}/data holds no tinyshakespeare/input.txt: give"):
+    with pytest.raises(UserError, match=f"tinyshakespeare': {tmp_path}/data holds no tinyshakespeare/input.txt. Give"):
         load("tinyshakespeare")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")

@@ -95,7 +95,7 @@ def test_inactive_experts_get_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("experts", "most", "message"),
     [
-        (4, 2, "^max_experts=2: take num_experts=4 or more"),
+        (4, 2, "^max_experts=2: is below num_experts=4"),
         (1, 6, "^top_k=2: is not within the active experts. Use 1 to 1"),
     ],
 )

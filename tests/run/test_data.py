@@ -29,7 +29,7 @@ def test_a_run_is_not_continued_on_other_data(tmp_path):
     with pytest.raises(Preempted):
         train(small_config(folder), Stop(7, "SIGTERM"))
     with pytest.raises(
-        tk.UserError, match=r"started with train data of 95 rows .*, not of 94 rows .*: give the dataset"
+        tk.UserError, match=r"started with train data of 95 rows .*, not of 94 rows .*\. Give the dataset"
     ):
         train_on(folder, rows=94)
     with pytest.raises(tk.UserError, match="started with train data of 95 rows"):

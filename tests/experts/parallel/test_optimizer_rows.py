@@ -138,7 +138,7 @@ def test_an_optimizer_with_statistics_over_rows_is_refused_where_rows_are_owned(
 def test_state_without_a_row_for_each_expert_is_refused_on_one_process() -> None:
     alone = nn.Parameter(torch.ones(4, 6))
     mark_owned(alone, row_ids=range(4), groups=ExpertGroups())
-    with pytest.raises(UserError, match=r"state 'exp_avg_sq_col' of 'Adafactor' has shape \(4,\) but the experts"):
+    with pytest.raises(UserError, match=r"state 'exp_avg_sq_col' of 'Adafactor' has shape \(4,\), and the experts"):
         refuse_coupled_rows(transformers_adafactor([alone]))
     refuse_coupled_rows(LayerwiseRate([alone]))
 

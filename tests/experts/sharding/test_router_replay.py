@@ -327,7 +327,7 @@ def set_first(value: Any) -> Callable[[Routes], Routes]:
         ),
         ("mixtral", lambda routes: changed(routes, lambda ids: ids[:, :1]), 1, "1 experts per token, .* takes 2"),
         ("softmax", set_first([0, 200]), 1, "up to expert 200, but layer .* takes 2 of"),
-        ("mixtral", set_first([-1, 2]), 1, r"in a part of their places \(token 4: \[-1, 2\]\): fill"),
+        ("mixtral", set_first([-1, 2]), 1, r"in a part of their places \(token 4: \[-1, 2\]\)\. Use -1"),
         ("mixtral", set_first([0, 0]), 1, r"have an expert twice.*token 4: \[0, 0\]"),
         ("mixtral", lambda routes: routes, 2, r"call 2 of layer .* has 30 tokens, but the recorded calls have \[30\]"),
         ("softmax", lambda routes: routes + routes, 1, "2 calls, but layer .* was called 1 times"),
