@@ -108,7 +108,8 @@ def write_checkpoint(folder: Path, layers: int) -> int:
     expert = {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()}
     weight_map: dict[str, str] = {}
     total = 0
-    for part, state in files.items():
+    for part in list(files):
+        state = files.pop(part)  # a layer in memory at a time
         for number in range(EXPERTS if part != "none" else 0):
             for name, value in expert.items():
                 scaled = value * (1 + int(part) / 64)

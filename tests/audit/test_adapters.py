@@ -89,8 +89,7 @@ def test_audit_of_saved_adapters_finds_nothing(
 def test_audit_of_faulty_adapters_names_the_fault(
     name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    edit, words = WEIGHTS.get(name, (None, SETTINGS.get(name, ("", ""))[1]))
-    settings = SETTINGS[name][0] if name in SETTINGS else {}
+    edit, settings, words = (WEIGHTS[name][0], {}, WEIGHTS[name][1]) if name in WEIGHTS else (None, *SETTINGS[name])
     code, said = audit(capsys, changed(saved / "adapter", tmp_path / "faulty", edit, **settings))
     assert code == 1
     assert words in said
@@ -151,7 +150,12 @@ def broken(tensors: Tensors) -> None:
         ("vllm", zero("lora_B"), "lora_B is zero in every expert: they were frozen", "0.down_proj.lora_B.weight"),
         ("vllm", drop(".experts.7."), "of 1 of 8 experts is missing: expert(s) 7", "0.up_proj.lora_B.weight"),
         ("vllm", add_expert, "of experts beyond 8: expert(s) 8", "8.up_proj.lora_B.weight"),
-        ("vllm", drop(".3.up_proj.lora_B"), "lora_A or lora_B alone in expert(s) 3", "3.up_proj.lora_A.weight"),
+        (
+            "vllm",
+            drop(".3.up_proj.lora_B"),
+            "up_proj has lora_A or lora_B alone in expert(s) 3",
+            "3.up_proj.lora_A.weight",
+        ),
         ("vllm", rename, "out_proj is no matrix of the base's experts", "0.out_proj.lora_A.weight"),
         ("vllm", move_layer, "layers.2.mlp.experts: down_proj is no matrix of the base's", "0.down_proj.lora_A.weight"),
         ("vllm", other_rank, "down_proj.lora_A has another rank than 4", "2.down_proj.lora_A.weight"),

@@ -220,7 +220,8 @@ def test_audit_against_the_base_finds_experts_of_other_shapes_and_values(tmp_pat
     plant(state)
     write(tmp_path / "base", family, base)
     found = audit(write(tmp_path / "model", family, state), tmp_path / "base")
-    assert ("order" if plant is initialize else "base") in {each.check for each in found.findings}
+    # A square matrix keeps its shape when it is transposed.
+    assert ("order" if plant is initialize else "base") in {each.check for each in found.findings} <= {"base", "order"}
 
 
 def edit_index(folder: Path, edit: Callable[[dict[str, str]], Any]) -> None:

@@ -218,7 +218,7 @@ def bias(tensors: Tensors) -> None:
         ("vllm", without("layers.1", ".3.up_proj.lora_B"), "up_proj: not all of 8 experts"),
         ("vllm", without(".up_proj."), "not all of its linear layers"),
         ("vllm", without(".experts."), "has no adapters of experts"),
-        ("vllm", halve_a_rank, "and the rank 4"),
+        ("vllm", halve_a_rank, "not all experts have one type and the rank 4"),
         ("vllm", cast_an_expert, "down_proj: not all experts have one type"),
         ("vllm", cast_ups, "different lora_A or types"),
         ("vllm", bias, "not all of 8 experts"),

@@ -231,7 +231,7 @@ def test_images_of_16_bits_keep_their_upper_8(tmp_path):
 @pytest.mark.parametrize(
     ("images", "fault"),
     [
-        ([ONE_IMAGE] * 19 + [png(TEST[0][0][:20])], "has shape"),
+        ([ONE_IMAGE] * 19 + [png(TEST[0][0][:20])], "the image of row 1 has shape (20, 28)"),
         ([png(np.full((5, 5), 7, np.uint8))] * 20, "all pixels of the training images have one value"),
         ([ONE_IMAGE] * 19 + [b"no image"], "cannot be read"),
         ([ONE_IMAGE] * 20, "cannot be read (TypeError"),  # an error of the library

@@ -55,7 +55,7 @@ def test_an_encoders_tokenizer_and_one_without_a_separator(tmp_path, saved_token
     theirs = AutoTokenizer.from_pretrained(saved_tokenizer)
     theirs.eos_token = None
     theirs.save_pretrained(tmp_path / "none")
-    with pytest.raises(UserError, match="has no end-of-text token"):
+    with pytest.raises(UserError, match="has no end-of-text token, which separates documents"):
         load_tokenizer(str(tmp_path / "none"))
     theirs.sep_token = "the"
     theirs.save_pretrained(tmp_path / "encoder")

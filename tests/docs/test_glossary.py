@@ -67,17 +67,14 @@ def test_every_file_uses_the_words_of_the_glossary():
 
 def test_texts_use_the_terms_of_the_field():
     found = []
-    for name in texts():
+    for name in [*texts(), "CHANGELOG.md", "CONTRIBUTING.md"]:
         if name.endswith(".md") and not name.startswith("docs/project/upstream/"):
             code = r"```.*?```|`[^`]*`|<!--.*?-->|\]\([^)]*\)"
             passages = [re.sub(code, " ", (ROOT / name).read_text(), flags=re.DOTALL)]
         elif name.endswith(".py") and name.startswith(("toolkit/", "recipes/")):
-            strings = (
-                node.value for node in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(node, ast.Constant)
-            )
-            passages = [
-                re.sub(r"`[^`]*`", " ", text) for text in strings if isinstance(text, str) and text.count(" ") > 2
-            ]
+            nodes = ast.walk(ast.parse((ROOT / name).read_text()))
+            strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            passages = [re.sub(r"`[^`]*`", " ", text) for text in strings if text.count(" ") > 2]
         else:
             continue
         for text in passages:

@@ -1,7 +1,5 @@
 """A run that is told to stop after a step, as by a scheduler."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -231,7 +231,7 @@ def test_what_needs_single_rows_says_so(tmp_path: Path):
     with tk.start_run("loaders", config) as run:
         data = {"train": loader("shuffled"), "test": loader("stream")}
         trainer = standard_trainer(run, tk.Classification(), nn.Linear(4, 3), **data)
-        with pytest.raises(UserError, match=r"cannot read a DataLoader"):
+        with pytest.raises(UserError, match=r"replay cannot read a DataLoader. Give a tk\.TensorTable"):
             _ = trainer.batches.order
 
 

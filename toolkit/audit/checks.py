@@ -597,11 +597,14 @@ def _check_shapes(checkpoint: Checkpoint, matrices: Matrices, base: Checkpoint, 
     """Find matrices of another shape than in the base, unless integers are packed."""
     for (layer, name), theirs in of_base.items():
         ours = matrices[layer, name]
-        places = [(checkpoint, place) for place in ours.places.values()] + [(base, p) for p in theirs.places.values()]
-        types = {files.tensors[place.tensor].dtype for files, place in places}
-        if _shape(checkpoint, ours) != _shape(base, theirs) and not any(map(_is_integer, types)):
-            said = f"has shape {_shape(checkpoint, ours)} in an expert, and {_shape(base, theirs)} in the base"
-            yield Finding("base", f"{layer}: {name} {said}", _tensors(ours, ours.places))
+        shape, wanted = _shape(checkpoint, ours), _shape(base, theirs)
+        if shape != wanted and not any(
+            _is_integer(files.tensors[place.tensor].dtype)
+            for files, matrix in ((checkpoint, ours), (base, theirs))
+            for place in matrix.places.values()
+        ):
+            said = f"{layer}: {name} has shape {shape} in an expert, and {wanted} in the base"
+            yield Finding("base", said, _tensors(ours, ours.places))
 
 
 def _check_order(

@@ -216,7 +216,9 @@ def _joined(name: str, parts: Sequence[LoRA], count: int) -> LoRA:
     if len(parts) != count:
         raise UserError(f"{name}: not all of its linear layers have adapters. A stacked layout cannot say so.")
     types = {(part.a_ERI.dtype, part.b_EOR.dtype) for part in parts}
-    if len(types) > 1 or len({part.a_ERI.view(torch.uint8).numpy().tobytes() for part in parts}) > 1:
+    if len(types) > 1 or any(
+        not torch.equal(part.a_ERI.view(torch.uint8), parts[0].a_ERI.view(torch.uint8)) for part in parts
+    ):
         raise UserError(f"{name}: its linear layers have different lora_A or types. A stacked layout has one.")
     return LoRA(parts[0].a_ERI, torch.cat([each.b_EOR for each in parts], 1))
 

@@ -60,8 +60,9 @@ def open_folder(
     """
     folder = folder_to_continue() or config.run_dir
     if config.resume == "yes":
-        configs = sorted((RUNS / name).glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
-        folder = folder or (configs[-1].parent if configs else None)
+        if folder is None:
+            configs = sorted((RUNS / name).glob("*/config.json"), key=lambda path: path.stat().st_mtime_ns)
+            folder = configs[-1].parent if configs else None
         is_there = folder is not None and (folder / "config.json").exists()
         if not is_there and storage is None:
             raise UserError(f"resume='yes': no run in {folder or RUNS / name}. Leave it out to begin one.")

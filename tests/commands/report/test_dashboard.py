@@ -113,4 +113,5 @@ def test_the_workspace_is_saved_and_its_failure_is_one_line(
 
     monkeypatch.setattr(ws.Workspace, "save", refuse)
     line = refusal(capsys, "wandb", "me/digits")
-    assert line.startswith("W&B rejects the workspace (ValueError: no such project and more). Check that me has")
+    rejected = "W&B rejects the workspace (ValueError: no such project and more)."
+    assert line == f"{rejected} Check that me has a project digits."
