@@ -77,13 +77,6 @@ families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md 
 matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md: parity of expert-parallel libraries with one process
 	$(PY) -m benchmarks.matrix.compare
 
-.PHONY: notebooks
-notebooks: export PYTHONPATH := $(CURDIR)
-notebooks: export PATH := $(abspath $(VENV))/bin:$(PATH)
-notebooks: $(VENV)/.installed-dev ## run the notebooks in docs/notebooks, and store in them what they show
-	for notebook in $(CURDIR)/docs/notebooks/*.ipynb; do cd "$$(mktemp -d)" && \
-	    MPLBACKEND=agg python $(CURDIR)/tests/support/notebook.py $$notebook --store || exit; done
-
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS= times
 	@for round in $$(seq $(ROUNDS)); do \

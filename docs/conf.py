@@ -19,8 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "extensions")]
 
 # The table of contents: captions, and below each its pages in the order in which they are read.
 CONTENTS = {
-    "Get started": [f"docs/start/{name}" for name in ("install", "quickstart", "which_way")]
-    + [f"docs/notebooks/{name}" for name in ("ten_minutes", "shard_experts", "adapters")],
+    "Get started": [f"docs/start/{name}" for name in ("install", "quickstart", "which_way")],
     "Guides": [
         "docs/train/accelerate",
         "docs/experts/transformers",
@@ -44,7 +43,6 @@ CONTENTS = {
     "Reference": [
         "docs/start/config",
         "docs/reference/metrics",
-        "docs/reference/exit_codes",
         "docs/reference/glossary",
         "docs/experts/transformers_families",
     ],
@@ -60,11 +58,10 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "markdown_docstrings",
-    "notebook_pages",
     "search_excerpts",
     "source_pages",
 ]
-source_suffix = {".md": "markdown", ".ipynb": "markdown", ".rst": "restructuredtext"}
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = [
     *("build", "runs", "tests", "**/.*", ".*", "**/site-packages"),
     # Pages for developers stay in the repository: links show their source, and the search has user pages only.

@@ -50,7 +50,7 @@ def misused(text: str) -> list[tuple[str, str]]:
 
 def texts() -> list[str]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    ends = (".py", ".pyi", ".md", ".ipynb", ".yaml", ".sh", ".sbatch", "Makefile")
+    ends = (".py", ".pyi", ".md", ".yaml", ".sh", ".sbatch", "Makefile")
     ours = [name for name in listed if name.endswith(ends)]
     return sorted(name for name in set(ours) - GLOSSARY if not name.startswith(HISTORY))
 

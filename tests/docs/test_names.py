@@ -37,7 +37,7 @@ def missing(text: str) -> list[str]:
 def texts() -> list[str]:
     folders = ["toolkit", "recipes", "docs", "README.md", "CONTRIBUTING.md"]
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
-    names = [name for name in listed.stdout.split() if name.endswith((".py", ".pyi", ".md", ".ipynb"))]
+    names = [name for name in listed.stdout.split() if name.endswith((".py", ".pyi", ".md"))]
     return [name for name in names if not name.startswith(HISTORY)]
 
 

@@ -26,7 +26,7 @@ def contents() -> list[str]:
 def pages() -> set[str]:
     """Return the user pages of the repository without the first one, which holds the table of contents."""
     listed = subprocess.run(
-        ["git", "ls-files", "docs/*.md", "docs/*.ipynb", "recipes/*.md"],
+        ["git", "ls-files", "docs/*.md", "recipes/*.md"],
         cwd=ROOT,
         capture_output=True,
         text=True,

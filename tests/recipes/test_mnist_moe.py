@@ -21,8 +21,11 @@ def small(config: Config, folder: Path, **changes: object) -> Config:
 def test_what_a_fresh_clone_trains_ends_balanced(seed: int, tmp_path: Path) -> None:
     """Of five seeds the busiest expert has 1.09 to 1.41 times the mean load, the least busy 0.77 to 0.93 times."""
     results = main(full().replace(seed=seed, dataset="digits", cpu=True, tracker="none", run_dir=tmp_path))
-    assert results["max_expert_load"] * 8 <= 1.5
-    assert results["min_expert_load"] * 8 >= 0.4
+    [load_E] = results["expert_load"].values()
+    assert len(load_E) == 8
+    assert sum(load_E) == pytest.approx(1, abs=1e-3)
+    assert max(load_E) * 8 <= 1.5
+    assert min(load_E) * 8 >= 0.4
     assert "expert_load_notice" not in results
 
 

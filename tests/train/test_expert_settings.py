@@ -108,16 +108,16 @@ def summary(
     ],
 )
 def test_an_uneven_load_is_a_line_of_the_summary_with_a_remedy(tmp_path: Path, settings: dict[str, Any], remedy: str):
-    said = "uneven in moe: the busiest expert has 4.0 times the mean load, the least busy 0.00 times"
-    assert f"expert load    {said}; {remedy}\n" in summary(tmp_path, 2, **settings)
+    said = "moe: the busiest expert has 4.0 times the mean load, the least busy 0.00 times"
+    assert f"uneven load      {said}; {remedy}\n" in summary(tmp_path, 2, **settings)
 
 
 def test_an_even_load_is_no_line_of_the_summary(tmp_path: Path):
-    assert "expert load" not in summary(tmp_path, None)
+    assert "uneven load" not in summary(tmp_path, None)
 
 
 def test_too_few_assignments_are_not_judged(tmp_path: Path):
-    assert "expert load" not in summary(tmp_path, 2, max_steps=7)
+    assert "uneven load" not in summary(tmp_path, 2, max_steps=7)
 
 
 class OwnTask:

@@ -53,11 +53,6 @@ class Replay:
     def changes(self) -> list[tuple[ExpertPlacement, ExpertPlacement]]:
         return list(zip(self.placements, self.placements[1:], strict=False))
 
-    @property
-    def experts_moved(self) -> list[int]:
-        """Physical experts that left their rank after each window."""
-        return [migration_cost(old, new, weight_bytes=0).experts for old, new in self.changes]
-
 
 def replay(
     loads: NDArray[Any],

@@ -9,6 +9,8 @@ from typing import Any
 
 RESTART_REASON = "run/restart_reason"
 """Key of the restart reason in metrics.jsonl."""
+FEW_EXPERTS = 16
+"""Of more experts the summary has the largest and the smallest load only."""
 
 
 def summarise(results: Mapping[str, Any], folder: Path) -> str:
@@ -37,8 +39,12 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     if has("validation_loss"):
         accuracy = f"{results['validation_accuracy']:.2%}, " if has("validation_accuracy") else ""
         rows.append(("validation", f"{accuracy}loss {results['validation_loss']:.4f}"))
+    for layer, shares in results.get("expert_load", {}).items():
+        percent = [f"{100 * share:.0f}" for share in sorted(shares, reverse=True)]
+        load = " ".join(percent) if len(percent) <= FEW_EXPERTS else f"{percent[0]} to {percent[-1]}"
+        rows.append(("load per expert", f"{load} % in {layer}"))
     if results.get("expert_load_notice"):
-        rows.append(("expert load", str(results["expert_load_notice"])))
+        rows.append(("uneven load", str(results["expert_load_notice"])))
     if (moved := moves(results)) is not None:
         rows.append(("moved experts", moved))
     if has("active_experts", "lifecycle_grow", "lifecycle_merge", "lifecycle_prune", "lifecycle_undone"):
@@ -77,8 +83,10 @@ def moves(results: Mapping[str, Any]) -> str | None:
         return None
     first, last = results["first_move_step"], results["last_move_step"]
     when = f"after step {first:,}" if first == last else f"after steps {first:,} to {last:,}"
-    before, after = results["imbalance_before_moves"], results["imbalance_after_moves"]
-    return f"{results['migrated_experts']:,} {when}; busiest rank over the mean {before:.2f} before, {after:.2f} since"
+    return (
+        f"{results['migrated_experts']:,} {when}; busiest rank over the mean "
+        f"{results['imbalance_before_moves']:.2f} before, {results['imbalance_after_moves']:.2f} since"
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -29,10 +29,10 @@ class ExpertLoad(Callback):
     `moe/load/<layer>` is the fraction of assignments of each expert and, with expert parallelism,
     `moe/rank_load/<layer>` the fraction of rows that each rank's experts compute. The metrics over all layers are from
     `toolkit.experts.routing.metrics`: `expert_metrics` always, and with expert parallelism `balance_metrics`,
-    `traffic_metrics`, `deduplicated_metrics` and `replica_metrics`. The results `min_expert_load` and `max_expert_load`
-    are the smallest and largest fraction over the last whole epoch, of experts that were active throughout it;
-    `expert_load_notice` is there where that epoch, or a run that ends within one, was uneven: a sentence for the
-    summary.
+    `traffic_metrics`, `deduplicated_metrics` and `replica_metrics`. Results are over the last epoch, or
+    the steps of a run that ends within its first one, of experts that were active throughout: `min_expert_load`, the
+    smallest fraction in any layer, and `expert_load`, the layer with the largest fraction and the fractions of its
+    experts. If the load was uneven, `expert_load_notice` describes it for the summary.
 
     Args:
         model: The model before it is prepared.
@@ -58,34 +58,32 @@ class ExpertLoad(Callback):
         if not (trainer.at_log_step or ends_epoch):
             return
         self._add(self.meter.fold())
-        if ends_epoch:
-            load_LE, self._epoch_load_LE = self._epoch_load_LE, self.meter.empty().load_LE
+        if ends_epoch or step == trainer.max_steps < per_epoch:
             active_LE = self.forwards.active()
-            whole_LE, self._stayed_active_LE = active_LE & self._stayed_active_LE, active_LE
-            if load_LE.any(1).all():
-                share_LE = load_LE / load_LE.sum(1, keepdims=True)
-                trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
-                trainer.results["max_expert_load"] = float(share_LE[whole_LE].max(initial=0))
-            self._judge(trainer, load_LE, whole_LE)
-        elif step == trainer.max_steps and step < per_epoch:
-            self._judge(trainer, self._epoch_load_LE, self.forwards.active() & self._stayed_active_LE)
+            self._sum_up(trainer, self._epoch_load_LE, active_LE & self._stayed_active_LE)
+            if ends_epoch:
+                self._epoch_load_LE, self._stayed_active_LE = self.meter.empty().load_LE, active_LE
         if trainer.at_log_step:
             shares, metrics = self.meter.read(trainer.state.step)
             for name, value in {**shares, **metrics}.items():
                 trainer.record(name, value)
 
-    def _judge(self, trainer: Trainer, load_LE: NDArray[Any], judged_LE: NDArray[Any]) -> None:
-        """Note the layer with the most uneven load, of the judged experts, where it is uneven."""
+    def _sum_up(self, trainer: Trainer, load_LE: NDArray[Any], whole_LE: NDArray[Any]) -> None:
+        """Set the results of an epoch, of the experts in `whole_LE`."""
+        if load_LE.any(1).all():
+            share_LE = load_LE / load_LE.sum(1, keepdims=True)
+            busiest = int((share_LE * whole_LE).max(1).argmax())
+            shares = share_LE[busiest][whole_LE[busiest]].round(4).tolist()
+            trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
+            trainer.results["expert_load"] = {self.meter.names[busiest]: shares}
         uneven = {}
-        for layer, load_E, judged_E in zip(self.meter.names, load_LE, judged_LE, strict=True):
-            experts = judged_E.sum()
-            if experts > 1 and load_E[judged_E].sum() >= FEW * experts:
-                times_mean_E = load_E[judged_E] / load_E[judged_E].mean()
-                busiest = times_mean_E.max()
-                least = times_mean_E.min()
-                if busiest > BUSY or least < IDLE:
-                    said = f"the busiest expert has {busiest:.1f} times the mean load, the least busy {least:.2f} times"
-                    uneven[busiest - least] = f"uneven in {layer}: {said}; {self._remedy(trainer)}"
+        for layer, load_E, whole_E in zip(self.meter.names, load_LE, whole_LE, strict=True):
+            if whole_E.sum() > 1 and load_E[whole_E].sum() >= FEW * whole_E.sum():
+                times_mean_E = load_E[whole_E] / load_E[whole_E].mean()
+                most, least = times_mean_E.max(), times_mean_E.min()
+                if most > BUSY or least < IDLE:
+                    said = f"the busiest expert has {most:.1f} times the mean load, the least busy {least:.2f} times"
+                    uneven[most - least] = f"{layer}: {said}; {self._remedy(trainer)}"
         trainer.results.pop("expert_load_notice", None)
         if uneven:
             trainer.results["expert_load_notice"] = uneven[max(uneven)]
