@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.muon import Muon, muon_groups, orthogonal
@@ -39,12 +41,19 @@ def test_muon_steps_other_parameters_as_adamw():
 
 
 def test_muon_groups_orthogonalizes_matrices_of_experts_and_hidden_layers():
-    model = nn.ModuleDict({"embedding": nn.Embedding(5, 8), "moe": make_moe(8, 12, 4, 2), "norm": nn.LayerNorm(8)})
+    sizes = Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2)
+    layers = {
+        "moe": make_moe(8, 12, 4, 2),
+        "sparse": Qwen3MoeSparseMoeBlock(sizes),
+        "linear": nn.Linear(8, 8, bias=False),
+    }
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 8), **layers, "norm": nn.LayerNorm(8)})
     names = {parameter: name for name, parameter in model.named_parameters()}
     chosen: dict[bool, set[str]] = {True: set(), False: set()}
     for group in muon_groups(model):
         chosen[group["orthogonalize"]] |= {names[parameter] for parameter in group["params"]}
-    assert chosen[True] == {"moe.router.weight", "moe.experts.up", "moe.experts.down"}
+    experts = {"moe.experts.up", "moe.experts.down", "sparse.experts.gate_up_proj", "sparse.experts.down_proj"}
+    assert chosen[True] == experts | {"linear.weight"}
     assert chosen[True] | chosen[False] == set(names.values())
 
 

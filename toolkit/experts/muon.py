@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.sharding.find import experts_modules
+from toolkit.experts.sharding.find import experts_modules, router_candidates
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The quintic Newton-Schulz iteration of Jordan et al. (https://kellerjordan.github.io/posts/muon), as in torch."""
@@ -20,7 +21,7 @@ Group = dict[str, Any]
 
 
 class Muon(Optimizer):
-    """Momentum that is orthogonalized for each matrix, and AdamW for vectors, embeddings and the output layer.
+    """Momentum that is orthogonalized for each matrix, and AdamW for vectors, embeddings, routers and the output layer.
 
     A stack of experts, shape (E, A, B), is E matrices: one batched Newton-Schulz iteration per stack, and no
     communication, because each rank has whole experts. The momentum of an expert is a row of the optimizer state, so
@@ -135,8 +136,9 @@ def orthogonal(matrices: Tensor) -> Tensor:
 def muon_groups(model: nn.Module) -> list[Group]:
     """Return the trainable parameters of a model as groups for `Muon`.
 
-    Matrices and stacks of expert matrices are orthogonalized. AdamW steps vectors, expert biases, embeddings, and the
-    output layer if the model has `get_output_embeddings`, as transformers' models have. Vectors have no weight decay.
+    Matrices and stacks of expert matrices are orthogonalized. AdamW steps vectors, expert biases, embeddings, routers
+    (orthogonalized ones left experts unused), and the output layer if the model has `get_output_embeddings`, as
+    transformers' models have. Vectors have no weight decay.
 
     Args:
         model: Before or after its experts are sharded.
@@ -144,14 +146,16 @@ def muon_groups(model: nn.Module) -> list[Group]:
     Returns:
         Groups with `"orthogonalize"`; a group that would be empty is left out.
     """
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    embeddings |= set() if head is None else {head.weight}
+    elementwise: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    elementwise += [module.router for module in model.modules() if isinstance(module, MoE)]
+    elementwise += [router for routers in router_candidates(model).values() for router in routers]
+    elementwise.append(getattr(model, "get_output_embeddings", lambda: None)())
+    by_adamw = {module.weight for module in elementwise if module is not None}
     stacked = {p for module in experts_modules(model).values() for p in module.parameters(recurse=False)}
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         is_expert = parameter in stacked or ownership_of(parameter) is not None
-        is_matrix = parameter.ndim == 2 + is_expert and parameter not in embeddings
+        is_matrix = parameter.ndim == 2 + is_expert and parameter not in by_adamw
         decays = parameter.ndim >= 2 + is_expert
         groups.setdefault((is_expert, is_matrix, decays), []).append(parameter)
     return [

@@ -66,17 +66,22 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UserError: An experts module has no sibling that could be its router, or several.
     """
-    found = {}
-    for name, experts in experts_modules(model).items():
-        siblings: list[Any] = list(model.get_submodule(outside_wrappers(name).rpartition(".")[0]).children())
-        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in siblings]
-        candidates = [m for m in children if rows_of_router(m) == num_experts(experts)]
+    for name, candidates in router_candidates(model).items():
         if len(candidates) != 1:
             raise UserError(
                 f"model: {len(candidates)} modules next to the experts at {name!r} could be their router. "
                 "Use a model with one router per MoE layer, with a weight row per expert."
             )
-        found[name] = candidates[0]
+    return {name: router for name, (router,) in router_candidates(model).items()}
+
+
+def router_candidates(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Return the siblings of each of the `experts_modules` that have a weight row per expert."""
+    found = {}
+    for name, experts in experts_modules(model).items():
+        siblings: list[Any] = list(model.get_submodule(outside_wrappers(name).rpartition(".")[0]).children())
+        children = [m.get_base_layer() if hasattr(m, "get_base_layer") else m for m in siblings]
+        found[name] = [m for m in children if rows_of_router(m) == num_experts(experts)]
     return found
 
 
