@@ -25,13 +25,8 @@ def contents() -> list[str]:
 
 def pages() -> set[str]:
     """Return the user pages of the repository without the first one, which holds the table of contents."""
-    listed = subprocess.run(
-        ["git", "ls-files", "docs/*.md", "recipes/*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    command = ["git", "ls-files", "docs/*.md", "recipes/*.md"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     developers = ("docs/start/migration/", "docs/start/tour", "docs/project/notes/", "docs/project/upstream/")
     return {path.rpartition(".")[0] for path in listed if not path.startswith(developers)}
 

@@ -44,11 +44,9 @@ def test_a_summary_says_how_many_experts_moved_and_what_it_was_good_for(tmp_path
     assert "moved" not in summarise({"recipe": "toy", "migrated_experts": 0}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("shares", "text"), [([0.38, 0.12, 0.5], "50 38 12 % in moe"), ([0.0, 0.4, *[0.03] * 20], "40 to 0 % in moe")]
-)
-def test_a_summary_has_the_load_per_expert(tmp_path, shares, text):
-    assert f"load per expert  {text}\n" in summarise({"recipe": "toy", "expert_load": {"moe": shares}}, tmp_path)
+def test_a_summary_has_the_load_per_expert(tmp_path):
+    for shares, text in (([0.38, 0.12, 0.5], "50 38 12"), ([0.0, 0.4, *[0.03] * 20], "40 to 0")):
+        assert f"load per expert  {text} % in moe\n" in summarise({"expert_load": {"moe": shares}}, tmp_path)
 
 
 def test_a_narrow_line_keeps_the_step_and_the_time_that_is_left():

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from toolkit.experts.layer.moe_layer import MoE
+from toolkit.experts.layer.router import TopKRouter
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.find import experts_modules, router_candidates
 
@@ -146,9 +146,8 @@ def muon_groups(model: nn.Module) -> list[Group]:
     Returns:
         Groups with `"orthogonalize"`; a group that would be empty is left out.
     """
-    elementwise: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    elementwise += [module.router for module in model.modules() if isinstance(module, MoE)]
-    elementwise += [router for routers in router_candidates(model).values() for router in routers]
+    elementwise: list[Any] = [m for m in model.modules() if isinstance(m, (nn.Embedding, TopKRouter))]
+    elementwise += [router for candidates in router_candidates(model).values() for router in candidates]
     elementwise.append(getattr(model, "get_output_embeddings", lambda: None)())
     by_adamw = {module.weight for module in elementwise if module is not None}
     stacked = {p for module in experts_modules(model).values() for p in module.parameters(recurse=False)}

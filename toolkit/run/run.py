@@ -53,7 +53,7 @@ from toolkit.run.micro_batches import MicroBatches
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import check_same_start, git_revision, versions
 from toolkit.run.storage import Storage
-from toolkit.run.summary import RESTART_REASON, restarts_of, summarise
+from toolkit.run.summary import RESTART_REASON, summarise
 from toolkit.run.tracking.guard import GuardedTracker
 from toolkit.run.tracking.jsonl import MetricsFile, last_tables, read_metrics
 from toolkit.run.tracking.trackers import check_installed, start_trackers
@@ -323,6 +323,7 @@ class Run:
             tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
 
     def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        restarted = [line for line in self.metrics() if RESTART_REASON in line]
         numbers = {
             "recipe": self.name,
             **self.facts,
@@ -334,7 +335,7 @@ class Run:
             **{f"{package}_version": version for package, version in versions().items()},
             "git_revision": git_revision(),
             "hardware": "; ".join(filter(None, (hardware(), gpu_names()))),
-            **restarts_of(self.metrics()),
+            "restarts": [f"at step {line['step']}: {line[RESTART_REASON]}" for line in restarted],
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         self._restore_folder()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         + "\n"
         for line in cells
     )
-
-
-def restarts_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the steps and reasons of restarts for results.json; {} without restarts."""
-    reasons = [f"at step {line['step']}: {line[RESTART_REASON]}" for line in metrics if RESTART_REASON in line]
-    return {"restarts": reasons} if reasons else {}
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> str:

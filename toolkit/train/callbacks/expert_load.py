@@ -73,9 +73,10 @@ class ExpertLoad(Callback):
         if load_LE.any(1).all():
             share_LE = load_LE / load_LE.sum(1, keepdims=True)
             busiest = int((share_LE * whole_LE).max(1).argmax())
-            shares = share_LE[busiest][whole_LE[busiest]].round(4).tolist()
             trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
-            trainer.results["expert_load"] = {self.meter.names[busiest]: shares}
+            trainer.results["expert_load"] = {
+                self.meter.names[busiest]: share_LE[busiest, whole_LE[busiest]].round(4).tolist()
+            }
         uneven = {}
         for layer, load_E, whole_E in zip(self.meter.names, load_LE, whole_LE, strict=True):
             if whole_E.sum() > 1 and load_E[whole_E].sum() >= FEW * whole_E.sum():
