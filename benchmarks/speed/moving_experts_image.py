@@ -117,7 +117,8 @@ def draw(first: dict[str, Any], last: dict[str, Any], milliseconds: tuple[float,
 
 def main() -> int:
     record = json.loads(RECORD.read_text())
-    times = {row["contender"]: row["ms a step"] for row in record["rows"] if row["processes"] == 2}
+    rows = [row for row in record["rows"] if (row["processes"], row["loads"]) == (2, "steep, larger")]
+    times = {row["contender"]: row["ms a step"] for row in rows}
     turns = record["example"]
     IMAGE.write_text(draw(turns[0], turns[-1], (times["blocks, never moved"], times["swap"])))
     print(IMAGE.relative_to(ROOT))
