@@ -68,6 +68,12 @@ def dynamic() -> Config:
     return full().replace(experts=4, max_experts=16, lifecycle=lifecycle)
 
 
+def dynamic_debug() -> Config:
+    """Takes seconds: dynamic experts that are split, merged and pruned on the embedded digits."""
+    short = dynamic().lifecycle.replace(grow_every=20, sleep_every=40, min_sleep_every=1, min_age=15)
+    return dynamic().replace(dataset="digits", epochs=6, dim=32, expert_hidden_size=16, log_every=10, lifecycle=short)
+
+
 def build_model(config: Config, data: tk.data.ImageData, groups: tk.experts.ExpertGroups) -> nn.Module:
     """Build pixels, linear stem, residual block (MoE layer or its dense control) and linear head."""
     hidden = config.expert_hidden_size
@@ -102,7 +108,9 @@ def main(config: Config) -> dict[str, Any]:
         return tk.fit(run, task, model, optimizer, data, augment=augment, callbacks=changes)
 
 
-PRESETS = {preset.__name__: preset for preset in (full, top2, debug, dynamic, dense, bias_balanced, no_balance)}
+PRESETS = {
+    preset.__name__: preset for preset in (full, top2, debug, dynamic, dynamic_debug, dense, bias_balanced, no_balance)
+}
 
 if __name__ == "__main__":
     tk.run_recipe(main, PRESETS, __doc__)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
-from PIL import Image
 
 from recipes.mnist_moe import PRESETS, main
 from tests.support.forked_python import run_forked
@@ -20,12 +19,6 @@ from toolkit.run import cli
 GUIDE = (ROOT / "docs" / "start" / "migration" / "morph.md").read_text()
 COMMANDS = re.findall(r"^\| .*\| `(dynamic[^`]*)` \|$", GUIDE, re.MULTILINE)
 SMALL = "--dataset digits --max-steps 6 --expert-hidden-size 8 --dim 8 --tracker none --cpu --run-dir"
-FILES = [
-    "training_metrics.png",
-    "expert_activations.png",
-    "expert_device_distribution.png",
-    "knowledge_graph_epoch_001.png",
-]
 
 
 def test_there_are_six():
@@ -40,12 +33,8 @@ def test_a_command_of_the_guide_leaves_what_was_promised(command: str, tmp_path:
         assert done.returncode == 0, done.stderr
     else:
         main(cli.parse(PRESETS, words))
-    for name in FILES:
-        with Image.open(tmp_path / name) as image:
-            assert min(image.size) > 300, name
     summary = (tmp_path / "performance_summary.txt").read_text()
     assert "active experts" in summary
-    assert all(name in summary for name in FILES)
     graph = json.loads((tmp_path / "knowledge_graph.json").read_text())
     assert len(nx.node_link_graph(graph, edges="edges")) >= 4
     results = json.loads((tmp_path / "results.json").read_text())

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from recipes.mnist_moe import Config, dynamic, full, main
+from recipes.mnist_moe import Config, dynamic_debug, full, main
 from toolkit.run.tracking.jsonl import read_metrics
 
 
@@ -29,11 +30,9 @@ def test_what_a_fresh_clone_trains_ends_balanced(seed: int, tmp_path: Path) -> N
 
 
 def test_dynamic_splits_experts_and_keeps_those_that_the_loss_needs(tmp_path: Path) -> None:
-    """The preset with its periods divided by 25."""
-    short = dynamic().lifecycle.replace(grow_every=20, sleep_every=40, min_sleep_every=1, min_age=15)
-    results = main(small(dynamic(), tmp_path, max_steps=125, epochs=6, lifecycle=short))
+    results = main(small(dynamic_debug(), tmp_path))
     events = [event for line in read_metrics(tmp_path / "lifecycle.jsonl") for event in line["events"]]
-    assert dynamic().lifecycle.min_experts <= results["active_experts"] <= dynamic().max_experts
+    assert dynamic_debug().lifecycle.min_experts <= results["active_experts"] <= dynamic_debug().max_experts
     assert results["min_expert_load"] * results["active_experts"] > 0.05
     assert results["lifecycle_grow"] >= 2
     assert results["lifecycle_merge"] + results["lifecycle_prune"] >= 1
@@ -43,7 +42,10 @@ def test_dynamic_splits_experts_and_keeps_those_that_the_loss_needs(tmp_path: Pa
     tried = [event for event in events if "gain" in event["detail"]]
     assert {event["kind"] for event in tried} <= {"kept", "prune"}
     for event in tried:
-        assert (event["kind"] == "kept") == (event["detail"]["gain"] >= short.trial_gain)
+        assert (event["kind"] == "kept") == (event["detail"]["gain"] >= dynamic_debug().lifecycle.trial_gain)
         assert event["detail"]["gain"] == pytest.approx(event["detail"]["loss_without"] / event["detail"]["loss"] - 1)
     assert "split off" in (tmp_path / "summary.txt").read_text()
+    for name in ("training_metrics", "expert_activations", "expert_device_distribution", "knowledge_graph_epoch_001"):
+        with Image.open(tmp_path / f"{name}.png") as image:
+            assert min(image.size) > 300, name
     assert json.loads((tmp_path / "results.json").read_text())["lifecycle_kept"] == results["lifecycle_kept"]

@@ -68,8 +68,10 @@ def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path
 
 
 def draw_lifecycle(folder: Path) -> dict[str, Path]:
-    """Draw the pictures of the lifecycle of the run in `folder`; return their files by name."""
+    """Draw the pictures of the lifecycle of the run in `folder`; return their files by name. Without changes: none."""
     epochs = read_lifecycle(folder)
+    if not any(event["kind"] in ("grow", "merge", "prune") for epoch in epochs for event in epoch.events):
+        return {}
     layers = spread(list(epochs[-1].layers), MOST_LAYERS)
     positions = {layer: positions_on_circle([epoch.layers[layer] for epoch in epochs]) for layer in layers}
     drawings: dict[str, Callable[[Figure], None]] = {
@@ -78,16 +80,16 @@ def draw_lifecycle(folder: Path) -> dict[str, Path]:
         "expert_device_distribution": lambda figure: _draw_devices(figure, epochs, layers),
     }
     for epoch in spread(epochs, MOST_GRAPHS):
-        draw = partial(draw_knowledge_graph, epoch=epoch, positions=positions)
-        drawings[f"{GRAPH}{math.ceil(epoch.number):03d}"] = draw
+        drawings[f"{GRAPH}{math.ceil(epoch.number):03d}"] = partial(
+            draw_knowledge_graph, epoch=epoch, positions=positions
+        )
     return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
 
 
 def for_trackers(pictures: Mapping[str, Path]) -> dict[str, Path]:
     """`pictures` with at most `MOST_LOGGED` knowledge graphs, the first and the last included."""
-    graphs = [name for name in pictures if name.startswith(GRAPH)]
-    kept = spread(graphs, MOST_LOGGED)
-    return {name: path for name, path in pictures.items() if name not in graphs or name in kept}
+    kept = spread([name for name in pictures if name.startswith(GRAPH)], MOST_LOGGED)
+    return {name: path for name, path in pictures.items() if not name.startswith(GRAPH) or name in kept}
 
 
 def _draw_training(figure: Figure, folder: Path, epochs: Sequence[Epoch]) -> None:
