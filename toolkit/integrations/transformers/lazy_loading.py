@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_utils import LoadStateDictConfig
 
-MOST_READ = 2**28
+MOST_READ = 2**26
 """Bytes of a layer's experts that are read at a time, or the size of one expert if larger."""
 
 ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
