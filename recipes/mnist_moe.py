@@ -61,7 +61,7 @@ def no_balance() -> Config:
 
 
 def dynamic() -> Config:
-    """Dynamic experts: four at first; one is split every 500 steps, and pruned again unless the loss needs it."""
+    """Four experts; one is split every 500 steps if the loss gains."""
     lifecycle = tk.dynamic.LifecycleOptions(
         grow_every=500, trial_gain=0.02, min_age=400, sleep_every=1000, min_sleep_every=None, replay_steps=0
     )
@@ -69,7 +69,7 @@ def dynamic() -> Config:
 
 
 def dynamic_debug() -> Config:
-    """Takes seconds: dynamic experts that are split, merged and pruned on the embedded digits."""
+    """Takes seconds: dynamic experts on the embedded digits."""
     short = dynamic().lifecycle.replace(grow_every=20, sleep_every=40, min_sleep_every=1, min_age=15)
     return dynamic().replace(dataset="digits", epochs=6, dim=32, expert_hidden_size=16, log_every=10, lifecycle=short)
 

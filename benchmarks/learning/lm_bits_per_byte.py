@@ -66,7 +66,7 @@ MUCH = {
     "dense, as many tokens": lambda: dense(much(16)),
     "dense, for as long": lambda: dense(much(16)).replace(max_steps=round(LONGER * STEPS_OF_MUCH)),
 }
-LONGER_MUON = {"mixture": 1.2, "dense": 1.15}
+LONGER_MUON = {"MoE": 1.2, "dense": 1.15}
 """Seconds of a run with Muon over those of one with AdamW, with --muon."""
 STEPS_OF_FULL = 490
 
@@ -79,11 +79,11 @@ def with_muon(config: Config, lr: float) -> Config:
     return config.replace(optimizer=config.optimizer.replace(kind="muon"), lr=lr)
 
 
-RATE_OF_MUON = {"mixture, AdamW": 2e-2, "mixture, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 8e-2}
+RATE_OF_MUON = {"MoE, AdamW": 2e-2, "MoE, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 8e-2}
 MUON: dict[str, Callable[[], Config]] = {
-    "mixture, AdamW": lambda: full().replace(lr=RATE_OF_MUON["mixture, AdamW"]),
-    "mixture, AdamW, for as long": lambda: for_as_long("mixture"),
-    "mixture, Muon": lambda: with_muon(full(), RATE_OF_MUON["mixture, Muon"]),
+    "MoE, AdamW": lambda: full().replace(lr=RATE_OF_MUON["MoE, AdamW"]),
+    "MoE, AdamW, for as long": lambda: for_as_long("MoE"),
+    "MoE, Muon": lambda: with_muon(full(), RATE_OF_MUON["MoE, Muon"]),
     "dense, AdamW": lambda: dense().replace(lr=RATE_OF_MUON["dense, AdamW"]),
     "dense, AdamW, for as long": lambda: for_as_long("dense"),
     "dense, Muon": lambda: with_muon(dense(), RATE_OF_MUON["dense, Muon"]),
@@ -117,7 +117,7 @@ def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens": runs[0]["samples"] * full().context,
         "seconds": round(statistics.median(each["wall_seconds"] for each in runs)),
         "least used expert %": round(100 * min(each["min_expert_load"] for each in runs), 1)
-        if arm.startswith("mixture")
+        if arm.startswith(("mixture", "MoE"))
         else None,
     }
 
@@ -158,7 +158,9 @@ if __name__ == "__main__":
             write_report("lm_bits_choice" if table == "per_byte" else f"lm_bits_{table}_choice", rows)
         else:
             runs = {arm: runs_of(arm, range(args.seeds)) for arm in arms}
-            mixture, rival = (next(runs[arm] for arm in arms if arm.startswith(kind)) for kind in ("mixture", "dense"))
+            mixture, rival = (
+                next(runs[arm] for arm in arms if arm.startswith(kind)) for kind in (("mixture", "MoE"), "dense")
+            )
             gains = [d["test_bits_per_byte"] - m["test_bits_per_byte"] for m, d in zip(mixture, rival, strict=True)]
             rows = [row(arm, each) for arm, each in runs.items()]
             write_report(f"lm_bits_{table}", rows, gain_of_each_seed=gains)
