@@ -117,7 +117,7 @@ def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens": runs[0]["samples"] * full().context,
         "seconds": round(statistics.median(each["wall_seconds"] for each in runs)),
         "least used expert %": round(100 * min(each["min_expert_load"] for each in runs), 1)
-        if arm.startswith(("mixture", "MoE"))
+        if not arm.startswith("dense")
         else None,
     }
 
@@ -159,7 +159,7 @@ if __name__ == "__main__":
         else:
             runs = {arm: runs_of(arm, range(args.seeds)) for arm in arms}
             mixture, rival = (
-                next(runs[arm] for arm in arms if arm.startswith(kind)) for kind in (("mixture", "MoE"), "dense")
+                next(runs[arm] for arm in arms if arm.startswith("dense") == is_dense) for is_dense in (False, True)
             )
             gains = [d["test_bits_per_byte"] - m["test_bits_per_byte"] for m, d in zip(mixture, rival, strict=True)]
             rows = [row(arm, each) for arm, each in runs.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,8 +148,10 @@ def muon_groups(model: nn.Module) -> list[Group]:
         Groups with `"orthogonalize"`; a group that would be empty is left out.
     """
     elementwise: list[Any] = [m for m in model.modules() if isinstance(m, (nn.Embedding, TopKRouter))]
-    elementwise += [router for candidates in router_candidates(model).values() for router in candidates]
-    elementwise.append(getattr(model, "get_output_embeddings", lambda: None)())
+    elementwise += [
+        *chain.from_iterable(router_candidates(model).values()),
+        getattr(model, "get_output_embeddings", lambda: None)(),
+    ]
     by_adamw = {module.weight for module in elementwise if module is not None}
     stacked = {p for module in experts_modules(model).values() for p in module.parameters(recurse=False)}
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}

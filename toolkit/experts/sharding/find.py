@@ -66,13 +66,14 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UserError: An experts module has no sibling that could be its router, or several.
     """
-    for name, candidates in router_candidates(model).items():
+    found = router_candidates(model)
+    for name, candidates in found.items():
         if len(candidates) != 1:
             raise UserError(
                 f"model: {len(candidates)} modules next to the experts at {name!r} could be their router. "
                 "Use a model with one router per MoE layer, with a weight row per expert."
             )
-    return {name: router for name, (router,) in router_candidates(model).items()}
+    return {name: router for name, (router,) in found.items()}
 
 
 def router_candidates(model: nn.Module) -> dict[str, list[nn.Module]]:
