@@ -61,7 +61,7 @@ def no_balance() -> Config:
 
 
 def dynamic() -> Config:
-    """Four experts; one is split every 500 steps if the loss gains."""
+    """A split every 500 steps, pruned unless the loss needs it."""
     lifecycle = tk.dynamic.LifecycleOptions(
         grow_every=500, trial_gain=0.02, min_age=400, sleep_every=1000, min_sleep_every=None, replay_steps=0
     )

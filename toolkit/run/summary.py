@@ -10,7 +10,7 @@ from typing import Any
 RESTART_REASON = "run/restart_reason"
 """Key of the restart reason in metrics.jsonl."""
 FEW_EXPERTS = 16
-"""Of more experts the summary has the largest and the smallest load only."""
+"""The summary lists the loads of so many experts, and of more the largest and the smallest one."""
 
 
 def summarise(results: Mapping[str, Any], folder: Path) -> str:

@@ -29,8 +29,8 @@ class ExpertLoad(Callback):
     `moe/load/<layer>` is the fraction of assignments of each expert and, with expert parallelism,
     `moe/rank_load/<layer>` the fraction of rows that each rank's experts compute. The metrics over all layers are from
     `toolkit.experts.routing.metrics`: `expert_metrics` always, and with expert parallelism `balance_metrics`,
-    `traffic_metrics`, `deduplicated_metrics` and `replica_metrics`. Results are over the last epoch, or
-    the steps of a run that ends within its first one, of experts that were active throughout: `min_expert_load`, the
+    `traffic_metrics`, `deduplicated_metrics` and `replica_metrics`. Results are over the last epoch,
+    or the steps of a run that ends within its first one, of experts that were active throughout: `min_expert_load`, the
     smallest fraction in any layer, and `expert_load`, the layer with the largest fraction and the fractions of its
     experts. If the load was uneven, `expert_load_notice` describes it for the summary.
 
