@@ -4,7 +4,7 @@ python recipes/vae_robustness.py --labels 100                        ten labels 
 python recipes/vae_robustness.py --labels 3000 --corruption-rate 0.2 --corruption resampled
 python recipes/vae_robustness.py supervised --labels 100             the control: a classifier on the labels alone
 
-A grid of them, with tables and plots: docs/operate/sweeps.md. What it reaches: docs/recipes/vae.md.
+A grid of them, with tables and plots: docs/operate/launchers.md. What it reaches: docs/recipes/vae.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands of `docs/train/own_data.md` train every recipe on small sets of the shapes that the page names."""
+"""The commands of `recipes/README.md` on own data train every recipe on small sets of the shapes that the page names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.recipes.speech.sounds import encode_wav
 from tests.support.helpers import ROOT
 from toolkit.run import cli
 
-PAGE = (ROOT / "docs" / "train" / "own_data.md").read_text()
+PAGE = (ROOT / "recipes" / "README.md").read_text().partition("## Your own dataset")[2]
 COMMANDS = re.findall(r"^python recipes/(\w+)\.py (.*)$", PAGE, re.MULTILINE)
 RANDOM = np.random.default_rng(0)
 
