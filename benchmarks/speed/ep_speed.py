@@ -45,7 +45,7 @@ from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous
 from toolkit.experts.sharding.call import slots_of_rows
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
+from toolkit.integrations.transformers import causal_lm, experts_in_files, use_toolkit_kernel
 from toolkit.integrations.transformers.kernel import experts_forward
 from toolkit.run.process_settings import process_settings
 
@@ -154,7 +154,8 @@ def transformers_by_hand(folder: Path) -> Step:
 
 def under_ddp(folder: Path, experts_implementation: str) -> Step:
     """Returns a step with our expert parallelism and DDP for all other parameters."""
-    accelerator, model, optimizer = unprepared(folder, experts_implementation)
+    with experts_in_files():
+        accelerator, model, optimizer = unprepared(folder, experts_implementation)
     groups = make_expert_groups(dist.get_world_size())
     return stepper(accelerator, *ExpertParallel(accelerator, groups=groups).prepare(model, optimizer))
 

@@ -1,4 +1,4 @@
-"""The commands of `recipes/README.md` on own data train every recipe on small sets of the shapes that the page names."""
+"""The commands for own data in `recipes/README.md` train every recipe on small sets of the shapes named there."""
 
 from __future__ import annotations
 

@@ -302,8 +302,7 @@ class Comparison:
         )
 
     def _balance(self, step: int) -> Distance:
-        one = self.one.balance_loss(step)
-        many = self.many.balance_loss(step)
+        one, many = self.one.balance_loss(step), self.many.balance_loss(step)
         return (relative(many, one), "") if one is not None and many is not None else (math.inf, "")
 
     def _gradients(self, step: int) -> Distance:

@@ -19,6 +19,7 @@ from toolkit.doctor.compare import TOLERANCES, Check, Comparison, Evidence
 from toolkit.doctor.record import read_records
 from toolkit.doctor.recorder import SPLIT_NOTE, Variant
 from toolkit.errors import UserError
+from toolkit.run.folder import last_line
 from toolkit.run.launch.world import without_launcher
 
 SUSPICIOUS = 1e-2
@@ -255,7 +256,7 @@ def _run_ranks(
 
 def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptFailed:
     """Return why ranks failed, by their exit codes; None for ranks that were still running."""
-    errors = {rank: _last_line(folder / f"output{rank}.txt") for rank, code in enumerate(codes) if code}
+    errors = {rank: last_line(folder / f"output{rank}.txt") for rank, code in enumerate(codes) if code}
     for error in errors.values():
         if "CheckpointError" in error:
             return ScriptFailed(error, recomputed_otherwise(error))
@@ -277,10 +278,3 @@ def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:
     flags = {"--run-dir": str(folder / "run"), "--tracker": "none", "--resume": "no"}
     given = {word.partition("=")[0].replace("_", "-") for word in args}
     return [word for flag, value in flags.items() if flag not in given for word in (flag, value)]
-
-
-def _last_line(output: Path) -> str:
-    """Return the last line of an error, without "error: "."""
-    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
-    return (errors or lines or ["it wrote nothing"])[-1].removeprefix("error: ").strip()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,16 +108,13 @@ def probe_samples(
     """
     captured: list[list[LayerView]] = [[] for _ in layers]
 
-    def append_to(views: list[LayerView]) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], routing: Any) -> None:  # noqa: ARG001
-            views.append(LayerView(args[0], routing.expert_ids_TK, routing.weights_TK))
-
-        return hook
+    def append_view(views: list[LayerView], module: nn.Module, args: tuple[Tensor, ...], routing: Any) -> None:  # noqa: ARG001
+        views.append(LayerView(args[0], routing.expert_ids_TK, routing.weights_TK))
 
     model.eval()
     with ExitStack() as hooks:
         for layer, views in zip(layers, captured, strict=True):
-            hooks.callback(layer.router.register_forward_hook(append_to(views)).remove)
+            hooks.callback(layer.router.register_forward_hook(partial(append_view, views)).remove)
         losses_N = sample_losses().double()
     model.train()
     summed = torch.stack([losses_N.sum(), (losses_N > HALF_PROBABILITY).double().sum()])

@@ -14,6 +14,7 @@ micro_batch_size.json   after a step ran out of memory, see toolkit.run.micro_ba
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
 from toolkit.run.config.run import RunConfig, to_dict
 from toolkit.run.config.settings import LENGTH, decides_what_is_learned, leaves
@@ -122,13 +123,18 @@ def _fetch(folder: Path, config: RunConfig, storage: Storage) -> None:
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Return the JSON object in the file. Raises UserError with `remedy` if there is none or reading fails."""
-    try:
+    with reading(path, f"{remedy}."):
         values = from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({one_line(error)}). {remedy}.") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: has {type(values).__name__} instead of an object. {remedy}.")
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: has {type(values).__name__} instead of an object. {remedy}.")
     return values
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of `log` that names an error, or its last line, without "error: "."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
+    return (errors or lines or ["no output"])[-1].removeprefix("error: ").strip()
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

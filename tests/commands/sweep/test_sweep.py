@@ -74,7 +74,7 @@ def test_array_tasks_take_a_seed_each_and_share_the_tables(toy):
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(toy, capsys):
     assert main(sweep(toy, "--grid", "labels=100", "--num-seeds", "3", behave="badly")) == EXIT_BUG
-    assert "failed: labels=100 seed=1 (error: out of luck; all of it is in" in capsys.readouterr().err
+    assert "failed: labels=100 seed=1 (out of luck; all of it is in" in capsys.readouterr().err
     assert len(rows(toy.parent / "out" / "runs.csv")) == 2
 
 

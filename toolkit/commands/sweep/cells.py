@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from toolkit.commands.sweep.grid import Cell
 from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
 from toolkit.run.config.settings import decides_what_is_learned
-from toolkit.run.folder import read_json, results_of
+from toolkit.run.folder import last_line, read_json, results_of
 from toolkit.run.launch.signals import handle_signals
 from toolkit.run.recipe_script import Recipe
 from toolkit.run.summary import duration
@@ -150,7 +150,7 @@ class CellRunner:
         else:
             outcome.failed.append(job.cell)
             path = Path(job.log.name)
-            self.log(f"failed: {job.cell} ({last_line(path)}; all of it is in {path})")
+            self.log(f"failed: {job.cell} ({last_line(path).rstrip('.')}; all of it is in {path})")
 
     def _progress(self, cell: Cell, done: int, total: int, left: int, seconds: Sequence[float]) -> str:
         numbers = self.results(cell) or {}
@@ -158,9 +158,3 @@ class CellRunner:
         remaining = left / self.jobs * sum(seconds) / len(seconds)
         more = f", about {duration(remaining)} to go" if left else ""
         return f"{done}/{total} {cell}{accuracy} ({duration(seconds[-1])}{more})"
-
-
-def last_line(path: Path) -> str:
-    """Return the last non-empty line of a log."""
-    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "no output").rstrip(".")

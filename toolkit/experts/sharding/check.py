@@ -199,9 +199,10 @@ class _Trial:
         return torch.randn(number, width, generator=self.draws).to(self.like)
 
     def _random_rows(self, experts: int, like: Tensor) -> Tensor:
-        """Rows whose products stay of the size of what they multiply."""
-        scale = max(like.shape[1:], default=1) ** -0.5
-        return (torch.randn(experts, *like.shape[1:], generator=self.draws) * scale).to(like)
+        """Return random rows that keep the norm of what they multiply: the same numbers, shifted by one in each row."""
+        scale, size = max(like.shape[1:], default=1) ** -0.5, like.shape[1:].numel()
+        numbers = torch.empty(size + experts - 1, dtype=like.dtype).normal_(std=scale, generator=self.draws)
+        return numbers.unfold(0, size, 1).contiguous().view(experts, *like.shape[1:]).to(like.device)
 
     def _same_row(self, data: Tensor) -> Tensor:
         """One random row for all experts, in memory of its own if the experts have it."""

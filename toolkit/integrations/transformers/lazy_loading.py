@@ -15,7 +15,7 @@ import copy
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_utils import LoadStateDictConfig
 
-MOST_READ = 2**26
-"""Bytes of a layer's experts that are read at a time, or the size of one expert if larger."""
+MOST_READ = 2**25
+"""Bytes of a layer's experts that are read at a time, or the size of one expert if larger.
+
+Malloc reuses the memory of tensors below 2**25 bytes. Larger tensors get new pages, which takes longer than reading."""
 
 ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
 """(experts module, experts) to their rows by parameter, with zeros for an `EMPTY_ROW`: on the device and in the type of
@@ -253,6 +255,7 @@ class _Reader:
             parameters, forms = stacked_parameters(module)
             self.parameters |= {f"{layer}.{name}": forms.get(name, "stacked") for name in parameters}
         self.sources = self._find_sources(files)
+        _keep_only(layers, skeleton)
         for name, sources in self.sources.items():
             _require_all(sources, layers[name.rpartition(".")[0]].num_experts, files)  # type: ignore[arg-type]
 
@@ -292,26 +295,33 @@ class _Reader:
 
         def rows(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
             like = dict(module.named_parameters(recurse=False))
-            device = next(iter(like.values())).device
             step = experts_at_a_time(sum(p.shape[1:].numel() * p.itemsize for p in like.values()))
             kept: dict[str, Tensor] = {}
-            for begin in range(0, max(1, len(experts)), step):
-                some = experts[begin : begin + step]
-                read = {name: value.to(like[name].dtype) for name, value in self._read(layer, some, device).items()}
-                read = pack_rows(module, read) if self.packs else read
-                if len(some) == len(experts) and self.offload is None:
-                    return read
-                for name, value in read.items():
-                    if begin == 0:
-                        kept[name] = self._room(module, name, value, len(experts))
-                    kept[name][begin : begin + len(some)] = value
-                del read, value  # before the next are read
+            sources = [source for name in like for source in self.sources.get(f"{layer}.{name}", ())]
+            paths = {self.path_of[key] for source in sources for key in source.keys.values()}
+            with ExitStack() as opened:
+                files = _Files.open(sorted(paths), opened)
+                for begin in range(0, max(1, len(experts)), step):
+                    some = experts[begin : begin + step]
+                    state: dict[str, Any] = {}
+                    for source in sources:
+                        state |= source.rows(files, some, module.num_experts)  # type: ignore[arg-type]
+                    read = self._read(layer, some, state, next(iter(like.values())).device)
+                    read = {name: value.to(like[name].dtype) for name, value in read.items()}
+                    read = pack_rows(module, read) if self.packs else read
+                    for name, value in read.items():
+                        if begin == 0:
+                            kept[name] = self._room(module, name, value, len(experts))
+                        kept[name][begin : begin + len(some)] = value
+                    del read, value  # before the next are read
             return kept
 
         return rows
 
-    def _read(self, layer: str, experts: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """Return the rows of `experts`, by the name of the parameter within the layer."""
+    def _read(
+        self, layer: str, experts: Sequence[int], state: dict[str, Any], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Return the rows of `experts` in `state`, by the name of the parameter within the layer."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
         module = self.skeleton.get_submodule(layer)
@@ -321,14 +331,8 @@ class _Reader:
             rows = as_in_files(parameter.new_empty(len(experts), *parameter.shape[1:]), forms[name])
             setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
         config = replace(self.load_config, device_map={"": device})
-        sources = [source for name in whole for source in self.sources.get(f"{layer}.{name}", ())]
         try:
-            with ExitStack() as opened, _no_progress_bar():
-                paths = sorted({self.path_of[key] for each in sources for key in each.keys.values()})
-                files = _Files.open(paths, opened)
-                state: dict[str, Any] = {}
-                for source in sources:
-                    state |= source.rows(files, experts, len(next(iter(whole.values()))))
+            with _no_progress_bar():
                 info, _ = convert_and_load_state_dict_in_model(self.skeleton, state, config)
             for name in whole:
                 if getattr(module, name).is_meta:
@@ -355,6 +359,15 @@ class _Reader:
         if self.offload == "memory":
             return page_locked(shape, value.dtype)
         return _room_in_a_file(shape, value.dtype, self.offload)
+
+
+def _keep_only(layers: Iterable[str], model: nn.Module) -> None:
+    """Delete all modules of `model` but `layers`: transformers lists the parameters of all at each conversion."""
+    for name, module in list(model.named_modules()):
+        for child in dict(module.named_children()):
+            path = f"{name}.{child}.".lstrip(".")
+            if not any(f"{layer}.".startswith(path) or path.startswith(f"{layer}.") for layer in layers):
+                delattr(module, child)
 
 
 def _require_all(sources: Sequence[_Source], num_experts: int, files: _Files) -> None:
