@@ -29,10 +29,10 @@ LIBRARIES = ("torch", "transformers", "accelerate", "peft")
 
 ANCHORS = {
     1: "fsdp2-divides-twice",
-    2: "an-empty-tp_plan-is-refused",
-    3: "the-flag-alone-spreads-nothing",
+    2: "an-empty-tp_plan-raises",
+    3: "the-flag-alone-shards-nothing",
     4: "sharded-models-are-not-saved",
-    5: "adapters-of-spread-experts",
+    5: "adapters-of-sharded-experts",
     6: "nonzero-of-a-dtensor",
     7: "autoep-and-transformers-524",
     8: "autoep-clips-by-a-mean-of-norms",
@@ -263,7 +263,8 @@ and on one process with the global batch, in float64 if the path supports it.
 {notes}
 
 `make matrix` keeps the rows of libraries that are not installed. Megatron-Core and torchtitan are missing: they train
-in their own loops. Migration and trained replicas have no column: the other libraries lack both.
+in their own loops. Axolotl is missing: EP in its newest release on PyPI, 0.19.0, needs DeepEP and a GPU. Migration and
+trained replicas have no column: the other libraries lack both.
 """
 
 

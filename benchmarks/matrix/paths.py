@@ -131,12 +131,12 @@ class Alone:
         if adapters:
             self.inner = with_adapters(self.inner)
         self.inner.train()
-        self.model, self.optimizer = self.spread()
+        self.model, self.optimizer = self.shard()
 
     def read(self, folder: Path) -> Any:
         return read(folder)
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         """Return the sharded model and the optimizer."""
         return self.inner, make_optimizer(self.inner)
 
@@ -216,7 +216,7 @@ class AccelerateDDP(Alone):
     note = "the control: every process has all experts"
     shares_batch = False
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         from accelerate import Accelerator
 
         self.accelerator = Accelerator(cpu=True)
@@ -242,7 +242,7 @@ class FullyShard(Alone):
     note = "`fully_shard` of each layer and of the model; every process computes all experts"
     shares_batch = False
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         from torch.distributed.fsdp import fully_shard
 
         for layer in self.inner.get_submodule(self.prefix() + "model.layers"):
@@ -259,7 +259,7 @@ class AccelerateFSDP2(Alone):
     note = "on a CPU it ignores its plugin: `fsdp2_prepare_model` is called, as it is on GPUs"
     shares_batch = False
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -297,7 +297,7 @@ class DTensorPlan(OnSeveralMeshes):
     note = "stacked experts `Shard(0)`, `parallelize_module`, `batched_mm`; ranks share the batch"
     experts = "batched_mm"
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         from torch.distributed.tensor.parallel import PrepareModuleInputOutput, parallelize_module
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -387,7 +387,7 @@ class TransformersByHand(OnSeveralMeshes):
     note = "`apply_expert_parallelism`, DDP for the rest; the loop divides gradients of experts"
     shares_batch = False
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         from torch.nn.parallel import DistributedDataParallel
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -414,7 +414,7 @@ class DeepSpeed(Alone):
     shares_batch = False
     precision, tolerance = torch.float32, 1e-5
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         import deepspeed
 
         experts = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "use_grouped_mm": False}
@@ -471,7 +471,7 @@ class DeepSpeedMended(DeepSpeed):
     name = "DeepSpeed, AutoEP, mended"
     note = "with the fix of report 7, in float32: it takes no float64"
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY as registry
 
         by_model = type(registry).get
@@ -483,7 +483,7 @@ class DeepSpeedMended(DeepSpeed):
             dict.__setitem__(self, model if isinstance(model, str) else str(model.__class__), outputs)
 
         with mock.patch.multiple(type(registry), get=get, __setitem__=put):
-            return super().spread()
+            return super().shard()
 
 
 class Ours(AccelerateDDP):
@@ -491,7 +491,7 @@ class Ours(AccelerateDDP):
     note = "`ExpertParallel(accelerator)`"
     dense: Literal["ddp", "fsdp2"] = "ddp"
 
-    def spread(self) -> tuple[Any, Any]:
+    def shard(self) -> tuple[Any, Any]:
         from accelerate import Accelerator
 
         from toolkit.integrations.accelerate.expert_parallel import ExpertParallel

@@ -1,4 +1,4 @@
-"""DeepSpeed without ZeRO clips a mixture by the mean over ranks of their norms, not by the norm of all gradients.
+"""DeepSpeed without ZeRO clips an MoE model by the mean of the ranks' norms, not by the global norm.
 
 torchrun --nproc_per_node 2 deepspeed_clip_norm.py
 """

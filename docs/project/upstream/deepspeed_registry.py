@@ -1,4 +1,4 @@
-"""AutoEP of DeepSpeed cannot convert a mixture of transformers 5.24, whose registry of outputs has another `get`.
+"""DeepSpeed's AutoEP cannot convert an MoE model of transformers 5.24, whose output registry has another `get`.
 
 torchrun --nproc_per_node 2 deepspeed_registry.py
 """

@@ -1,4 +1,4 @@
-"""`nonzero` of a replicated DTensor ends with an error that does not say what is missing.
+"""`nonzero` of a replicated DTensor raises an error that does not name the missing strategy.
 
 python torch_dtensor_nonzero.py
 """

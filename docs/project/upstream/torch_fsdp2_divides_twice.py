@@ -1,4 +1,4 @@
-"""FSDP2 over a mesh of one process divides by `gradient_divide_factor` twice, in float16 and float64.
+"""On a mesh of one process, FSDP2 divides by `gradient_divide_factor` twice in float16 and float64.
 
 python torch_fsdp2_divides_twice.py
 """

@@ -1,4 +1,4 @@
-"""`DistributedConfig(tp_size=2, ep_size=2, tp_plan={})`, experts spread and nothing else, is refused.
+"""`DistributedConfig(tp_size=2, ep_size=2, tp_plan={})`, for sharded experts only, raises.
 
 torchrun --nproc_per_node 2 transformers_empty_tp_plan.py
 """

@@ -1,4 +1,4 @@
-"""The same in transformers: gradients of experts are too small by the number of ranks, in float16 and float64.
+"""In float16 and float64, transformers' expert gradients are too small by the world size.
 
 torchrun --nproc_per_node 2 transformers_experts_in_float16.py
 """
@@ -22,14 +22,14 @@ with tempfile.TemporaryDirectory() as folder:
     wrong = 0
     for dtype in (torch.float32, torch.float16, torch.float64):
         found = []
-        for spread in (None, DistributedConfig(fsdp_size=2, ep_size=2)):
+        for sharded in (None, DistributedConfig(fsdp_size=2, ep_size=2)):
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, experts_implementation="eager", distributed_config=spread
+                folder, dtype=dtype, experts_implementation="eager", distributed_config=sharded
             )
-            ids = tokens if spread is None else tokens[dist.get_rank()][None]
+            ids = tokens if sharded is None else tokens[dist.get_rank()][None]
             model(input_ids=ids, labels=ids).loss.backward()
             gradient = model.model.layers[0].mlp.experts.down_proj.grad
-            found.append((gradient if spread is None else gradient.full_tensor()).float())
+            found.append((gradient if sharded is None else gradient.full_tensor()).float())
         ratio = (found[1].norm() / found[0].norm()).item()
         wrong += abs(ratio - 1) > 0.1
         if dist.get_rank() == 0:

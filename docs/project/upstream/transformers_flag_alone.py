@@ -1,4 +1,4 @@
-"""`DistributedConfig(enable_expert_parallel=True)` spreads nothing, and the ranks train models of their own.
+"""`DistributedConfig(enable_expert_parallel=True)` shards nothing, and each rank trains its own model.
 
 torchrun --nproc_per_node 2 transformers_flag_alone.py
 """
@@ -18,8 +18,8 @@ with tempfile.TemporaryDirectory() as folder:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     dist.init_process_group("gloo")
-    spread = DistributedConfig(enable_expert_parallel=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread)
+    sharded = DistributedConfig(enable_expert_parallel=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sharded)
 experts = model.model.layers[0].mlp.experts
 ids = torch.randint(32, (1, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
 model(input_ids=ids, labels=ids).loss.backward()

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model that `fully_shard` has sharded ends with an error about storage.
+"""`save_pretrained` of a model after `fully_shard` raises an error about storage.
 
 torchrun --nproc_per_node 2 transformers_save_sharded.py
 """

@@ -1,6 +1,6 @@
-"""Adapters of experts that transformers spreads end with errors that name neither experts nor adapters.
+"""Adapters of experts that transformers has sharded raise errors that name neither experts nor adapters.
 
-torchrun --nproc_per_node 2 peft_spread_experts.py
+torchrun --nproc_per_node 2 peft_sharded_experts.py
 """
 
 import sys
