@@ -56,7 +56,7 @@ class Config(tk.RunConfig):
 
 def fixmatch_vat() -> Config:
     """FixMatch and virtual adversarial training together, 100 labels of MNIST."""
-    schedule = tk.ScheduleOptions(name="stable_decay")
+    schedule = tk.ScheduleOptions(kind="stable_decay")
     return Config(epochs=3, batch_size=64, lr=2e-3, schedule=schedule, smoothness_radius=1.5)
 
 

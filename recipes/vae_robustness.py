@@ -51,7 +51,7 @@ class Config(tk.RunConfig):
 
 def full() -> Config:
     """Five epochs of MNIST, 100 labels."""
-    schedule = tk.ScheduleOptions(name="stable_decay")
+    schedule = tk.ScheduleOptions(kind="stable_decay")
     return Config(epochs=5, batch_size=128, schedule=schedule, optimizer=tk.OptimizerOptions(max_grad_norm=None))
 
 
@@ -70,7 +70,7 @@ def reference() -> Config:
     """The reference's model, objective, mask and schedule: not few labels in our sense."""
     plain = tk.OptimizerOptions(max_grad_norm=None, weight_decay=0.0)
     known = full().replace(objective="reference", corruption="resampled", supervision_weight=50.0, seed=42)
-    return known.replace(epochs=40, batch_size=256, schedule=tk.ScheduleOptions(name="constant"), optimizer=plain)
+    return known.replace(epochs=40, batch_size=256, schedule=tk.ScheduleOptions(kind="constant"), optimizer=plain)
 
 
 def build(config: Config, data: tk.data.ImageData) -> tuple[SemiSupervisedVAE | RelaxedVAE, tk.Task]:

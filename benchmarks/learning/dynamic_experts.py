@@ -129,7 +129,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             )
             config = quiet(top2(), folder, data_dir, seed=seed, epochs=1, lr=1e-3, blank_pixels=0.0, experts=4)
             config = config.replace(
-                schedule=tk.ScheduleOptions(name="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
+                schedule=tk.ScheduleOptions(kind="constant"), lifecycle=lifecycle, max_experts=8, cpu=True
             )
             with tk.start_run("dynamic_experts", config) as run:
                 data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)

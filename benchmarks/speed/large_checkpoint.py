@@ -186,7 +186,7 @@ class Watch:
             self.own, self.resident = max(self.own, own), max(self.resident, resident)
             if own > self.limit:
                 os._exit(137)
-            time.sleep(0.02)
+            time.sleep(0.2)
 
 
 def adapted(model: Any) -> Any:

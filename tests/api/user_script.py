@@ -32,7 +32,7 @@ class Config(tk.MoERunConfig):
 def full() -> Config:
     """A few epochs."""
     return Config(
-        epochs=3, lr=1e-3, schedule=tk.ScheduleOptions(name="cosine"), optimizer=tk.OptimizerOptions(weight_decay=0.1)
+        epochs=3, lr=1e-3, schedule=tk.ScheduleOptions(kind="cosine"), optimizer=tk.OptimizerOptions(weight_decay=0.1)
     )
 
 

@@ -17,7 +17,7 @@ from toolkit.run.tracking.jsonl import read_metrics
 
 
 def config(folder: Path, name: str, **changes: Any) -> few_labels.Config:
-    constant = tk.ScheduleOptions(name="constant")
+    constant = tk.ScheduleOptions(kind="constant")
     usual = {"run_dir": folder / name, "tracker": "none", "cpu": True, "schedule": constant}
     # Few steps: an answer counts as confident soon, and counts little.
     quick = {"confidence": 0.11, "lr": 5e-3, "pseudo_label_weight": 0.1, "entropy_weight": 0.1}

@@ -74,8 +74,8 @@ def test_the_name_of_the_preset_is_kept_for_trackers_and_is_no_setting():
 
 
 def test_groups_are_reached_by_a_dot():
-    config = cli.parse(PRESETS, ["--optimizer.weight_decay", "0.5", "--schedule.name", "constant"])
-    assert (config.optimizer.weight_decay, config.schedule.name) == (0.5, "constant")
+    config = cli.parse(PRESETS, ["--optimizer.weight_decay", "0.5", "--schedule.kind", "constant"])
+    assert (config.optimizer.weight_decay, config.schedule.kind) == (0.5, "constant")
 
 
 def refusal(presets: dict[str, Callable[[], Any]], typed: str) -> str:

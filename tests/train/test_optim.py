@@ -37,10 +37,10 @@ def test_a_rate_does_not_depend_on_which_steps_were_asked_before():
 
 
 def test_the_config_names_the_schedule():
-    cosine = build_schedule(ScheduleOptions(name="cosine", warmup_steps=2), max_steps=20)
+    cosine = build_schedule(ScheduleOptions(kind="cosine", warmup_steps=2), max_steps=20)
     assert cosine(11) == pytest.approx(0.5)
-    assert build_schedule(ScheduleOptions(name="constant"), max_steps=20)(19) == 1.0
-    decay = build_schedule(ScheduleOptions(name="stable_decay"), max_steps=20)
+    assert build_schedule(ScheduleOptions(kind="constant"), max_steps=20)(19) == 1.0
+    decay = build_schedule(ScheduleOptions(kind="stable_decay"), max_steps=20)
     assert [decay(15), decay(16), decay(18)] == pytest.approx([1.0, 1.0, 0.5])
 
 

@@ -181,7 +181,7 @@ def warmup_steps(config: ScheduleOptions, steps_per_epoch: int) -> int:
 def build_schedule(config: ScheduleOptions, *, max_steps: int, steps_per_epoch: int = 0) -> Schedule:
     """The schedule that `config` names, over a run of `max_steps`."""
     rise = warmup_steps(config, steps_per_epoch)
-    if config.name == "constant":
+    if config.kind == "constant":
         return constant(warmup_steps=rise)
-    make = warmup_cosine if config.name == "cosine" else warmup_stable_decay
+    make = warmup_cosine if config.kind == "cosine" else warmup_stable_decay
     return make(max_steps=max_steps, warmup_steps=rise)

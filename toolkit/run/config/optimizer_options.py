@@ -24,7 +24,7 @@ class OptimizerOptions(Options):
 class ScheduleOptions(Options):
     """Learning rate schedule."""
 
-    name: Literal["constant", "cosine", "stable_decay"] = "cosine"
+    kind: Literal["constant", "cosine", "stable_decay"] = "cosine"
     """Shape after the warm-up: constant, half a cosine to 0, or constant with a decay to 0 in the last fifth."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
