@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import LoadStateDictConfig
 
 MOST_READ = 2**25
-"""Bytes of a layer's experts that are read at a time, or the size of one expert if larger.
-
-Malloc reuses the memory of tensors below 2**25 bytes. Larger tensors get new pages, which takes longer than reading."""
+"""Bytes of a layer's experts that are read at a time, or the size of one expert if larger."""
 
 ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
 """(experts module, experts) to their rows by parameter, with zeros for an `EMPTY_ROW`: on the device and in the type of
