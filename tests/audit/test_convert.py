@@ -143,7 +143,7 @@ def test_convert_leaves_adapters_of_shared_experts(tmp_path: Path):
         ({"peft_version": "0.18.0"}, "an old version of PEFT"),
         ({"lora_B_layout": "grouped_by_expert"}, "another order of experts"),
         ({"target_modules": ".*q_proj"}, "target_modules is a pattern"),
-        ({"target_parameters": [*TARGETS, "q_proj.weight"]}, "'q_proj.weight' is of no experts"),
+        ({"target_parameters": [*TARGETS, "q_proj.weight"]}, "'q_proj.weight' is not a parameter of experts"),
         ({"target_parameters": [TARGETS[0]]}, "has 2 adapters for 1 target_parameters"),
         ({"r": 8}, "not all of 8 experts"),
         ({"r": 3}, "rank 3 does not divide"),

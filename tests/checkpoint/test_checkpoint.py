@@ -624,7 +624,7 @@ def test_optimizer_state_that_is_not_finite_is_not_saved(number, tmp_path):
 def test_folder_that_is_no_checkpoint_is_neither_replaced_nor_loaded(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(tk.UserError, match="is no checkpoint and would be deleted"):
+    with pytest.raises(tk.UserError, match="is not a checkpoint and would be deleted"):
         checkpoint_files.save(tmp_path / "thesis", *trained())
     with pytest.raises(tk.UserError, match=r"manifest.json is missing"):
         checkpoint_files.load(tmp_path / "thesis", *trained())

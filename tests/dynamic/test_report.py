@@ -45,7 +45,7 @@ def record(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    (folder / ".lock").touch()  # else it is no folder of a run
+    (folder / ".lock").touch()  # else it is not a folder of a run
     train(folder)
     return folder
 

@@ -62,7 +62,7 @@ def poisoned(folder: Path, what: str, at_once: bool = True, rank: int = 0) -> tu
 
 @pytest.mark.parametrize("what", ["loss", "gradient", "weight"])
 def test_training_stops_at_the_first_tensor_that_is_not_finite(tmp_path: Path, what: str):
-    (tmp_path / ".lock").touch()  # else it is no folder of a run
+    (tmp_path / ".lock").touch()  # else it is not a folder of a run
     message, checkpoints = poisoned(tmp_path, what)
     assert message.startswith(WHERE[what])
     assert "\n" not in message

@@ -532,7 +532,7 @@ def _check_adapters(
 
 
 def _pairs(matrices: Iterable[Matrix]) -> dict[str, dict[str, Matrix]]:
-    """Return `lora_A` and `lora_B`, those that are there, by the name of the matrix that they adapt."""
+    """Return `lora_A` and `lora_B`, or the one that exists, by the name of the adapted matrix."""
     pairs: dict[str, dict[str, Matrix]] = defaultdict(dict)
     for matrix in sorted(matrices, key=lambda matrix: matrix.name):
         name, _, which = matrix.name.rpartition(".")
@@ -564,7 +564,7 @@ def _check_base(
             tensors = [_tensors(each, each.places) for each in pair.values()]
             said = None
             if not any(other.startswith(parameter) for other in of_layer):  # packed: gate_up_proj_blocks
-                said = f"{name} is no matrix of the base's experts"
+                said = f"{name} is not a matrix of the base's experts"
             elif len(pair) == 2 and (fits := of_layer.get(parameter)):
                 a, b = ({checkpoint.tensors[tensor].shape for tensor in each} for each in tensors)
                 found = {(rows[-2], columns[-1]) for rows in b for columns in a if len(rows) > 1 < len(columns)}

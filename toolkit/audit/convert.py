@@ -110,7 +110,9 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
     names = layouts.in_order(name for _, name in adapters)
     if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
-        raise UserError(f"target_parameters: {foreign[0]!r} is of no experts. Use it with the program that wrote it.")
+        raise UserError(
+            f"target_parameters: {foreign[0]!r} is not a parameter of experts. Use it with the program that wrote it."
+        )
     targets = [name for name in settings.get("target_modules") or () if name in adapted or name not in leaves]
     settings["target_parameters"] = _parameters(adapters, family.config) if to == "peft" else None
     if to != "peft":

@@ -94,7 +94,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         UserError: The folder has no tensors, or a file cannot be read.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: is no folder. Give the folder of a checkpoint.")
+        raise UserError(f"{folder}: is not a folder. Give the folder of a checkpoint.")
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'}: has no settings. {REMEDY}")
@@ -120,7 +120,7 @@ def require_regular(path: Path) -> Path:
     """Return `path`. Raises UserError unless it is, or links to, a regular file; reading a pipe would wait forever."""
     with reading(path, REMEDY):
         if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
     return path
 
 
@@ -378,7 +378,7 @@ class _SafeUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in METADATA.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
 
 
 class _Reader(FileSystemReader):

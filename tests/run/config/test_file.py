@@ -62,7 +62,7 @@ def test_a_file_changes_the_preset_and_flags_change_the_file(tmp_path: Path):
 
 def test_parse_config_file_that_is_a_pipe_raises(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(UserError, match=r"pipe\.yaml: is no regular file"):
+    with pytest.raises(UserError, match=r"pipe\.yaml: is not a regular file"):
         cli.parse(PRESETS, ["--config", str(tmp_path / "pipe.yaml")])
 
 

@@ -48,7 +48,7 @@ def learned(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_profile_is_written_and_nothing_else_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "with" / "profile").mkdir(parents=True)
-    (tmp_path / "with" / ".lock").touch()  # else it is no folder of a run
+    (tmp_path / "with" / ".lock").touch()  # else it is not a folder of a run
     precious = planted(tmp_path / "with" / "profile" / "trace-rank-00000.json.gz")
     for name, profile in (("with", True), ("without", False)):
         train(config(tmp_path / name, profile=profile))

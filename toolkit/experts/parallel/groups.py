@@ -92,8 +92,8 @@ def make_expert_groups(
         The groups.
 
     Raises:
-        UserError: On every rank: the world size is no multiple of `ep_size * ep_stride`, `ranks` are no such groups, or
-            with a hierarchical exchange a group is on one node or has unequal parts of several.
+        UserError: The world size is not a multiple of `ep_size * ep_stride`, `ranks` are no such groups, or
+            with a hierarchical exchange a group is on one node or has unequal parts of several. The same on every rank.
 
     Example:
         >>> groups = make_expert_groups(ep_size=2)
@@ -199,9 +199,10 @@ def new_group(ranks: list[int] | None = None, backend: str | None = None) -> dis
 
 
 def wait_for(work: dist.Work, device: torch.device) -> None:
-    """Wait for a send or a receive of tensors on `device`; RuntimeError after the time-out of the world's group.
+    """Wait for a send or a receive of tensors on `device`.
 
-    gloo's have none of their own and would wait for ever; NCCL's have, and the host does not wait for them.
+    With gloo, raises RuntimeError after the timeout of the world's group, because its sends and receives have none.
+    NCCL has its own timeout, and the host does not wait.
     """
     if device.type == "cpu":
         work.wait(timeout_of())

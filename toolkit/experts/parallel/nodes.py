@@ -27,7 +27,7 @@ def number_of_launcher(name: str, *, least: int = 0, most: int | None = None) ->
     """Return the environment variable `name` as a number, None if it is not set.
 
     Raises:
-        UserError: It is no integer between `least` and `most`.
+        UserError: It is not an integer between `least` and `most`.
     """
     value = os.environ.get(name)
     if not value:

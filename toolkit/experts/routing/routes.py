@@ -189,7 +189,7 @@ class RouteHook:
         return any(call is not None for call in self._recent) and recomputing()
 
     def replay(self, calls: list[FixedChoice] | None) -> None:
-        """Give the next forwards these routes, one each; None ends that."""
+        """Replay `calls` in the next forward passes, one in each. None stops replaying."""
         if calls is not None and self._replayed is not None:
             raise UserError("replay_routes: another one is active on this model. End it first.")
         self._replayed, self._next = calls, 0

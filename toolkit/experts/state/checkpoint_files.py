@@ -90,7 +90,7 @@ def save(folder: Path | str, model: nn.Module, optimizer: Optimizers, extra: dic
     def check_folder() -> None:
         manifest.recover(final)
         if final.exists() and not (final / manifest.NAME).exists() and (not final.is_dir() or any(final.iterdir())):
-            raise UserError(f"{folder}: is no checkpoint and would be deleted. Save to another folder.")
+            raise UserError(f"{folder}: is not a checkpoint and would be deleted. Save to another folder.")
 
     def check_finite() -> None:
         weights = ((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -29,7 +29,7 @@ def words_of_file(path: Path, flags: Mapping[str, Any]) -> list[str]:
     import yaml
 
     if path.expanduser().exists() and not path.expanduser().is_file():
-        raise UserError("is no regular file. Give a file of flags.")  # a pipe would block
+        raise UserError("is not a regular file. Give a file of flags.")  # a pipe would block
     try:
         # Keep every scalar as written: YAML would read `no` as false and `1e-3` as a string. JSON is YAML except for
         # tabs, which in JSON occur only between tokens.

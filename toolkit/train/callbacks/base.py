@@ -100,7 +100,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
         for name in dir(later):
             if name.startswith("on_") and name not in HOOKS and callable(getattr(later, name)):
                 remedy = did_you_mean(name, HOOKS, f"Take one of {', '.join(HOOKS)}.")
-                raise UserError(f"{type(later).__name__}.{name} is no hook and is never called. {remedy}")
+                raise UserError(f"{type(later).__name__}.{name} is not a hook and is never called. {remedy}")
         for earlier in callbacks[:place]:
             if isinstance(later, earlier.runs_after):
                 first = type(later).__name__
