@@ -53,7 +53,7 @@ SHAPES = [(128, 128, 16, 2), (256, 512, 16, 2), (512, 1024, 16, 2), (256, 512, 6
 RIVALS = (PLAIN, BY_HAND, OURS)
 LIMIT_GB = 3.0
 MEMORY_SHAPE = (256, 1024)
-EXPERT_COUNTS = (8, 16, 24, 32, 48, 64, 96, 128, 192)
+EXPERT_COUNTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Of the four layers, tried in this order."""
 
 
