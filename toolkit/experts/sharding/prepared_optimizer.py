@@ -40,7 +40,7 @@ def has_stepped(optimizer: Optimizer) -> bool:
 
 
 def fit_states(optimizer: Optimizer, parameter: nn.Parameter, shape: torch.Size) -> None:
-    """Give the states that an optimizer was made with, when `parameter` had `shape`, the parameter's rows of now."""
+    """Resize the initial optimizer states of `parameter`, which had `shape`, to its current rows."""
     state = unwrapped(optimizer).state.get(parameter, {})
     for key, value in state.items():
         if (
