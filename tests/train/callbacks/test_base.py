@@ -117,7 +117,7 @@ def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callb
 
 def test_check_callbacks_misspelt_hook_raises_with_the_nearest_name():
     misspelt = type("Misspelt", (Callback,), {"on_steps_end": lambda self, trainer: None})  # noqa: ARG005
-    with pytest.raises(UserError, match=r"Misspelt\.on_steps_end is no hook .* Did you mean on_step_end\?"):
+    with pytest.raises(UserError, match=r"Misspelt\.on_steps_end is not a hook .* Did you mean on_step_end\?"):
         check_callbacks([misspelt()])
 
 
