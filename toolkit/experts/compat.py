@@ -124,7 +124,7 @@ def without_compile_prefix(name: str) -> str:
 
 
 def awaits_all_reduce(module: FSDPModule) -> bool:
-    """Return whether `module` has gradients summed within a set of shards only; torch 2.15 sums them over sets itself."""
+    """Return whether gradients of `module` are summed within a set of shards only; torch 2.15 sums them over sets."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # a list since torch 2.12
     return any(group is not None and group._partial_reduce_output is not None for group in groups)
