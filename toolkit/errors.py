@@ -3,6 +3,7 @@
 import difflib
 import errno
 import os
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from operator import index
@@ -110,6 +111,13 @@ def reading(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
             raise
         cause = error.__cause__ or error
         raise UserError(f"{path}: cannot be read ({type(cause).__name__}: {one_line(cause)}). {remedy}") from error
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of `log` that names an error, or its last line, without "error: "."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
+    return (errors or lines or ["no output"])[-1].removeprefix("error: ").strip()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

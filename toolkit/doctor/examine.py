@@ -18,8 +18,7 @@ from toolkit.doctor.causes import CHAIN, RATE, Finding, diagnose, out_of_step, r
 from toolkit.doctor.compare import TOLERANCES, Check, Comparison, Evidence
 from toolkit.doctor.record import read_records
 from toolkit.doctor.recorder import SPLIT_NOTE, Variant
-from toolkit.errors import UserError
-from toolkit.run.folder import last_line
+from toolkit.errors import UserError, last_line
 from toolkit.run.launch.world import without_launcher
 
 SUSPICIOUS = 1e-2

@@ -14,7 +14,6 @@ micro_batch_size.json   after a step ran out of memory, see toolkit.run.micro_ba
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -128,13 +127,6 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise UserError(f"{path}: has {type(values).__name__} instead of an object. {remedy}.")
     return values
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of `log` that names an error, or its last line, without "error: "."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(error: |[\w.]*(Error|Exception)\b)", line)]
-    return (errors or lines or ["no output"])[-1].removeprefix("error: ").strip()
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -77,11 +77,11 @@ def train(depths: tuple[int, ...], accumulation: int, fsdp_size: int | None, *, 
 def test_block_that_only_the_last_micro_batch_skips_raises_or_learns_as_on_one_process():
     work = partial(train, (2, 2, 1, 2, 2, 1), 2, 2, twice=False)
     (expected,) = run_distributed(work, 1)
-    for found in run_distributed(work, 4):
-        if isinstance(found, str):  # before torch 2.15, which averages these gradients
-            assert found.startswith("with depth 1: fsdp_size: blocks.1 was used by a micro-batch and not by the last")
+    for got in run_distributed(work, 4):
+        if isinstance(got, str):  # before torch 2.15, which averages these gradients
+            assert got.startswith("with depth 1: fsdp_size: blocks.1 was used by a micro-batch and not by the last one")
         else:
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_block_in_two_places_is_one_unit_and_learns_as_on_one_process():

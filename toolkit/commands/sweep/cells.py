@@ -15,9 +15,9 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from toolkit.commands.sweep.grid import Cell
-from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError
+from toolkit.errors import EXIT_DONE, EXIT_PREEMPTED, UserError, last_line
 from toolkit.run.config.settings import decides_what_is_learned
-from toolkit.run.folder import last_line, read_json, results_of
+from toolkit.run.folder import read_json, results_of
 from toolkit.run.launch.signals import handle_signals
 from toolkit.run.recipe_script import Recipe
 from toolkit.run.summary import duration
