@@ -1,21 +1,22 @@
-"""Who may import whom. No file is excepted."""
+"""Import rules of the packages. No file is excepted."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.support.helpers import ROOT
 
 TOOLKIT = sorted((ROOT / "toolkit").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
 
-FLOORS = """
+LAYERS = """
 toolkit.__main__
 toolkit.commands  toolkit
 toolkit.audit  toolkit.doctor  toolkit.lab
@@ -40,18 +41,12 @@ toolkit.experts.compat  toolkit.experts.options
 toolkit.compat  toolkit.version
 toolkit.errors  toolkit.public_names
 """
-"""Folders and files from top to bottom. Each imports from the floors below it only: not above, not beside. An import
-that is for type checkers only counts as well."""
+"""Packages and modules from top to bottom. Each imports from lower layers only, also for type checkers."""
 
-FENCES = {
+IMPORTERS = {
     "tyro": ("toolkit.run.cli",),
     "wandb": (),
-    "accelerate": (
-        "toolkit.run",
-        "toolkit.data",
-        "toolkit.doctor",
-        "toolkit.integrations.accelerate",
-    ),
+    "accelerate": ("toolkit.run", "toolkit.data", "toolkit.doctor", "toolkit.integrations.accelerate"),
     "transformers": ("toolkit.integrations.transformers", "toolkit.data.tokenizer"),
     "peft": ("toolkit.integrations.peft",),
     "matplotlib": ("toolkit.run.pictures", "toolkit.dynamic"),
@@ -60,45 +55,29 @@ FENCES = {
     "fsspec": ("toolkit.run",),
     "datasets": ("toolkit.data",),
     "pickle": ("toolkit.audit.tensors",),
-    "cloudpickle": (),
-    "dill": (),
-    "marshal": (),
-    "shelve": (),
-    "joblib": (),
+    **dict.fromkeys(("cloudpickle", "dill", "marshal", "shelve", "joblib"), ()),
 }
-"""A library -> where in `toolkit/` it may be imported."""
+"""Packages of `toolkit/` that import a library."""
 ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers"}
-OF_THE_EXPERTS = {
-    "torch",
-    "numpy",
-    "pydantic",
-    "safetensors",
-    "toolkit",
-}
-"""Libraries that `toolkit/experts/` imports."""
-FLAGS_ARE_KNOWN_TO = (
-    "toolkit.commands",
-    "toolkit.audit",
-    "toolkit.doctor",
-    "toolkit.lab",
-    "toolkit.train",
-    "toolkit.run",
-    "toolkit.errors",
-)
+LIBRARIES_OF_EXPERTS = {"torch", "numpy", "pydantic", "safetensors", "toolkit"}
+KNOW_FLAGS = tuple(f"toolkit.{name}" for name in ("commands", "audit", "doctor", "lab", "train", "run", "errors"))
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}
 
 
-@dataclass(frozen=True)
-class Import:
-    """An import as it is written, wherever it stands in a file."""
+class Import(NamedTuple):
+    """An import statement anywhere in a file."""
 
     module: str
     name: str | None
-    """What `from module import name` takes; None for `import module`."""
-    when_imported: bool
-    """Whether it runs when its file is imported: it is not in a function."""
+    """Name after `from module import`, or None for `import module`."""
+    at_import: bool
+    """True outside functions."""
     for_types: bool
-    """Whether it never runs."""
+    """True under TYPE_CHECKING."""
+
+    @property
+    def library(self) -> str:
+        return self.module.partition(".")[0]
 
 
 def module_name(path: Path) -> str:
@@ -116,7 +95,7 @@ def imports(path: Path) -> tuple[Import, ...]:
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, None, at_import, for_types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide who imports whom"
+            assert node.level == 0, f"{path}: relative import"
             yield from (Import(node.module or "", alias.name, at_import, for_types) for alias in node.names)
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for child in node.body:
@@ -131,143 +110,117 @@ def imports(path: Path) -> tuple[Import, ...]:
     return tuple(visit(parsed(path), True, False))
 
 
-def modules_imported(path: Path, files: dict[str, Path], *, for_types: bool) -> set[str]:
-    """The modules among `files` that `path` imports, also by their names at run time, as sub-commands are."""
+def imported_modules(path: Path, *, for_types: bool) -> set[str]:
+    """Return the modules of the toolkit that `path` imports, at run time also by their names in strings."""
     named = set()
     for found in imports(path):
         if for_types or not found.for_types:
             submodule = f"{found.module}.{found.name}"
-            named.add(submodule if submodule in files else found.module)
+            named.add(submodule if submodule in MODULES else found.module)
     if not for_types:
-        texts = {node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)}
+        texts = (node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant))
         named |= {text for text in texts if isinstance(text, str) and "." in text}
-    return {module for module in named if module in files and module != module_name(path)}
+    return {module for module in named if module in MODULES and module != module_name(path)}
 
 
-def within(name: str, *places: str) -> bool:
-    return any(name == place or name.startswith(place + ".") for place in places)
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-ROOMS = [line.split() for line in FLOORS.split("\n") if line]
-FILES = {module_name(path): path for path in TOOLKIT}
+MODULES = {module_name(path): path for path in TOOLKIT}
+LAYER_OF = {package: number for number, line in enumerate(LAYERS.split("\n")) for package in line.split()}
 
 
-def floor_and_room(module: str) -> tuple[int, str]:
-    """The floor of `module`, counted from the top, and its room: the innermost where rooms contain each other."""
-    rooms = [(len(room), number, room) for number, floor in enumerate(ROOMS) for room in floor if within(module, room)]
-    _, number, room = max(rooms)
-    assert (room == "toolkit") == (module == "toolkit"), f"{module} is in no room: name it in FLOORS"
-    return number, room
+def package_of(module: str) -> str:
+    """Return the innermost package of LAYERS that contains `module`."""
+    package = max((package for package in LAYER_OF if within(module, package)), key=len)
+    assert (package == "toolkit") == (module == "toolkit"), f"{module} is in no package of LAYERS"
+    return package
 
 
-def test_every_module_has_a_floor_and_every_floor_a_module():
-    assert {floor_and_room(module)[1] for module in FILES} == {room for floor in ROOMS for room in floor}
+def test_every_package_of_layers_has_a_module():
+    assert {package_of(module) for module in MODULES} == LAYER_OF.keys()
 
 
-def test_imports_run_down_only():
+def test_imports_point_to_lower_layers():
     upward = []
-    for name, path in FILES.items():
-        floor, room = floor_and_room(name)
-        for imported in sorted(modules_imported(path, FILES, for_types=True)):
-            below, other = floor_and_room(imported)
-            if other != room and below <= floor:
-                upward.append(f"{name} ({room}) imports {imported} ({other})")
+    for name, path in MODULES.items():
+        package = package_of(name)
+        for imported in sorted(imported_modules(path, for_types=True)):
+            other = package_of(imported)
+            if other != package and LAYER_OF[other] <= LAYER_OF[package]:
+                upward.append(f"{name} ({package}) imports {imported} ({other})")
     assert not upward, "\n".join(upward)
 
 
-def test_modules_form_no_circle():
-    graph = {name: modules_imported(path, FILES, for_types=False) for name, path in FILES.items()}
-    finished: set[str] = set()
-
-    def visit(module: str, way: tuple[str, ...]) -> None:
-        assert module not in way, " -> ".join([*way[way.index(module) :], module])
-        if module not in finished:
-            for imported in graph[module]:
-                visit(imported, (*way, module))
-            finished.add(module)
-
-    for module in graph:
-        visit(module, ())
+def test_modules_have_no_import_cycle():
+    graph = {name: imported_modules(path, for_types=False) for name, path in MODULES.items()}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_a_sub_command_can_be_deleted_and_the_others_still_work():
-    rooms = {path.stem if path.is_file() else path.name for path in (ROOT / "toolkit" / "commands").iterdir()}
-    shared = {"__init__", "__pycache__"}
-    for name, path in FILES.items():
-        for imported in modules_imported(path, FILES, for_types=True) if within(name, "toolkit.commands") else ():
-            mine, other = (each.split(".")[2:3] for each in (name, imported))
-            between = mine != other and within(imported, "toolkit.commands") and mine and other
-            assert not between or other[0] in shared, f"{name} imports {imported}"
-    assert rooms > shared - {"__pycache__"}
+def test_subcommands_do_not_import_each_other():
+    for name, path in MODULES.items():
+        command = name.split(".")[2:3] if within(name, "toolkit.commands") else []
+        for imported in imported_modules(path, for_types=True) if command else ():
+            assert not within(imported, "toolkit.commands") or imported.split(".")[2:3] in ([], command), name
 
 
-def test_toolkit_knows_no_recipe_and_recipes_know_no_tests():
+def test_toolkit_imports_no_recipe_and_recipes_import_no_tests():
     subjects = {path.name for path in (ROOT / "recipes").iterdir() if path.is_dir()}
     for path in [*TOOLKIT, *RECIPES]:
-        of_others = {"recipes", "tests", "benchmarks"} | (subjects if path in TOOLKIT else set())
+        forbidden = {"recipes", "tests", "benchmarks"} | (subjects if path in TOOLKIT else set())
         for found in imports(path):
-            assert found.module.partition(".")[0] not in of_others, f"{module_name(path)} imports {found.module}"
-    for path in TOOLKIT:
-        whole = [found for found in imports(path) if (found.module, found.name) == ("toolkit", None)]
-        assert not whole, f"{module_name(path)}: `import toolkit` hides who imports whom"
+            assert found.library not in forbidden, f"{module_name(path)} imports {found.module}"
+            package = path in TOOLKIT and (found.module, found.name) == ("toolkit", None)
+            assert not package, f"{module_name(path)}: `import toolkit` hides dependencies"
 
 
-def test_recipe_imports_of_the_toolkit_are_its_public_face():
-    face = {"toolkit", "toolkit.experts"}
-    deep = {
-        f"{module_name(path)} imports {found.module}"
-        for path in RECIPES
-        for found in imports(path)
-        if within(found.module, "toolkit") and found.module not in face
-    }
-    assert not deep, "\n".join(sorted(deep))
+def test_recipes_import_the_public_api_of_the_toolkit():
+    for path in RECIPES:
+        for found in imports(path):
+            public = found.library != "toolkit" or found.module in ("toolkit", "toolkit.experts")
+            assert public, f"{module_name(path)} imports {found.module}"
 
 
-def test_a_library_is_imported_only_behind_its_fence():
+def test_libraries_are_imported_only_by_their_importers():
     wrong = []
-    for name, path in FILES.items():
+    for name, path in MODULES.items():
         for found in imports(path):
-            library = found.module.partition(".")[0]
-            if library in FENCES and not found.for_types and not within(name, *FENCES[library]):
+            if found.library in IMPORTERS and not found.for_types and not within(name, *IMPORTERS[found.library]):
                 wrong.append(f"{name} imports {found.module}")
-            if found.when_imported and library in ONLY_INSIDE_FUNCTIONS:
+            if found.at_import and found.library in ONLY_INSIDE_FUNCTIONS:
                 wrong.append(f"{name} imports {found.module} outside a function")
-    for library, places in FENCES.items():
-        for place in places:
-            inside = [path for name, path in FILES.items() if within(name, place)]
-            if not any(found.module.partition(".")[0] == library for path in inside for found in imports(path)):
-                wrong.append(f"{place} does not import {library}: the fence is too wide")
+    for library, packages in IMPORTERS.items():
+        for package in packages:
+            inside = [path for name, path in MODULES.items() if within(name, package)]
+            if not any(found.library == library for path in inside for found in imports(path)):
+                wrong.append(f"{package} does not import {library}: remove it from IMPORTERS")
     assert not wrong, "\n".join(wrong)
 
 
-def test_experts_need_torch_and_small_libraries_only():
-    for name, path in FILES.items():
-        if within(name, "toolkit.experts"):
-            for found in imports(path):
-                library = found.module.partition(".")[0]
-                known = OF_THE_EXPERTS | sys.stdlib_module_names | ({"jaxtyping"} if found.for_types else set())
-                assert library in known, f"{name} imports {found.module}"
+def test_experts_import_only_torch_and_small_libraries():
+    for name, path in MODULES.items():
+        for found in imports(path) if within(name, "toolkit.experts") else ():
+            known = LIBRARIES_OF_EXPERTS | sys.stdlib_module_names | ({"jaxtyping"} if found.for_types else set())
+            assert found.library in known, f"{name} imports {found.module}"
 
 
-def test_only_the_command_line_speaks_of_flags():
-    said = []
-    for name, path in FILES.items():
-        if not within(name, *FLAGS_ARE_KNOWN_TO) and name != "toolkit":
-            said += [f"{name}: {flag}" for flag in re.findall(r"(?<![\w\-<!|:])--[a-z][\w.-]*", path.read_text())]
-    assert not said, "\n".join(said)
+def test_only_command_line_packages_mention_flags():
+    for name, path in MODULES.items():
+        if not within(name, *KNOW_FLAGS) and name != "toolkit":
+            assert re.findall(r"(?<![\w\-<!|:])--[a-z][\w.-]*", path.read_text()) == [], name
 
 
-def test_messages_name_no_file_that_an_installed_package_lacks():
+def test_messages_name_only_files_of_the_package():
     for path in TOOLKIT:
-        tree = ast.parse(path.read_text())
-        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        docstrings = {node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Expr)}
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
                 found = re.search(r"\b(docs|recipes|tests|benchmarks|accelerate_configs)/\w", node.value)
                 assert found is None, f"{path}:{node.lineno}: {node.value}"
 
 
-def test_nothing_is_read_or_written_as_pickle():
+def test_files_are_not_read_or_written_as_pickle():
     for path in TOOLKIT:
         for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Call):
@@ -280,13 +233,8 @@ def test_nothing_is_read_or_written_as_pickle():
                 assert keyword.arg != "allow_pickle" or value is False, f"{path}: allow_pickle={value}"
 
 
-def private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-@functools.cache
-def our_private_names() -> frozenset[str]:
-    """The private names that `toolkit/` defines: functions, classes, attributes of `self`, and fields."""
+def private_names_of_toolkit() -> set[str]:
+    """Return the names of functions, classes, attributes of `self`, and fields that `toolkit/` defines."""
     names: set[str] = set()
     for path in TOOLKIT:
         for node in ast.walk(parsed(path)):
@@ -296,37 +244,31 @@ def our_private_names() -> frozenset[str]:
                 names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
-    return frozenset(names)
+    return names
 
 
-def private_names_of_others(tree: ast.Module, ours: frozenset[str]) -> Iterator[str]:
-    """The private names in `tree` that neither we define nor the standard library does."""
+def private_names_of_libraries(tree: ast.Module, defined: set[str]) -> Iterator[str]:
+    """Yield the private names in `tree` that neither `defined` nor the standard library has."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in ours:
-            root = ast.unparse(node).partition(".")[0]
-            if root not in sys.stdlib_module_names:
-                yield ast.unparse(node)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in sys.stdlib_module_names:
-            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            yield from (part for part in parts if private(part) and part not in ours)
+        library, names = "", []
+        if isinstance(node, ast.Attribute):
+            library, names = ast.unparse(node).partition(".")[0], [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            library = (node.module or "").partition(".")[0]
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
-            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
-            if private(name) and name not in ours:
-                yield name
+            names = [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+        if library not in sys.stdlib_module_names:
+            yield from (n for n in names if n.startswith("_") and not n.startswith("__") and n not in defined)
 
 
-def test_private_names_of_libraries_are_used_in_compat_only():
-    tree = ast.parse(
-        "from torch._utils import flatten\nfrom datasets import _private\ntorch._foreach_mul_(x)\n"
-        "model._marked = True\ngetattr(model, '_hidden')\nself._ours\nos._exit(1)\nmodel.__dict__\n"
-    )
-    found = {"_utils", "_private", "torch._foreach_mul_", "model._marked", "_hidden"}
-    assert set(private_names_of_others(tree, frozenset({"_ours"}))) == found
-    used = {module_name(path) for path in TOOLKIT if set(private_names_of_others(parsed(path), our_private_names()))}
-    assert all(name.endswith(".compat") for name in used), used
+def test_only_compat_modules_use_private_names_of_libraries():
+    defined = private_names_of_toolkit()
+    used = {module_name(path) for path in TOOLKIT if any(private_names_of_libraries(parsed(path), defined))}
+    assert used == {name for name in MODULES if name.endswith(".compat")}
 
 
-def test_every_recipe_has_a_debug_preset_and_is_tested():
+def test_every_recipe_has_a_debug_preset_and_a_test():
     tests = [path.read_text() for path in (ROOT / "tests" / "recipes").rglob("test_*.py")]
     for path in sorted((ROOT / "recipes").glob("*.py")):
         assert any(isinstance(node, ast.FunctionDef) and node.name == "debug" for node in parsed(path).body), path
