@@ -116,7 +116,7 @@ check: $(VENV)/.installed-dev ## style, types, import rules, size totals, and li
 .PHONY: test-browser
 test-browser: $(VENV)/.installed-dev ## the page of `toolkit report`, and the site's search, in headless Chromium
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
-	    apt-get install -y --no-install-recommends chromium || \
+	    { apt-get update && apt-get install -y --no-install-recommends chromium; } || \
 	    { echo "error: Chromium is missing and could not be installed: apt-get install chromium, as root." >&2; exit 2; }
 	$(PY) -m pytest -m browser tests/commands/report tests/docs/test_site.py
 

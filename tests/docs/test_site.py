@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.report.chromium import chromium
+from tests.support.browser import browser_page
 from tests.support.helpers import ROOT
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
@@ -104,16 +104,9 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path):
 
 
 @pytest.mark.browser
-def test_a_search_from_a_disk_shows_excerpts(site: Path, tmp_path: Path):
-    with chromium(tmp_path / "profile") as tab:
-        tab.open(site / "search.html")
-        tab.run("location.search = '?q=interruption'")
-        while not tab.run("location.search && document.readyState === 'complete'"):
-            pass
-        excerpt = tab.run(
-            "new Promise(done => { const wait = () => { const found = "
-            "document.querySelector('#search-results .context'); "
-            "found ? done(found.textContent) : setTimeout(wait, 20); }; wait(); })"
-        )
-    assert "the same command again after an interruption" in excerpt
-    assert tab.console == []
+def test_search_of_local_files_shows_excerpts(site: Path):
+    with browser_page() as (page, console):
+        page.goto(f"{(site / 'search.html').as_uri()}?q=interruption")
+        excerpt = page.locator("#search-results .context").first.text_content()
+    assert "the same command again after an interruption" in (excerpt or "")
+    assert console == []
