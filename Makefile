@@ -70,8 +70,8 @@ test: $(VENV)/.installed-dev ## all tests that need no GPU; KERNELS=avx2 or defa
 	    -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(HANGS)
 
 .PHONY: families
-families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md anew: every mixture of the installed transformers, two minutes
-	$(PY) -m tests.integrations.transformers.test_mixtures
+families: $(VENV)/.installed-dev ## write docs/experts/transformers_families.md: every MoE family of the installed transformers, two minutes
+	$(PY) -m tests.integrations.transformers.test_families
 
 .PHONY: matrix
 matrix: $(VENV)/.installed-dev ## write docs/project/matrix.md: parity of expert-parallel libraries with one process

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
 from tests.experts.sharding.test_router_replay import ROUTERS, gradients, kl, logits, make, perturb, tokens
-from tests.integrations.transformers.mixtures import computes_in_float64, families
+from tests.integrations.transformers.families import moe_families, supports_float64
 from tests.support.equality import in_float64, relative_difference
 from toolkit.errors import UserError
 from toolkit.experts.sharding.router_replay import record_routes, replay_routes
@@ -62,8 +62,8 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true")
     arguments = parser.parse_args()
     rows, refused = [], {}
-    for name in [*ROUTERS, *([] if arguments.rehearse else sorted(families()))]:
-        with in_float64() if name in ROUTERS or computes_in_float64(name, tokens()) else nullcontext():
+    for name in [*ROUTERS, *([] if arguments.rehearse else sorted(moe_families()))]:
+        with in_float64() if name in ROUTERS or supports_float64(name, tokens()) else nullcontext():
             try:
                 rows.append(measure(name))
             except UserError as error:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from tests.integrations.transformers.families import awaken, config
+from tests.integrations.transformers.families import config, randomize_routers
 from tests.integrations.transformers.families import tokens as tokens_of_step
 from tests.support.helpers import run_distributed
 from toolkit.experts.layer.losses import RouterPenalty
@@ -242,7 +242,7 @@ def mixtral_on_one_rank() -> dict[str, tuple[dict[str, Tensor], int]]:
     found = {}
     for name in ("kept", "recomputed"):
         torch.manual_seed(0)
-        model = awaken(AutoModelForCausalLM.from_config(config("mixtral"))).train()
+        model = randomize_routers(AutoModelForCausalLM.from_config(config("mixtral"))).train()
         if name == "recomputed":
             recompute_blocks(model)
         accelerator = Accelerator(cpu=True)

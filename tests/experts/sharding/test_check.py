@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.transformers.mixtures import build
+from tests.integrations.transformers.families import build
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.sharding.find import require_experts

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.integrations.peft.models import adapted
-from tests.integrations.transformers.families import awaken, config
-from tests.integrations.transformers.mixtures import EXPERTS, build, outputs
-from tests.integrations.transformers.test_mixtures import MOVED, PLACED, difference
+from tests.integrations.transformers.families import TINY_EXPERTS as EXPERTS
+from tests.integrations.transformers.families import build, config, outputs, randomize_routers
+from tests.integrations.transformers.test_families import MOVED, PLACED, difference
 from tests.support.equality import in_float64
 from tests.support.helpers import run_distributed
 from toolkit.dynamic.dynamic_router import DynamicRouter
@@ -252,7 +252,7 @@ def test_router_changed_before_the_backward_keeps_its_choice(name: str, how: str
 def test_rollout_of_vllm_is_replayed(tmp_path: Path) -> None:
     """Arrays of all hidden layers, the first of which is dense, without the last token; two prompts, padded left."""
     torch.manual_seed(0)
-    model: Any = awaken(causal_lm(config("deepseek_v3"))).eval()
+    model: Any = randomize_routers(causal_lm(config("deepseek_v3"))).eval()
     prompts, mask = tokens(0, 2)[:, :5], torch.ones(2, 9, dtype=torch.int64)
     mask[0, :2] = 0
     with torch.no_grad(), record_routes(model) as generated:
