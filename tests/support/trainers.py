@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,3 +17,14 @@ def standard_trainer(
     """Make a `toolkit.train.build.standard_trainer` with the config's optimizer."""
     data = tk.Splits(train, test, validation)
     return with_optimizer(run, task, model, tk.build_optimizer(model, run.config), data, **settings)
+
+
+def fit(folder: Path, model: nn.Module, train: Any, test: Any = None, task: Any = None, **settings: Any) -> Any:
+    """Train `model` in a run folder and return the results.
+
+    `settings` are `callbacks`, `validation` and fields of `RunConfig`.
+    """
+    data = {"train": train, "test": train if test is None else test}
+    data |= {name: settings.pop(name) for name in ("callbacks", "validation") if name in settings}
+    with tk.start_run("toy", tk.RunConfig(run_dir=folder, tracker="none", cpu=True, **settings)) as run:
+        return standard_trainer(run, task or tk.Classification(), model, **data).fit()
