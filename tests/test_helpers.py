@@ -1,4 +1,4 @@
-"""The helpers that tests of processes stand on: failures fail, hangs are killed, and a fork is like a new process."""
+"""Launchers of test processes: errors and hangs of ranks, and forks that replace new processes."""
 
 import subprocess
 import sys
@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from benchmarks.support.processes import program_environment, run_distributed
 from tests.support.forked_python import forked_commands, run_forked
-from tests.support.helpers import program_environment, run_distributed
 from toolkit.version import __version__
 
 
 def fail_on_rank_one() -> None:
+    dist.barrier()
     if dist.get_rank() == 1:
-        raise ValueError("rank one is unwell")
+        raise ValueError("rank one failed")
     dist.barrier()
 
 
@@ -24,13 +25,13 @@ def hang_on_rank_zero() -> None:
         time.sleep(60)
 
 
-def test_a_failing_rank_fails_the_call_with_its_traceback():
-    with pytest.raises(AssertionError, match=r"rank 1 of 2 raised:(.|\n)*rank one is unwell"):
+def test_run_distributed_with_a_failing_rank_raises_its_traceback():
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 raised:(.|\n)*rank one failed"):
         run_distributed(fail_on_rank_one, 2)
 
 
-def test_a_hanging_rank_is_killed():
-    with pytest.raises(AssertionError, match=r"rank\(s\) \[0\] of 2 gave no answer"):
+def test_run_distributed_with_a_hanging_rank_times_out():
+    with pytest.raises(AssertionError, match=r"rank\(s\) \[0\] of 2 timed out"):
         run_distributed(hang_on_rank_zero, 2, timeout_s=5)
 
 
@@ -38,17 +39,17 @@ PROGRAM = """
 import atexit, os, sys
 from dataclasses import dataclass
 @dataclass
-class Mine: ...
-atexit.register(lambda: os.write(2, b"left"))
-print(__name__, Mine.__module__, sys.argv, sys.orig_argv[1:], flush=True)
+class Config: ...
+atexit.register(lambda: os.write(2, b"exit handler"))
+print(__name__, Config.__module__, sys.argv, sys.orig_argv[1:], flush=True)
 print(os.getcwd(), os.environ.get("WORD"), sys.stdin.read(), flush=True)
-sys.exit({leaves})
+sys.exit({status})
 """
 
 
-@pytest.mark.parametrize("leaves", ["'a reason'", "os.kill(os.getpid(), 15)"])
-def test_a_forked_program_says_and_leaves_what_a_new_one_does(leaves: str, tmp_path: Path):
-    code, environment = PROGRAM.format(leaves=leaves), program_environment(WORD="spoken")
+@pytest.mark.parametrize("status", ["'a reason'", "os.kill(os.getpid(), 15)"])
+def test_run_forked_equals_a_new_process(status: str, tmp_path: Path):
+    code, environment = PROGRAM.format(status=status), program_environment(WORD="value")
     (tmp_path / "program.py").write_text(code)
     for words in (["-c", code, "--flag"], [str(tmp_path / "program.py"), "--flag"]):
         command = [sys.executable, *words]
@@ -59,7 +60,7 @@ def test_a_forked_program_says_and_leaves_what_a_new_one_does(leaves: str, tmp_p
         assert (forked.returncode, forked.stdout, forked.stderr) == (new.returncode, new.stdout, new.stderr)
 
 
-def test_a_shell_runs_forked_commands_in_its_pipes(tmp_path: Path):
+def test_shell_runs_forked_commands_in_pipes(tmp_path: Path):
     script = f"PATH={tmp_path}:$PATH; (sleep 1; python -c 'print(6 * 7)') | python -c 'print(input())';"
     script += "toolkit --version;"
     script += "python - x <<< 'import sys; print(sys.argv[1:])'; python -c 'raise SystemExit(5)'"

@@ -30,8 +30,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 import toolkit as tk
 from benchmarks.report import sd, write_report
+from benchmarks.support.task_order import TaskOrder
 from recipes.mnist_moe import Config, build_model, dynamic, full, main, top2
-from tests.support.orders import TaskAfterTask
 from toolkit.data.batches import EvalBatches
 from toolkit.data.images import ImageData
 from toolkit.dynamic.callback import COUNTED, Lifecycle
@@ -140,7 +140,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 remember, lifecycle_callback, report = lifecycle_callbacks(config, model, task, train, data.num_classes)
                 lifecycle_callback.__class__ = AroundSleep
                 assert isinstance(lifecycle_callback, AroundSleep)
-                order = TaskAfterTask(
+                order = TaskOrder(
                     tasks=TASKS,
                     samples_per_task=len(train) // TASKS,
                     batch_size=config.batch_size,

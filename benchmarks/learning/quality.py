@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import markdown, write_report
-from tests.support.helpers import run_recipe
+from benchmarks.support.processes import run_recipe
 
 RECORD = ROOT / "benchmarks" / "results" / "quality.json"
 POINT, BITS = 0.01, 0.05

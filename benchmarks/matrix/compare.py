@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.matrix.paths import EXPERTS, LENGTH, PATHS, SAMPLES, VOCAB, Alone, all_in_float64, read, save_model
-from tests.support.helpers import ROOT, run_distributed
+from benchmarks.support.processes import ROOT, run_distributed
 
 PAGE = ROOT / "docs" / "project" / "matrix.md"
 COLUMNS = ("loss", "gradients", "norm", "weights", "save", "load", "resume", "adapters")

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.equality import in_float64
+from benchmarks.support.precision import in_float64
 from toolkit.experts.parallel.ownership import ownership_of
 
 EXPERTS, LAYERS, VOCAB, SAMPLES, LENGTH = 4, 2, 32, 4, 8

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 
 from benchmarks.report import write_report
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous

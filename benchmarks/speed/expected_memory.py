@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.report import write_report
 from benchmarks.speed.large_checkpoint import Watch
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.commands.plan import layouts, plan
 from toolkit.integrations.peft.adapter_options import AdapterOptions
 from toolkit.integrations.peft.adapters import add_adapters

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from tests.support.helpers import peak_bytes
+from benchmarks.support.peak_memory import peak_bytes
 from toolkit.integrations.transformers import causal_lm
 
 DIM, HIDDEN, TOP_K, LAYERS, VOCAB, RANK = 512, 512, 4, 2, 1024, 8

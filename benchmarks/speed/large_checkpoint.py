@@ -50,7 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.report import write_report
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 
 DIM, HIDDEN, EXPERTS, TOP_K, VOCAB = 2048, 768, 128, 8, 32_000
@@ -339,7 +339,7 @@ def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dic
     try:
         ranks = run_distributed(rank, processes, folder, limit, timeout_s=2400)
     except AssertionError as error:
-        if "died without a word" not in str(error):
+        if "exited without a result" not in str(error):
             raise
         return described | {"GB": f"ended above {limit / 1e9:.1f}"}
     most = {key: max(rank[key] for rank in ranks) for key in ranks[0]}

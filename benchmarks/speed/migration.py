@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from tests.support.helpers import peak_bytes, run_distributed
+from benchmarks.support.peak_memory import peak_bytes
+from benchmarks.support.processes import run_distributed
 from tests.support.placements import by_slot
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.moving.migrate import migrate

@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.placement.record_traces import language_model
 from benchmarks.placement.simulator import Block, DrawnRouter, drawn, step
 from benchmarks.report import write_report
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.loads import Load, rank_imbalance

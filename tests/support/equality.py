@@ -1,53 +1,20 @@
-"""Equality up to rounding: one measure for all comparisons of many processes with one."""
+"""Equality of runs on several processes with a run on one process, up to rounding."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 
+from benchmarks.support.precision import IN_FLOAT64, in_float64, relative_difference
 from toolkit.experts.parallel.ownership import local_rows, ownership_of
 
-IN_FLOAT64 = 1e-9
-"""How far apart, relatively, two runs `in_float64` may be after some dozens of steps."""
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Create and train in float64, even if data are float32 or code calls `Tensor.float`.
-
-    In float32, processors round differently, and an optimizer that divides by the gradient's size amplifies the
-    differences to full steps: after some steps two correct runs are further apart than many bugs would bring them. In
-    float64 the errors are a billion times smaller.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    widening = register_module_forward_pre_hook(_widen)
-    try:
-        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-            yield
-    finally:
-        widening.remove()
-        torch.set_default_dtype(before)
-
-
-def _widen(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
-
-
-def relative_difference(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+__all__ = ["IN_FLOAT64", "assert_equal_rows", "in_float64", "relative_difference", "replicas_agree"]
 
 
 def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Assert that each row, "<parameter>/<id>", differs by at most `tolerance` times its parameter's norm."""
+    """Assert that each row, "<parameter>/<id>", differs by at most `tolerance` times the norm of its parameter."""
     assert found.keys() == expected.keys()
     squares: dict[str, float] = {}
     for name, value in expected.items():
@@ -60,10 +27,9 @@ def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tol
 
 @torch.no_grad()
 def replicas_agree(model: nn.Module) -> bool:
-    """Whether every replicated parameter has the same bits on all ranks, every owned one on its expert DP group, and
-    every shard on all ranks that have it.
+    """Return whether replicas are bitwise identical: parameters, experts in their EP-DP group, replicated DTensors.
 
-    A collective; the same answer on every rank.
+    A collective with the same result on every rank.
     """
     if not dist.is_initialized():
         return True

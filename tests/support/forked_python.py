@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from tests.support.helpers import ROOT, fork_context, program_environment
+from benchmarks.support.processes import ROOT, fork_context, program_environment
 
 
 class ForkedPython:

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.helpers import free_port
+from benchmarks.support.processes import free_port
 from tests.support.host_waits import HostWait, innermost_place, restart_process_group
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.doctor.compare import TOLERANCES, Evidence
 from toolkit.doctor.examine import judge
 from toolkit.doctor.record import read_records

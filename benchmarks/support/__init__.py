@@ -1,0 +1,1 @@
+"""Code that benchmarks and tests share. It imports neither of them."""
