@@ -1,4 +1,4 @@
-"""The public names: listed once, there at run time and for types, cheap to import, offered by an editor."""
+"""Public names at run time and in the stub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAVY = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "m
 UNTYPED_HERE = (
     "torch accelerate transformers datasets numpy matplotlib networkx scipy sklearn rich psutil PIL tyro filelock"
 )
-"""Libraries whose own types the check of a user's script leaves out: reading torch's takes mypy minutes."""
+"""Libraries that mypy skips, because checking torch takes minutes."""
 MISUSE = """
 import toolkit as tk
 tk.start_run("name")  # no config
@@ -32,7 +32,7 @@ class Wrong(tk.Callback):
 
 
 def run_python(code: str) -> list[str]:
-    """The words that `code` prints in a fresh process."""
+    """Return the words that `code` prints in a new process."""
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -42,27 +42,27 @@ def listed() -> list[str]:
     return [name.asname or name.name for node in STUB.body if isinstance(node, ast.ImportFrom) for name in node.names]
 
 
-def test_names_are_listed_once_and_each_is_passed_on():
+def test_stub_reexports_each_name_once():
     assert len(set(listed())) == len(listed())
     for node in STUB.body[1:]:
-        assert isinstance(node, ast.ImportFrom), "the stub lists names and nothing else"
+        assert isinstance(node, ast.ImportFrom)
         assert node.level == 1
-        assert all(name.asname == name.name for name in node.names), "`import x as x` passes a name on to users"
+        assert all(name.asname == name.name for name in node.names), "`import x as x` is a re-export"
 
 
-def test_names_at_run_time_are_those_that_types_see():
+def test_public_names_match_the_stub():
     assert sorted(tk.__all__) == sorted(listed())
     assert all(hasattr(tk, name) for name in tk.__all__)
 
 
-def test_importing_the_command_line_loads_nothing_heavy():
+def test_command_line_import_loads_no_heavy_library():
     code = "import sys, toolkit, toolkit.run.cli, toolkit.run.launch, toolkit.run.config.run; "
     code += f"print(*{HEAVY!r} & set(sys.modules))"
     assert run_python(code) == []
 
 
 @pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is a development dependency")
-def test_a_users_script_passes_mypy_strict_and_misuse_does_not(tmp_path: Path):
+def test_mypy_strict_accepts_user_script_and_rejects_misuse(tmp_path: Path):
     misuse, settings = tmp_path / "misuse.py", tmp_path / "mypy.ini"
     misuse.write_text(MISUSE)
     untyped = ",".join(f"{library}.*" for library in UNTYPED_HERE.split())
@@ -70,12 +70,8 @@ def test_a_users_script_passes_mypy_strict_and_misuse_does_not(tmp_path: Path):
     options = ["--strict", "--allow-subclassing-any", "--follow-imports=silent", "--explicit-package-bases"]
     options += ["--cache-dir", str(tmp_path / "cache"), "--config-file", str(settings)]
     script = ROOT / "tests" / "api" / "user_script.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, script, misuse],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "mypy", *options, script, misuse]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     errors = re.findall(r"(\w+)\.py:(\d+): error", done.stdout)
     wrong = [number for number, line in enumerate(MISUSE.splitlines(), start=1) if re.match(r"tk|    def", line)]
     assert sorted(set(errors)) == [("misuse", str(number)) for number in wrong], done.stdout + done.stderr

@@ -1,7 +1,4 @@
-"""What a user writes against the public API: a recipe of their own, and a loop of their own with `ExpertParallel`.
-
-`test_public_names.py` checks it as strictly as mypy can. It is not run.
-"""
+"""A recipe and a training loop with `ExpertParallel` for mypy --strict in `test_public_names.py`; not executed."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from toolkit.experts.parallel.groups import ExpertGroups
 
 
 class Config(tk.MoERunConfig):
-    """The user's own fields beside those of every run with experts."""
-
     width: int = 32
 
     def check_together(self) -> None:
@@ -30,20 +25,15 @@ class Config(tk.MoERunConfig):
 
 
 def full() -> Config:
-    """A few epochs."""
-    return Config(
-        epochs=3, lr=1e-3, schedule=tk.ScheduleOptions(kind="cosine"), optimizer=tk.OptimizerOptions(weight_decay=0.1)
-    )
+    schedule, optimizer = tk.ScheduleOptions(kind="cosine"), tk.OptimizerOptions(weight_decay=0.1)
+    return Config(epochs=3, lr=1e-3, schedule=schedule, optimizer=optimizer)
 
 
 def debug() -> Config:
-    """Seconds."""
     return full().replace(dataset="digits", max_steps=5)
 
 
-class Note(tk.Callback):
-    """Remembers the last evaluation."""
-
+class RecordAccuracy(tk.Callback):
     def __init__(self) -> None:
         self.accuracy = 0.0
 
@@ -53,15 +43,12 @@ class Note(tk.Callback):
 
 
 class WeightedTask:
-    """A task of the user's own."""
-
     def count(self, batch: tk.Batch) -> int:
         return len(batch["label"])
 
     def loss(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
-        return tk.Loss(
-            functional.cross_entropy(model(batch["input"]), batch["label"], reduction="sum"), self.count(batch)
-        )
+        total = functional.cross_entropy(model(batch["input"]), batch["label"], reduction="sum")
+        return tk.Loss(total, self.count(batch))
 
     def evaluate(self, model: nn.Module, batch: tk.Batch) -> tk.Loss:
         return self.loss(model, batch)
@@ -82,11 +69,11 @@ def main(config: Config) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
         penalty = tk.experts.RouterPenalty(model, balance_weight=0.01)
         task: tk.Task = tk.Classification(penalty=penalty) if config.experts else WeightedTask()
-        return tk.fit(run, task, model, optimizer, data, callbacks=[Note()])
+        return tk.fit(run, task, model, optimizer, data, callbacks=[RecordAccuracy()])
 
 
 def own_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """A loop on Accelerate whose experts are spread over the processes and moved while it runs."""
+    """Train with experts sharded over ranks and rebalanced during the run."""
     accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters())
     experts = tk.ExpertParallel(accelerator, replan=tk.experts.ReplanOptions(planner="swap", every=100))

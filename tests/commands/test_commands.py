@@ -1,4 +1,4 @@
-"""The command that holds the sub-commands: what it lists, what it refuses, and how it leaves."""
+"""The `toolkit` command: help and unknown subcommands."""
 
 import subprocess
 import sys
@@ -9,16 +9,16 @@ from tests.support.helpers import ROOT
 from toolkit.commands import COMMANDS, main
 
 
-def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]):
+def test_help_lists_every_command_with_its_summary(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name, command in COMMANDS.items():
-        assert f"{name} " in said
-        assert command.summary in said
+        assert f"{name} " in printed
+        assert command.summary in printed
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["chekpoint"], "unknown command 'chekpoint'. Did you mean checkpoint?"),
         (["zzz"], f"unknown command 'zzz'. Take one of {', '.join(COMMANDS)}."),
@@ -26,16 +26,14 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
         (["checkpoint", "inspect", "x", "--quik"], "unexpected '--quik'. See toolkit checkpoint --help."),
     ],
 )
-def test_what_it_does_not_know_costs_one_line_and_exit_code_two(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-):
+def test_unknown_words_exit_with_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {said}")
+    assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
 
 
-def test_python_m_toolkit_is_the_command_and_its_help_is_light():
+def test_python_m_toolkit_help_does_not_import_torch():
     code = "import sys, runpy; sys.argv = ['toolkit', '--help']; sys.exit = print; runpy.run_module('toolkit')"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"],

@@ -1,4 +1,4 @@
-"""`toolkit plan`: a line for each layout, from config.json alone."""
+"""`toolkit plan`: memory of each layout, from config.json only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from toolkit.commands.plan import OF_A_DEVICE
 
 
 def rows(printed: str) -> list[dict[str, str]]:
-    """The lines of a table by the words above them, which two spaces part."""
+    """Return the rows of a printed table by column name."""
     head, *lines = (line.replace("experts ", "experts_").split() for line in printed.splitlines())
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 
-def test_plan_lists_each_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_plan_lists_every_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config("mixtral").save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--gpus", "4", "--memory", str(OF_A_DEVICE + 0.1), "--context", "8"]) == 0
     found = rows(capsys.readouterr().out)
@@ -32,7 +32,7 @@ def test_plan_lists_each_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {row["fits"] for row in found} == {"no"}
 
 
-def test_plan_with_offload_counts_experts_in_main_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_plan_with_offload_counts_experts_in_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     large = config("mixtral")
     large.update({"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 2048})
     large.save_pretrained(tmp_path)
@@ -48,11 +48,9 @@ def test_plan_with_offload_counts_experts_in_main_memory(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "[]", '{"model_type": "mixtral", "hidden_size": "wide"}'])
-def test_plan_of_a_damaged_configuration_names_the_folder(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_plan_of_a_damaged_config_raises(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_text(text)
     assert main(["plan", str(tmp_path), "--gpus", "1", "--memory", "80"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path}: cannot be read (")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}: cannot be read (")
+    assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Every test here has its own cache folder, and neither the data nor the Hub of the machine it runs on."""
+"""A separate cache per test, without local data sets or network."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="session")
 def saved_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a byte-level BPE tokenizer of transformers that knows a few words."""
+    """A byte-level BPE tokenizer of transformers with a few merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Tiny image sets in the layouts that real ones are published in."""
+"""Tiny image data sets in published layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def make_split(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random images (count, 28, 28) and labels."""
+    """Draw images of shape (count, 28, 28) and labels."""
     random = np.random.default_rng(seed)
     return random.integers(0, 256, (count, 28, 28), dtype=np.uint8), random.integers(0, 10, count)
 
@@ -28,7 +28,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def write_parquet(path: Path, images: list, labels: list, *, named: str | None = None, **renamed: str) -> None:
-    """A Parquet file as the Hub has them; `renamed` gives other column names, `named` the path of each image."""
+    """Write a Parquet file in the Hub's format, with `named` as the path of each image and `renamed` columns."""
     columns = {
         renamed.get("image", "image"): [{"bytes": image, "path": named} for image in images],
         renamed.get("label", "label"): labels,
@@ -38,7 +38,7 @@ def write_parquet(path: Path, images: list, labels: list, *, named: str | None =
 
 
 def write_parquet_set(folder: Path) -> Path:
-    """The training split in two files, as larger sets are."""
+    """Write the training split in two shards, and the test split."""
     images, labels = [png(image) for image in TRAIN[0]], TRAIN[1].tolist()
     write_parquet(folder / "train-00000-of-00002.parquet", images[:4], labels[:4])
     write_parquet(folder / "train-00001-of-00002.parquet", images[4:], labels[4:])
@@ -47,7 +47,7 @@ def write_parquet_set(folder: Path) -> Path:
 
 
 def fill_hub_cache(hub: Path, repo: str, inner: str) -> Path:
-    """A set of images as the Hub's client keeps the files of `repo`."""
+    """Write an image data set to the Hub's cache of `repo`."""
     store = hub / f"datasets--{repo.replace('/', '--')}"
     (store / "refs").mkdir(parents=True)
     (store / "refs" / "main").write_text(REVISION)

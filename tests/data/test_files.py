@@ -1,4 +1,4 @@
-"""Keys of files, and sets that lack a part."""
+"""Content keys of files, and missing shards."""
 
 import os
 from pathlib import Path
@@ -10,36 +10,31 @@ from toolkit.data.rows import load_splits
 from toolkit.errors import UserError
 
 
-def write_like(path: Path, content: bytes, other: Path | None = None) -> Path:
-    """A file with the times of `other`, or of 2020."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write(path: Path, content: bytes) -> Path:
+    """Write a file with a constant modification time."""
     path.write_bytes(content)
-    os.utime(path, ns=(0, 0) if other is None else (0, other.stat().st_mtime_ns))
+    os.utime(path, ns=(0, 0))
     return path
 
 
-def test_content_key_other_name_size_or_time_differs(tmp_path):
-    one = write_like(tmp_path / "a" / "train", bytes(1000))
-    same = content_key([one])
-    assert content_key([one]) == same
-    assert content_key([write_like(tmp_path / "a" / "test", bytes(1000))]) != same
-    assert content_key([one, one]) != same
-    assert content_key([write_like(one, bytes(1001))]) != same
-    one.write_bytes(bytes(1000))
-    assert content_key([one]) != same
+def test_content_key_depends_on_path_size_and_time(tmp_path):
+    file = write(tmp_path / "train", bytes(1000))
+    key = content_key([file])
+    assert content_key([file]) == key
+    assert content_key([write(tmp_path / "test", bytes(1000))]) != key
+    assert content_key([file, file]) != key
+    assert content_key([write(file, bytes(1001))]) != key
+    file.write_bytes(bytes(1000))
+    assert content_key([file]) != key
 
 
 @pytest.mark.parametrize("missing", range(3))
-def test_a_set_that_lacks_a_part_is_refused(tmp_path, missing):
+def test_missing_shard_raises(tmp_path, missing):
     paths = [tmp_path / f"train-{part:05d}-of-00003.parquet" for part in range(3)]
     assert all_parts(reversed(paths)) == paths
-    gone = paths.pop(missing)
-    refused = f"is one of 3 parts, and {gone.name} is missing. Copy all of them"
-    with pytest.raises(UserError, match=refused):
-        all_parts(paths)
+    lost = paths.pop(missing)
     for path in paths:
         path.touch()
-    with pytest.raises(UserError, match=refused):
-        parquet_splits(tmp_path)
-    with pytest.raises(UserError, match=refused):
-        load_splits(str(tmp_path))
+    for call in (lambda: all_parts(paths), lambda: parquet_splits(tmp_path), lambda: load_splits(str(tmp_path))):
+        with pytest.raises(UserError, match=f"is one of 3 parts, and {lost.name} is missing. Copy all of them"):
+            call()

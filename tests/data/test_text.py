@@ -1,10 +1,12 @@
-"""Text becomes blocks of which every token is predicted once, wherever it lies."""
+"""Text data sets: blocks, held-out parts, conversations and tokenizers."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -14,50 +16,37 @@ import torch
 from toolkit.data.text import IGNORED, TextData, input_ids, load_text, split
 from toolkit.errors import UserError
 
+SHAKESPEARE = "First Citizen:\nBefore we proceed any further, hear me speak.\n"
 
-def load(
-    dataset: str,
-    folder: Path | None = None,
-    *,
-    block: int = 4,
-    batch: int = 1,
-    tokenizer: str = "bytes",
-    answers: bool = False,
-) -> TextData:
-    sizes = {"block_size": block, "batch_size": batch, "assistant_only_loss": answers}
-    return load_text(dataset, folder, tokenizer=tokenizer, **sizes, on_main=lambda decide: decide())
+
+def load(dataset: str | Path, folder: Path | None = None, *, block: int = 4, **options: Any) -> TextData:
+    options = {"tokenizer": "bytes", "batch_size": 1, **options}
+    return load_text(str(dataset), folder, block_size=block, **options, on_main=lambda decide: decide())
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
 
 
 def targets(data: TextData, part: str = "train") -> str:
-    """What is predicted, block after block."""
+    """Return the target tokens of all blocks as text."""
     tokens = getattr(data, part).columns["tokens"][:, 1:].flatten()
     return bytes(tokens[tokens >= 0].tolist()).decode()
 
 
-def test_a_folder_with_one_file_holds_out_its_last_tenth(tmp_path):
+def test_last_tenth_of_a_single_file_is_held_out(tmp_path):
     (tmp_path / "story.txt").write_text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN")  # 40 letters: 36 and 4
     data = load("folder", tmp_path, block=5)
     assert data.train.columns["tokens"].tolist() == [list(b"abcdef"), list(b"fghijk"), list(b"klmnop"), list(b"pqrstu"),
                                                      list(b"uvwxyz"), list(b"zABCDE"), list(b"EFGHIJ")]  # fmt: skip
-    # Of the four held-out letters the first is not predicted, and the block is filled up.
+    # The first of the four held-out letters is no target, and the block is padded.
     assert data.test.columns["tokens"].tolist() == [[*b"KLMN", IGNORED, IGNORED]]
     assert data.bytes_per_token == 1
+    assert len(load("folder", tmp_path, block=5, batch_size=2).train) == 6, "complete batches"
 
 
-def test_every_token_but_the_first_is_predicted_once(tmp_path):
-    text = "".join(chr(97 + i % 26) for i in range(500))
-    (tmp_path / "a.txt").write_text(text)
-    data = load("folder", tmp_path, block=7)
-    assert targets(data) == text[1 : 1 + 7 * (449 // 7)]
-    assert targets(data, "test") == text[451:]
-
-
-def test_training_blocks_beyond_the_last_whole_batch_are_left_out(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 1000)  # 900 to train on: 224 blocks of 4
-    assert len(load("folder", tmp_path, batch=10).train) == 220
-
-
-def test_many_documents_are_held_out_whole_with_a_zero_byte_between_them(tmp_path):
+def test_held_out_documents_are_complete_and_separated_by_zero_bytes(tmp_path):
     for i in range(20):
         (tmp_path / f"{i:02d}.md").write_text(f"document {i:02d}.")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
@@ -68,51 +57,46 @@ def test_many_documents_are_held_out_whole_with_a_zero_byte_between_them(tmp_pat
     assert "PNG" not in targets(data)
 
 
-@pytest.mark.parametrize("name", ["folder", "rows.jsonl"])
-def test_validation_text_is_held_out_of_the_training_text(name, tmp_path):
-    if name == "folder":
+@pytest.mark.parametrize("kind", ["folder", "rows"])
+def test_validation_text_is_a_part_of_the_training_text(kind, tmp_path):
+    if kind == "folder":
+        dataset, folder = "folder", tmp_path
         (tmp_path / "a.txt").write_text("".join(chr(33 + i % 90) for i in range(500)))
-        where = ("folder", "folder:validation")
-        folder = tmp_path
     else:
-        (tmp_path / name).write_text("".join(json.dumps({"text": f"document {i:02d}."}) + "\n" for i in range(100)))
-        where = (str(tmp_path / name), f"{tmp_path / name}:validation")
-        folder = None
-    whole, held = (load(dataset, folder, block=1) for dataset in where)
-    assert held.name == f"{whole.name}:validation"
+        dataset, folder = tmp_path / "rows.jsonl", None
+        write_rows(dataset, ({"text": f"document {i:02d}."} for i in range(100)))
+    full, held = (load(name, folder, block=1) for name in (dataset, f"{dataset}:validation"))
+    assert held.name == f"{full.name}:validation"
     assert 8 * len(held.test) < len(held.train) < 10 * len(held.test)
-    if name == "folder":
-        assert targets(whole) == targets(held) + targets(whole)[len(targets(held))] + targets(held, "test")
+    train, validation = targets(held), targets(held, "test")
+    if kind == "folder":
+        assert targets(full) == train + targets(full)[len(train)] + validation
     else:
-        both = (targets(held), targets(held, "test"))
-        parts = sorted(document[-3:] for text in both for document in text.split("\0"))
-        assert parts == sorted(document[-3:] for document in targets(whole).split("\0"))
+        ends = sorted(document[-3:] for text in (train, validation) for document in text.split("\0"))
+        assert ends == sorted(document[-3:] for document in targets(full).split("\0"))
 
 
-def test_a_cut_does_not_go_through_a_character():
-    train, test = split(["ä".encode() * 11])  # nine tenths of 22 bytes are 19, in the middle of the tenth letter
+def test_split_keeps_characters_intact():
+    train, test = split(["ä".encode() * 11])  # nine tenths of 22 bytes end inside the tenth letter
     assert (train[0].decode(), test[0].decode()) == ("ä" * 10, "ä")
-    kept, held_out = split([np.full(10, 0x80)])  # ids are no bytes
+    kept, held_out = split([np.full(10, 0x80)])  # token ids, not bytes
     assert (len(kept[0]), len(held_out[0])) == (9, 1)
 
 
-def test_auto_prefers_shakespeare_and_says_when_it_is_not_there(tmp_path, monkeypatch):
+def test_auto_loads_shakespeare_or_the_standard_library(tmp_path, monkeypatch):
     data = load("auto", block=64)
     assert data.name.startswith("standard library of Python 3")
     assert "tinyshakespeare is not here" in (data.notice or "")
     assert "import" in targets(data, "test")
     (tmp_path / "tinyshakespeare").mkdir()
-    (tmp_path / "tinyshakespeare" / "input.txt").write_text(
-        "First Citizen:\nBefore we proceed any further, hear me speak.\n"
-    )
+    (tmp_path / "tinyshakespeare" / "input.txt").write_text(SHAKESPEARE)
     monkeypatch.setenv("TOOLKIT_DATA_DIR", str(tmp_path))
     data = load("auto")
     assert (data.name, data.notice) == ("tinyshakespeare", None)
-    assert targets(data).startswith("irst Citizen:\nBefore")
+    assert targets(data).startswith(SHAKESPEARE[1:20])
 
 
-def test_the_folder_of_data_may_begin_with_a_tilde_and_is_named_where_it_lacks_the_text(tmp_path, monkeypatch):
-    monkeypatch.delenv("TOOLKIT_DATA_DIR", raising=False)
+def test_missing_shakespeare_raises_with_the_expanded_data_dir(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"tinyshakespeare': there is no data_dir and no \$TOOLKIT_DATA_DIR\. Give"):
         load("tinyshakespeare")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -120,12 +104,12 @@ def test_the_folder_of_data_may_begin_with_a_tilde_and_is_named_where_it_lacks_t
     with pytest.raises(UserError, match=f"tinyshakespeare': {tmp_path}/data holds no tinyshakespeare/input.txt. Give"):
         load("tinyshakespeare")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
+    (tmp_path / "data" / "input.txt").write_text(SHAKESPEARE)
     assert load("tinyshakespeare").name == "tinyshakespeare"
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "folder"])
-def test_a_path_is_a_data_set(kind, tmp_path):
+def test_path_of_any_format_is_a_data_set(kind, tmp_path):
     texts = [f"{n:02d} a text" for n in range(10)]
     path = tmp_path / f"texts.{kind}"
     if kind == "folder":
@@ -134,112 +118,111 @@ def test_a_path_is_a_data_set(kind, tmp_path):
             (path / f"{text[:2]}.txt").write_text(text)
     elif kind == "parquet":
         datasets.Dataset.from_dict({"text": texts}).to_parquet(path)
+    elif kind == "jsonl":
+        write_rows(path, ({"text": text} for text in texts))
     else:
-        path.write_text("\n".join(texts if kind == "txt" else (json.dumps({"text": text}) for text in texts)))
-    data = load(str(path), block=1)
+        path.write_text("\n".join(texts))
+    data = load(path, block=1)
     assert data.name == path.name
     assert targets(data).startswith("0 a text")
     assert targets(data, "test").endswith("9 a text")
 
 
-def test_conversations_are_written_by_the_tokenizers_template(tmp_path, saved_tokenizer):
-    chats = tmp_path / "chats.jsonl"
-    row = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]}
-    chats.write_text(f"{json.dumps(row)}\n" * 20)
-    plain = load(str(chats), tokenizer=str(saved_tokenizer), block=2)
-    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    (saved_tokenizer / "chat_template.jinja").write_text(template)
-    data = load(str(chats), tokenizer=str(saved_tokenizer), block=2)
-    assert data.test.columns["tokens"].numel() < plain.test.columns["tokens"].numel()
-    assert data.tokenizer.write(row["messages"]) == "the cat the mat "
-    (saved_tokenizer / "chat_template.jinja").write_text("{{ raise_exception('system first') }}")
+@pytest.fixture
+def template(tmp_path: Path, saved_tokenizer: Path) -> Path:
+    """The chat template of a copy of the saved tokenizer, not yet written."""
+    shutil.copytree(saved_tokenizer, tmp_path / "tokenizer")
+    return tmp_path / "tokenizer" / "chat_template.jinja"
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def test_conversations_use_the_chat_template(tmp_path, template):
+    messages = turns(("user", "the cat"), ("assistant", "the mat"))
+    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": messages}] * 20)
+    options = {"tokenizer": str(template.parent), "block": 2}
+    without = load(chats, **options)
+    template.write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    data = load(chats, **options)
+    assert data.test.columns["tokens"].numel() < without.test.columns["tokens"].numel()
+    assert data.tokenizer.write(messages) == "the cat the mat "
+    template.write_text("{{ raise_exception('system first') }}")
     with pytest.raises(UserError, match=r"a row of messages: cannot be read \(.*system first\)"):
-        load(str(chats), tokenizer=str(saved_tokenizer), block=2)
+        load(chats, **options)
 
 
 MARKED = (
     "{% for m in messages %}{{ m.role + ':\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '.' }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"
 )
-
-
 UNMARKED = (
     "{% for m in messages %}{{ m.role + ':\n' + m.content + '.\n' }}{% endfor %}"
     "{{ 'assistant:\n' if add_generation_prompt }}"
 )
 ENDS = {MARKED: ".", UNMARKED: ".\n"}
-"""Of a turn of the assistant."""
+"""Text after each assistant message."""
 
 
-@pytest.mark.parametrize("template", ["bytes", "ChatML", MARKED, UNMARKED])
-def test_of_conversations_only_what_the_assistant_says_is_predicted(template, tmp_path, saved_tokenizer):
-    name = "bytes"
-    if template != "bytes":
-        name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
-        (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
-    if template in ENDS:
-        (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
-    said = ["the mat, näh", "on it"]
-    turns = [("user", "the cat"), ("assistant", said[0]), ("user", "sat"), ("assistant", said[1])]
-    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
-    whole, data = (load(str(tmp_path / "chats.jsonl"), tokenizer=name, block=2, answers=each) for each in (False, True))
-    read, ids = whole.train.columns["tokens"], data.train.columns["tokens"]
-    assert torch.equal(input_ids(ids), read.int())
-    answer = "".join(each + ENDS.get(template, "<|im_end|>") for each in said)
+@pytest.mark.parametrize("kind", ["bytes", "ChatML", MARKED, UNMARKED], ids=["bytes", "ChatML", "marked", "unmarked"])
+def test_assistant_only_loss_has_only_answers_as_targets(kind, tmp_path, template):
+    tokenizer = "bytes" if kind == "bytes" else str(template.parent)
+    if kind in ENDS:
+        template.write_text(kind)
+    answers = ["the mat, näh", "on it"]
+    messages = turns(("user", "the cat"), ("assistant", answers[0]), ("user", "sat"), ("assistant", answers[1]))
+    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": messages}] * 20)
+    full, data = (load(chats, tokenizer=tokenizer, block=2, assistant_only_loss=only) for only in (False, True))
+    ids = data.train.columns["tokens"]
+    assert torch.equal(input_ids(ids), full.train.columns["tokens"].int())
+    answer = "".join(each + ENDS.get(kind, "<|im_end|>") for each in answers)
     learned = ids[:, 1:].flatten()
-    predicted = data.tokenizer.decode(learned[learned >= 0].tolist())
-    assert (18 * answer).startswith(predicted)
-    assert len(predicted) > 17 * len(answer)
+    decoded = data.tokenizer.decode(learned[learned >= 0].tolist())
+    assert (18 * answer).startswith(decoded)
+    assert len(decoded) > 17 * len(answer)
     test = data.test.columns["tokens"][:, 1:]
     assert data.bytes_per_token == 2 * len(answer.encode()) / int((test >= 0).sum())
 
 
-def test_a_prompt_and_its_completion_are_a_conversation(tmp_path):
-    turns = [{"role": role, "content": text} for role, text in (("user", "the cat"), ("assistant", "sat"))]
-    rows = {
-        "messages": {"messages": turns},
-        "texts": {"prompt": "the cat", "completion": "sat"},
-        "turns": {"prompt": turns[:1], "completion": turns[1:]},
-    }
-    found = []
-    for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
-        found.append(load(str(tmp_path / f"{name}.jsonl"), block=4, answers=True))
-    for data in found[1:]:
-        assert torch.equal(data.train.columns["tokens"], found[0].train.columns["tokens"])
-    assert found[0].notice == "messages.jsonl: it has no test split: every tenth of its 20 document(s) is held out."
+def test_prompt_and_completion_equal_a_conversation(tmp_path):
+    messages = turns(("user", "the cat"), ("assistant", "sat"))
+    chat = load(write_rows(tmp_path / "chat.jsonl", [{"messages": messages}] * 20), assistant_only_loss=True)
+    assert chat.notice == "chat.jsonl: it has no test split: every tenth of its 20 document(s) is held out."
+    for prompt, completion in (("the cat", "sat"), (messages[:1], messages[1:])):
+        rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": completion}] * 20)
+        data = load(rows, assistant_only_loss=True)
+        assert torch.equal(data.train.columns["tokens"], chat.train.columns["tokens"])
 
 
-def test_where_the_assistant_cannot_be_found_and_text_without_one_are_refused(tmp_path, saved_tokenizer):
-    name = str(shutil.copytree(saved_tokenizer, tmp_path / "tokenizer"))
-    template = "{% for m in messages %}{{ '!' if loop.last }}{{ m.content }} {% endfor %}"
-    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
-    turns = [{"role": role, "content": "the mat"} for role in ("user", "assistant", "user")]
-    for file, row, tokenizer, says in (
-        ("chats.jsonl", {"messages": turns}, name, "otherwise when more follows: take one"),
-        ("rows.jsonl", {"text": "the cat sat"}, name, "has no conversations, in messages or prompt and completion: le"),
-        ("plain.txt", "the cat sat", "bytes", "plain.txt has no conversations"),
-    ):
-        (tmp_path / file).write_text(f"{row if isinstance(row, str) else json.dumps(row)}\n" * 20)
-        with pytest.raises(UserError, match=f"^assistant_only_loss=True: .*{says}"):
-            load(str(tmp_path / file), tokenizer=tokenizer, answers=True)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": turns(("user", "a"), ("assistant", "b"), ("user", "c"))}, "when more follows: take one"),
+        ({"text": "the cat sat"}, "has no conversations, in messages or prompt and completion: le"),
+        (None, "plain.txt has no conversations"),
+    ],
+    ids=["template", "rows", "text"],
+)
+def test_assistant_only_loss_without_answers_raises(row, message, tmp_path, template):
+    template.write_text("{% for m in messages %}{{ '!' if loop.last }}{{ m.content }} {% endfor %}")
+    (tmp_path / "plain.txt").write_text("the cat sat\n" * 20)
+    dataset = write_rows(tmp_path / "rows.jsonl", [row] * 20) if row else tmp_path / "plain.txt"
+    with pytest.raises(UserError, match=f"^assistant_only_loss=True: .*{message}"):
+        load(dataset, tokenizer=str(template.parent) if row else "bytes", assistant_only_loss=True)
 
 
 @pytest.mark.parametrize("held_out", ["validation", "test", None])
-def test_a_data_set_in_a_folder_or_of_the_hub_is_read_by_its_splits(held_out, tmp_path):
-    def write(name: str, texts: list[str]) -> None:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t, "label": 1}) + "\n" for t in texts))
-
-    write("train", [f"train {i:02d}" for i in range(10)])
+def test_splits_of_a_folder_are_read(held_out, tmp_path):
+    write_rows(tmp_path / "train.jsonl", ({"text": f"train {i:02d}", "label": 1} for i in range(10)))
     if held_out:
-        write(held_out, ["held out"])
-    for data in (load("folder", tmp_path, block=1), load(str(tmp_path), block=1)):
+        write_rows(tmp_path / f"{held_out}.jsonl", [{"text": "held out", "label": 1}])
+    for data in (load("folder", tmp_path, block=1), load(tmp_path, block=1)):
         assert targets(data).startswith("rain 00\0train 01")
         assert targets(data, "test") == ("eld out" if held_out else "rain 09")
 
 
-def test_prompts_are_beginnings_of_full_blocks(tmp_path):
+def test_prompts_are_starts_of_full_blocks(tmp_path):
     (tmp_path / "a.txt").write_text("." * 900 + "abcdefghij" * 10)
     prompts = load("folder", tmp_path, block=10).prompts(3, 4)
     assert [bytes(row).decode() for row in prompts.tolist()] == ["abcd", "abcd", "abcd"]
@@ -247,7 +230,7 @@ def test_prompts_are_beginnings_of_full_blocks(tmp_path):
     assert len(load("folder", tmp_path, block=99).prompts(3, 4)) == 1
 
 
-def test_a_tokenizer_of_transformers_encodes_and_counts_its_bytes(tmp_path, saved_tokenizer):
+def test_transformers_tokenizer_has_bytes_per_token(tmp_path, saved_tokenizer):
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 50)
     data = load("folder", tmp_path, tokenizer=str(saved_tokenizer))
     test = data.test.columns["tokens"].flatten()

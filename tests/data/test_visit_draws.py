@@ -1,69 +1,57 @@
-"""Draws of a visit, and blanked pixels: as many as asked for, others at each visit, the same on any number of ranks."""
+"""Random draws per sample access, and blanked pixels."""
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.data.visit_draws import BlankPixels, VisitDraws
 
-SAMPLES, BATCH = 10, 4
 
-
-def make_batches(rank: int = 0, world_size: int = 1, accumulation: int = 1) -> TrainBatches:
-    return TrainBatches(
-        TensorTable(input=torch.full((SAMPLES, 20, 20), 200, dtype=torch.uint8), label=torch.arange(SAMPLES)),
-        batch_size=BATCH,
-        seed=0,
-        accumulation=accumulation,
-        rank=rank,
-        world_size=world_size,
-        augment=BlankPixels(0.25, shape=(20, 20), grey=33, seed=0),
-    )
-
-
-def seen(steps: int, start: int = 0, **layout: int) -> dict[int, list[torch.Tensor]]:
-    """The images of each label in the order of their steps."""
-    images: dict[int, list[torch.Tensor]] = {}
-    for micro_batches in islice(make_batches(**layout).steps(start), steps):
+def images_by_label(steps: int, start: int = 0, **layout: int) -> dict[int, list[Tensor]]:
+    """Return the augmented images of each label in training order."""
+    table = TensorTable(input=torch.full((10, 20, 20), 200, dtype=torch.uint8), label=torch.arange(10))
+    augment = BlankPixels(0.25, shape=(20, 20), grey=33, seed=0)
+    images: dict[int, list[Tensor]] = {}
+    for micro_batches in islice(
+        TrainBatches(table, batch_size=4, seed=0, augment=augment, **layout).steps(start), steps
+    ):
         for batch in micro_batches:
             for label, image in zip(batch["label"].tolist(), batch["input"], strict=True):
                 images.setdefault(label, []).append(image)
     return images
 
 
-def test_draws_are_a_function_of_the_visit_and_visits_run_through_all_of_them():
+def test_draws_depend_only_on_the_visit_and_cover_all_values():
     draws = VisitDraws(torch.arange(101))
     visits = torch.arange(1000)
     assert torch.equal(draws(visits)[[7, 300]], draws(visits[[7, 300]]))
     assert len(draws(visits).unique()) == 101
 
 
-def test_the_fraction_is_hidden_and_the_rest_is_as_it_was():
-    images = torch.stack([image for visits in seen(30).values() for image in visits])
+def test_a_fraction_of_pixels_is_blanked_differently_in_each_epoch():
+    by_label = images_by_label(30)
+    images = torch.stack([image for visits in by_label.values() for image in visits])
     assert set(images.unique().tolist()) == {33, 200}
     assert (images == 33).float().mean().item() == pytest.approx(0.25, abs=0.01)
-
-
-def test_each_visit_hides_other_pixels():
-    for visits in seen(9).values():
-        first, second, third = visits
-        assert not torch.equal(first, second)
-        assert not torch.equal(second, third)
+    for visits in by_label.values():
+        assert not any(torch.equal(first, second) for first, second in pairwise(visits))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_what_is_hidden_does_not_depend_on_the_ranks(world_size: int, accumulation: int):
-    alone = seen(6)
+def test_blanked_pixels_do_not_depend_on_world_size(world_size: int, accumulation: int):
+    single = images_by_label(6)
     for rank in range(world_size):
-        for label, visits in seen(6, rank=rank, world_size=world_size, accumulation=accumulation).items():
-            assert all(any(torch.equal(image, other) for other in alone[label]) for image in visits)
+        images = images_by_label(6, rank=rank, world_size=world_size, accumulation=accumulation)
+        for label, visits in images.items():
+            assert all(any(torch.equal(image, other) for other in single[label]) for image in visits)
 
 
-def test_a_resumed_run_sees_the_same_images():
-    whole, rest = seen(9), seen(5, start=4)
-    for label, visits in rest.items():
-        assert all(torch.equal(a, b) for a, b in zip(visits, whole[label][-len(visits) :], strict=True))
+def test_resumed_batches_have_the_same_blanked_pixels():
+    reference, resumed = images_by_label(9), images_by_label(5, start=4)
+    for label, visits in resumed.items():
+        assert torch.equal(torch.stack(visits), torch.stack(reference[label][-len(visits) :]))

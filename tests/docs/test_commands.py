@@ -1,4 +1,4 @@
-"""What the documents tell people to type works: every fenced block marked `run` is run, in the order of its page."""
+"""Fenced blocks marked `run` in the documentation run without errors, in page order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCKS = [
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like a checkout to a command, so that runs do not land in this one."""
+    """A folder with the structure of the repository, which receives the runs."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("recipes", "accelerate_configs", "toolkit", "Makefile", "pyproject.toml", "benchmarks", "docs"):
         if (ROOT / name).exists():
@@ -41,15 +41,15 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("language", "code"), BLOCKS)
-def test_a_block_marked_run_runs(language: str, code: str, checkout: Path, commands: Path):
+def test_block_marked_run_exits_with_code_0(language: str, code: str, checkout: Path, commands: Path):
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "VENV": sys.prefix,
         "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",  # which ranks read from the words of the launcher, unless they are forks
-        "WANDB_MODE": "disabled",  # whose own program takes longer to start than the runs
+        "ACCELERATE_USE_CPU": "true",  # forked ranks do not read the launcher's flags
+        "WANDB_MODE": "disabled",  # its service takes longer to start than the runs
     }
     command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [str(commands / "python"), "-c", code]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The words of CONTRIBUTING's glossary hold in code, flags, metric names and docs, the terms of the field in texts."""
+"""Terminology: the glossary of CONTRIBUTING in all files, and terms of the field in prose."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from functools import cache
 from tests.support.helpers import ROOT
 
 HISTORY = ("CHANGELOG.md", "docs/project/notes/")
-"""Records of what was, in the words of their day."""
 GLOSSARY = {"CONTRIBUTING.md", "tests/docs/test_glossary.py"}
-"""Where the words to avoid are listed."""
+"""Files that list the words to avoid."""
 WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 TERMS = {
@@ -27,45 +26,39 @@ TERMS = {
     r"balance penalty": "auxiliary load-balancing loss",
     r"so (is|are) (the|an?|its|those)": "a sentence that begins with its subject",
 }
-"""A pattern that pages, docstrings and messages do not use -> what they say instead."""
+"""Pattern not used in pages, docstrings and messages -> replacement."""
 
 
 @cache
 def glossary() -> list[tuple[str, list[str]]]:
-    """Each row of the glossary: what to say, and the words in code marks that are not to be used for it."""
+    """Return each term of the glossary with its synonyms to avoid."""
     rows = [line.strip().strip("|").split("|") for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()]
     return [(row[0].strip(), re.findall(r"`([^`]+)`", row[2])) for row in rows if len(row) == 3]
 
 
-def spoken(text: str) -> str:
-    """The words of `text` in lower case, identifiers taken apart: `rank_of_seat`, `RankOfSeat` are three words each."""
-    return " ".join(WORDS.findall(text)).lower()
-
-
 def misused(text: str) -> list[tuple[str, str]]:
-    """Pairs of what is written and what to say."""
-    words = f" {spoken(text)} "
-    return [(word, say) for say, avoided in glossary() for word in avoided if f" {word} " in words]
+    """Return (word, replacement) pairs; `rank_of_seat` and `RankOfSeat` are three words each."""
+    words = f" {' '.join(WORDS.findall(text)).lower()} "
+    return [(word, term) for term, avoided in glossary() for word in avoided if f" {word} " in words]
 
 
 def texts() -> list[str]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     ends = (".py", ".pyi", ".md", ".yaml", ".sh", ".sbatch", "Makefile")
-    ours = [name for name in listed if name.endswith(ends)]
-    return sorted(name for name in set(ours) - GLOSSARY if not name.startswith(HISTORY))
+    return sorted(n for n in set(listed) - GLOSSARY if n.endswith(ends) and not n.startswith(HISTORY))
 
 
-def test_every_file_uses_the_words_of_the_glossary():
+def test_files_use_terms_of_the_glossary():
     found = set()
     for name in texts():
         lines = (ROOT / name).read_text().splitlines()
-        # Over the ends of lines too, so that a phrase that is broken there is found.
+        # Two lines at a time, because a phrase may span a line break.
         for first, second in zip(lines, [*lines[1:], ""], strict=True) if lines else ():
             found |= {(name, *pair) for pair in misused(f"{first}\n{second}")}
-    assert not found, "; ".join(f"{name}: {word!r}: say {say}" for name, word, say in sorted(found))
+    assert not found, "; ".join(f"{name}: {word!r}: use {term}" for name, word, term in sorted(found))
 
 
-def test_texts_use_the_terms_of_the_field():
+def test_prose_uses_terms_of_the_field():
     found = []
     for name in [*texts(), "CHANGELOG.md", "CONTRIBUTING.md"]:
         if name.endswith(".md") and not name.startswith("docs/project/upstream/"):

@@ -1,4 +1,4 @@
-"""The dotted names that docstrings, messages and pages mention are names of modules and of what is in them."""
+"""Dotted names and test files that pages, docstrings and messages mention exist."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import subprocess
 from tests.support.helpers import ROOT
 
 HISTORY = "docs/project/notes/"
-"""Names as they were."""
 DOTTED = re.compile(r"(?<![\w./-])(?:toolkit|tk)((?:\.[A-Za-z]\w*)+)")
 
 
 def exists(name: str) -> bool:
-    """Returns whether dotted `name` is a module, or an attribute, of whatever depth, of one."""
+    """Return whether the dotted `name` is a module or a nested attribute of a module."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
         try:
@@ -30,7 +29,7 @@ def exists(name: str) -> bool:
 
 
 def missing(text: str) -> list[str]:
-    """The names in `text`, of this package or of its usual short form `tk`, that do not exist."""
+    """Return the names below `toolkit` or `tk` in `text` that do not exist."""
     return sorted({name for rest in DOTTED.findall(text) if not exists(name := f"toolkit{rest}")})
 
 
@@ -41,17 +40,12 @@ def texts() -> list[str]:
     return [name for name in names if not name.startswith(HISTORY)]
 
 
-def test_a_name_that_does_not_exist_is_found():
-    text = "See `toolkit.train.trainer.Trainer.fit`, tk.Run, `toolkit.nowhere.Run`, and `tk.Walk(...)`; toolkit.yaml's."
-    assert missing(text) == ["toolkit.Walk", "toolkit.nowhere.Run", "toolkit.yaml"]
-
-
-def test_tests_that_are_named_exist():
+def test_mentioned_test_files_exist():
     named = {file for name in texts() for file in re.findall(r"\btests/[\w/]+\.py", (ROOT / name).read_text())}
     assert len(named) > 20
     assert {file for file in named if not (ROOT / file).exists()} == set()
 
 
-def test_every_text_names_what_exists():
+def test_mentioned_names_exist():
     found = {name: missing((ROOT / name).read_text()) for name in texts()}
     assert {name: names for name, names in found.items() if names} == {}

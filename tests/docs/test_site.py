@@ -1,4 +1,4 @@
-"""What `make docs` would refuse, found without building the site; and the build itself, which refuses a dead link."""
+"""Contents, API pages, links and search of the documentation site."""
 
 from __future__ import annotations
 
@@ -11,37 +11,27 @@ from pathlib import Path
 
 import pytest
 
+import toolkit
 from tests.support.browser import browser_page
 from tests.support.helpers import ROOT
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
-OURS = REFERENCE["public_names"]("toolkit")
-
-
-def contents() -> list[str]:
-    listed: dict[str, list[str]] = runpy.run_path(str(ROOT / "docs" / "conf.py"))["CONTENTS"]
-    return [page for pages in listed.values() for page in pages]
-
-
-def pages() -> set[str]:
-    """Return the user pages of the repository without the first one, which holds the table of contents."""
-    command = ["git", "ls-files", "docs/*.md", "recipes/*.md"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    developers = ("docs/start/migration/", "docs/start/tour", "docs/project/notes/", "docs/project/upstream/")
-    return {path.rpartition(".")[0] for path in listed if not path.startswith(developers)}
 
 
 def test_contents_list_every_user_page_once():
-    assert sorted(contents()) == sorted(pages())
+    contents: dict[str, list[str]] = runpy.run_path(str(ROOT / "docs" / "conf.py"))["CONTENTS"]
+    command = ["git", "ls-files", "docs/*.md", "recipes/*.md"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    developers = ("docs/start/migration/", "docs/start/tour", "docs/project/notes/", "docs/project/upstream/")
+    pages = {path.rpartition(".")[0] for path in files if not path.startswith(developers)}
+    assert sorted(page for part in contents.values() for page in part) == sorted(pages)
 
 
-def test_every_public_name_has_a_docstring():
-    assert [public.home for public in OURS if not public.doc] == []
+def test_public_names_have_docstrings():
+    assert [public.home for public in REFERENCE["public_names"]("toolkit") if not public.doc] == []
 
 
-def test_the_pages_of_toolkit_and_its_experts_list_every_name_of_theirs(tmp_path: Path):
-    import toolkit
-
+def test_api_pages_list_every_public_name(tmp_path: Path):
     REFERENCE["write_pages"]("toolkit", tmp_path / "api")
     for package in (toolkit, toolkit.experts):
         text = (tmp_path / "api" / f"{package.__name__}.rst").read_text()
@@ -51,51 +41,40 @@ def test_the_pages_of_toolkit_and_its_experts_list_every_name_of_theirs(tmp_path
 
 
 def sphinx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command of `make docs`, into other folders."""
-    flags = ["--fail-on-warning", "--keep-going", "--quiet"]
-    return subprocess.run(
-        [sys.executable, "-m", "sphinx", *flags, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "docs" / "extensions")},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    """Build pages with the flags of `make docs`."""
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs" / "extensions")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-LINKS = {
-    "a page": ("[x](other.md)", "[x](gone.md)"),
-    "a heading": ("[x](other.md#a-heading)", "[x](other.md#no-heading)"),
-    "a file": ("[x](code.py)", "[x](gone.py)"),
-    "a picture": ("![x](picture.png)", "![x](gone.png)"),
-}
+VALID_LINKS = "[x](other.md)\n\n[x](other.md#a-heading)\n\n[x](code.py)\n\n![x](picture.png)\n"
+DEAD_LINKS = "[x](gone.md)\n\n[x](other.md#no-heading)\n\n[x](gone.py)\n\n![x](gone.png)\n"
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_dead_link_fails_the_build(is_there: bool, tmp_path: Path):
-    (tmp_path / "index.md").write_text(
-        "# First\n\n```{toctree}\nother\n```\n\n" + "\n\n".join(pair[not is_there] for pair in LINKS.values()) + "\n"
-    )
+@pytest.mark.parametrize("links", [VALID_LINKS, DEAD_LINKS], ids=["valid", "dead"])
+def test_dead_link_fails_the_build(links: str, tmp_path: Path):
+    (tmp_path / "index.md").write_text(f"# First\n\n```{{toctree}}\nother\n```\n\n{links}")
     (tmp_path / "other.md").write_text("# Other\n\n## A heading\n")
     (tmp_path / "code.py").write_text("print()\n")
     (tmp_path / "picture.png").write_bytes((ROOT / "docs" / "images" / "report_curves.png").read_bytes())
     settings = ["--isolated", "-D", "extensions=myst_parser,source_pages", "-D", "myst_heading_anchors=4"]
     done = sphinx(*settings, tmp_path, tmp_path / "built")
-    assert done.returncode == (0 if is_there else 1), done.stderr
-    for name in [] if is_there else ["gone.md", "no-heading", "gone.py", "gone.png"]:
+    assert done.returncode == (links is DEAD_LINKS), done.stderr
+    for name in ["gone.md", "no-heading", "gone.py", "gone.png"] if links is DEAD_LINKS else []:
         assert name in done.stderr
-    assert (tmp_path / "built" / "source" / "code.py.html").exists() == is_there
+    assert (tmp_path / "built" / "source" / "code.py.html").exists() == (links is VALID_LINKS)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two pages of it, as all have the same frame. `make check` reads all and follows their links."""
+    """The site with two pages, which share the template of all pages."""
     folder = tmp_path_factory.mktemp("pages")
     places = ["--conf-dir", ROOT / "docs", "--doctree-dir", folder / "doctrees", ROOT, folder / "site"]
-    sphinx("-D", "include_patterns=README.md,docs/start/quickstart.md", *places)  # which warns of links to the others
+    sphinx("-D", "include_patterns=README.md,docs/start/quickstart.md", *places)  # warns about links to the other pages
     return folder / "site"
 
 
-def test_the_site_loads_nothing_from_elsewhere(site: Path):
+def test_site_loads_no_external_resources(site: Path):
     built = list(site.rglob("*.html"))
     assert site / "docs" / "start" / "quickstart.html" in built
     for file in built:

@@ -1,4 +1,4 @@
-"""The example with an ordinary AutoModel: it learns, on two processes the same, and leaves ordinary weights."""
+"""The text classification example with AutoModel."""
 
 from __future__ import annotations
 
@@ -20,19 +20,11 @@ from toolkit.run.tracking.jsonl import read_metrics
 SCRIPT = ROOT / "docs" / "examples" / "text_classification.py"
 
 
-def example() -> Any:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("text_classification", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def train(folder: Path, run: str, **changes: Any) -> dict[str, Any]:
-    """The debug preset in float64, with a play in the data folder."""
-    script = example()
+    """Train the debug preset in float64 on the text in `folder`."""
+    spec: Any = importlib.util.spec_from_file_location("text_classification", SCRIPT)
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
     build = script.build_model
     usual: Any = {"data_dir": folder, "run_dir": folder / run, "tracker": "none", "cpu": True}
     with in_float64(), mock.patch.object(script, "build_model", lambda *args: build(*args).double()):
@@ -43,23 +35,23 @@ def losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
 
 
-def test_it_learns_on_two_processes_as_on_one_and_its_weights_can_be_read_and_pushed(tmp_path: Path):
+def test_example_on_two_processes_equals_one_process_and_reloads(tmp_path: Path):
     draws = random.Random(0)
     lines = (" ".join(draws.choices(["TO BE", "OR NOT", "THAT IS", "THE QUESTION"], k=6)) for _ in range(2000))
     (tmp_path / "input.txt").write_text("\n".join(lines))
-    alone = train(tmp_path, "one")
-    assert alone["dataset"].startswith("tinyshakespeare / language reference of Python")
-    assert alone["test_accuracy"] > 0.6, "chance is a third"
+    single = train(tmp_path, "one")
+    assert single["dataset"].startswith("tinyshakespeare / language reference of Python")
+    assert single["test_accuracy"] > 0.6, "chance is a third"
     for results in run_distributed(train, 2, tmp_path, "two"):
-        assert results["test_loss"] == pytest.approx(alone["test_loss"], rel=IN_FLOAT64)
+        assert results["test_loss"] == pytest.approx(single["test_loss"], rel=IN_FLOAT64)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=IN_FLOAT64)
 
-    read = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two" / "model")
-    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one" / "model")
+    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two" / "model")
+    reference = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one" / "model")
     ids = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(read(input_ids=ids).logits, other(input_ids=ids).logits)
-    assert read.config.id2label[0] == "tinyshakespeare"
+    torch.testing.assert_close(reloaded(input_ids=ids).logits, reference(input_ids=ids).logits)
+    assert reloaded.config.id2label[0] == "tinyshakespeare"
 
     further = train(tmp_path, "further", model=str(tmp_path / "one" / "model"), tokenizer="bytes", max_steps=10)
-    assert losses(tmp_path / "further")[0] < losses(tmp_path / "one")[0], "it starts from the weights of --model"
+    assert losses(tmp_path / "further")[0] < losses(tmp_path / "one")[0]
     assert further["steps"] == 10

@@ -1,4 +1,4 @@
-"""Replays count what a planner would have led to."""
+"""Replay of planners on recorded loads."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from toolkit.lab.replay import (
 )
 from toolkit.lab.workloads import Sizes
 
-# Two steps to a window; experts 0 and 1 are hot in the first, 0 and 2 in the second and third. One rank sends all.
+# With two steps per window, experts 0 and 1 are hot in the first, 0 and 2 in the others. Rank 0 sends all pairs.
 PAIRS = np.array([[4, 4, 1, 1]] * 2 + [[4, 1, 4, 1]] * 3)
 LOADS = np.stack([PAIRS, np.zeros_like(PAIRS)], axis=1)
 BLOCKS, CROSSED = contiguous(4, 2), ExpertPlacement(((0, 2), (1, 3)))
 
 
-def test_replay_uses_a_plan_from_the_window_after_its_own():
-    heard = []
+def test_replay_applies_a_plan_from_the_next_window():
+    calls = []
 
     def cross(load_E: np.ndarray, current: ExpertPlacement) -> ExpertPlacement:
-        heard.append((load_E.tolist(), current))
+        calls.append((load_E.tolist(), current))
         return CROSSED
 
     run = replay(LOADS, BLOCKS, cross, every=2)
-    assert heard == [(PAIRS[0].tolist(), BLOCKS), (PAIRS[2].tolist(), CROSSED)]
+    assert calls == [(PAIRS[0].tolist(), BLOCKS), (PAIRS[2].tolist(), CROSSED)]
     assert run.rows.tolist() == [[8, 2], [8, 2], [8, 2], [8, 2], [8, 2]]
     assert run.placements == (BLOCKS, CROSSED, CROSSED)
     stays = replay(LOADS, BLOCKS, None, every=2)
@@ -46,35 +46,34 @@ def test_replay_uses_a_plan_from_the_window_after_its_own():
     assert stays.placements == (BLOCKS,) * 3
 
 
-def test_worst_span_by_hand():
+def test_worst_span():
     cost_model = CostModel(seconds_per_row=1.0, bytes_per_second=100.0, weight_bytes=100)
     run = Replay(np.zeros((5, 2), dtype=np.int64), (BLOCKS, CROSSED, CROSSED), every=2)
-    # Steps 2 to 4 take 8 s each instead of 5, and the first migration 1 s: 25 for 15.
+    # Steps 2 to 4 take 8 s each instead of 5, and the first migration takes 1 s: 25 s instead of 15 s.
     assert worst_span(LOADS, run, cost_model) == 25 / 15
 
 
-def test_try_planner_by_hand():
-    """Experts 0 and 1 of 4 are hot, and on one rank of two."""
+def test_try_planner_equals_closed_forms():
     loads = np.tile(np.array([[40, 30, 5, 5], [30, 40, 5, 5]]), (12, 1, 1, 1))
     case = Case("hot", loads, (200,), (10,), (20,), "", 7)
     rules = Rules(every=4)
     stay = try_planner(case, STAY, guarded=False, rules=rules)
-    # 140 rows of the busiest rank; 70 of 200 bytes leave rank 1, forward and backward.
+    # The busiest rank computes 140 rows; 70 rows of 200 bytes leave rank 1 in each pass.
     assert stay["step ms"] == pytest.approx(1e3 * (140e-6 + 70 * 2 * 200 / 25e9))
     assert (stay["imbalance"], stay["p95"], stay["experts moved"]) == (1.75, 1.75, 0)
     swap = try_planner(case, "swap", guarded=False, rules=rules)
     assert (swap["imbalance"], swap["experts moved"], swap["MB moved"]) == (1.0, 2, 2 * (10 + 20) / 1e6)
-    # 80 rows on each rank, 45 of them from the other; in one of eight steps an expert moves each way.
+    # Each rank computes 80 rows, 45 of them from the other rank; in one of eight steps both send an expert.
     moving = (10 + 20) / 25e9 / 8
     assert swap["step ms"] == pytest.approx(1e3 * (80e-6 + 45 * 2 * 200 / 25e9 + moving))
     assert swap["worst span"] < 1
-    # A replica of each hot expert, which sends 10 bytes of gradients and of weights.
+    # Both hot experts have a replica, which exchanges 10 bytes of gradients and of weights.
     assert try_planner(case, "replicate", guarded=False, rules=rules)["replica MB"] == pytest.approx(2 * 2 * 10 / 1e6)
     with pytest.raises(UserError, match="--every 12: hot has 12 steps"):
         try_planner(case, STAY, guarded=False, rules=Rules(every=12))
 
 
-def test_try_planner_with_the_guard_moves_where_it_pays():
+def test_guarded_planner_migrates_only_with_a_gain():
     sizes = Sizes(steps=60, ranks=4, experts=16, pairs=512)
     rules = Rules(every=10, machine=ASSUMED.replace(seconds_per_row=1e-4))
     case = case_of_workload("W2", sizes)
@@ -86,12 +85,12 @@ def test_try_planner_with_the_guard_moves_where_it_pays():
     assert guarded["worst span"] <= 1 + 1e-9
     balanced = try_planner(case_of_workload("W0", sizes), "lpt", guarded=True, rules=Rules(every=10))
     assert balanced["experts moved"] == 0
-    # Neighbours that are hot together are on different ranks.
+    # Adjacent hot experts are on different ranks.
     turns = replace(rules, initial_placement="round_robin")
     assert try_planner(case_of_workload("W6", sizes), STAY, guarded=False, rules=turns)["imbalance"] < 1.2
 
 
-def test_on_ranks_splits_or_adds_up_sources_without_loss():
+def test_on_ranks_preserves_loads():
     load = np.random.default_rng(0).integers(0, 50, (3, 2, 2, 5))
     more = on_ranks(load, 6)
     assert more.shape == (3, 2, 6, 5)

@@ -1,4 +1,4 @@
-"""Predicted steps: closed forms, and what a better machine may never do."""
+"""Predicted step times: closed forms and monotonicity."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def seconds(machine: Machine, loads: np.ndarray, layers: list[ExpertPlacement]) 
     return simulate(loads, layers, [machine.cost_model(**SIZES)] * len(layers), machine).total
 
 
-def test_simulate_of_an_even_load_equals_the_closed_form():
+def test_simulated_even_load_equals_the_closed_form():
     steps, layers, ranks, experts, rows = 3, 2, 4, 8, 6
     load = np.full((steps, layers, ranks, experts), rows)
     slots = experts // ranks
     each = rows * experts
-    # A token has none of its two experts among the two of a rank with a chance of 6 * 5 / (8 * 7).
-    visits = each / 2 * (1 - 30 / 56)
-    leaving = visits * (ranks - 1) * SIZES["row_bytes"] / 10.0
-    layer = 5 + 7 * visits * ranks + 2 * each + 3 * slots + 2 * leaving + EXCHANGES * 11
+    # Neither of a token's two experts is on a given rank with probability 6 * 5 / (8 * 7).
+    tokens = each / 2 * (1 - 30 / 56)
+    sent = tokens * (ranks - 1) * SIZES["row_bytes"] / 10.0
+    layer = 5 + 7 * tokens * ranks + 2 * each + 3 * slots + 2 * sent + EXCHANGES * 11
     expected = 13 + 17 * each / 2 + layers * layer + 19 * layers * slots
     assert seconds(MACHINE, load, [contiguous(experts, ranks)] * layers).tolist() == pytest.approx([expected] * steps)
-    # Twice as many ranks as cores: all but latency takes twice as long.
+    # With half as many cores as ranks, everything except latency takes twice as long.
     on_half = MACHINE.replace(cores=Cores(count=2))
     latency = layers * EXCHANGES * 11
     assert seconds(on_half, load, [contiguous(experts, ranks)] * layers)[0] == pytest.approx(
@@ -52,17 +52,17 @@ def test_simulate_of_an_even_load_equals_the_closed_form():
     )
 
 
-def test_cores_are_left_to_the_ranks_that_are_not_done():
+def test_finished_ranks_release_their_cores():
     cores = Cores(count=2, busy_slowdown=1.5)
     assert cores.seconds(np.array([4.0])) == 4
     assert cores.seconds(np.array([4.0, 4.0])) == 6
-    # One second each on two cores, 1.5; then the other three on one.
+    # Two ranks compute for 1 s at a slowdown of 1.5, then one rank for 3 s.
     assert cores.seconds(np.array([1.0, 4.0])) == 4.5
-    # Four until 1 is done, on two cores: 3 s; three until 2: 2.25 s; the last two together.
+    # Two cores serve four ranks for 3 s, three ranks for 2.25 s and two ranks for 3 s.
     assert cores.seconds(np.array([[1.0, 2.0, 4.0, 4.0]])).tolist() == [3 + 2.25 + 3]
 
 
-def test_simulate_takes_the_busiest_rank_of_each_layer():
+def test_simulated_layer_takes_as_long_as_its_busiest_rank():
     blocks, machine = [contiguous(2, 2)] * 2, MACHINE.replace(top_k=1)
     even, first, second = [[5, 5], [5, 5]], [[10, 0], [10, 0]], [[0, 10], [0, 10]]
     both_even, one, two = (seconds(machine, np.array([[even, layer]]), blocks)[0] for layer in (even, first, second))
@@ -72,7 +72,7 @@ def test_simulate_takes_the_busiest_rank_of_each_layer():
 
 
 @given(placements(), st.integers(0, 1000))
-def test_simulate_on_a_better_machine_never_takes_longer(placement: ExpertPlacement, seed: int):
+def test_simulation_on_a_faster_machine_is_not_slower(placement: ExpertPlacement, seed: int):
     load = np.random.default_rng(seed).integers(0, 9, (2, 1, placement.ranks, placement.num_experts))
     machine = MACHINE.replace(cores=Cores(count=2))
     before = seconds(machine, load, [placement])
@@ -84,22 +84,22 @@ def test_simulate_on_a_better_machine_never_takes_longer(placement: ExpertPlacem
     ):
         assert (seconds(machine.replace(**change), load, [placement]) <= before * (1 + 1e-12)).all()
     assert (seconds(machine, load + 1, [placement]) > before).all()
-    # One core computes the rows of all ranks, which are the rows of the trace.
+    # A single core computes the rows of all ranks.
     rows_only = Machine(seconds_per_row=1.0, bytes_per_second=1e300, cores=Cores(count=1))
     assert seconds(rows_only, load, [placement]).tolist() == pytest.approx(load.sum((1, 2, 3)).tolist())
 
 
-def test_simulate_of_replicas_costs_gradients_and_weights_and_saves_rows():
+def test_simulated_replicas_save_rows_and_send_gradients():
     load = np.zeros((1, 1, 2, 4), dtype=np.int64)
     load[..., 0] = 50
     blocks = contiguous(4, 2)
     replicas = replicate([100, 0, 0, 0], with_spare_slots(blocks, 1))
     machine = Machine(seconds_per_row=1.0, bytes_per_second=10.0)
-    # Each rank computes its own 50 rows instead of rank 0 all 100, and 30 bytes travel twice.
+    # Each rank computes 50 rows instead of rank 0 all 100, and 30 bytes are sent twice.
     assert seconds(machine, load, [replicas])[0] == 50 + 2 * 30 / 10
     assert seconds(machine, load, [blocks])[0] == 100 + 2 * 50 * 4 / 10
 
 
-def test_machine_with_an_impossible_rate_raises():
+def test_machine_with_zero_bandwidth_raises():
     with pytest.raises(UserError, match="bytes_per_second="):
         Machine(seconds_per_row=1.0, bytes_per_second=0.0)

@@ -1,9 +1,10 @@
-"""Synthetic loads have the imbalance that they are named after."""
+"""Imbalance of synthetic loads."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.support.drifting import drifting
 from toolkit.experts.placement.loads import expert_imbalance, rank_imbalance
 from toolkit.experts.placement.placement import contiguous
 from toolkit.lab.workloads import WORKLOADS, Sizes, burst, rotating_hotspot
@@ -13,42 +14,39 @@ CONTIGUOUS = contiguous(16, 4)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_workload_is_a_function_of_its_sizes(name: str):
+def test_workload_depends_only_on_its_sizes(name: str):
     load = WORKLOADS[name](SIZES)
     assert load.shape == (40, 4, 16)
     assert load.dtype == np.int64
     assert load.min() >= 0
     assert (load == WORKLOADS[name](SIZES)).all()
-    assert (load != WORKLOADS[name](Sizes(steps=40, ranks=4, experts=16, pairs=1000, seed=1))).any()
+    assert (load != WORKLOADS[name](replace(SIZES, seed=1))).any()
     assert WORKLOADS[name](Sizes(steps=2, ranks=3, experts=1)).shape == (2, 3, 1)
-
-
-@pytest.mark.parametrize("name", sorted(set(WORKLOADS) - {"W4", "W5"}))
-def test_workload_sends_all_pairs_of_each_rank(name: str):
-    assert (WORKLOADS[name](SIZES).sum(-1) == 1000).all()
+    if name not in ("W4", "W5"):
+        assert (load.sum(-1) == 1000).all()
 
 
 def imbalance(name: str) -> float:
     return rank_imbalance(WORKLOADS[name](SIZES).sum((0, 1)), CONTIGUOUS)
 
 
-def test_hot_experts_on_one_rank_are_uneven_and_spread_experts_are_not():
+def test_hot_experts_on_one_rank_are_imbalanced():
     assert imbalance("W0") < 1.03
-    # 4 hot of 16: 24 of 36 on one rank of 4.
+    # The 4 hot of 16 experts, on one rank of 4, receive 24 of 36 pairs.
     assert imbalance("W2") == pytest.approx(24 / 36 * 4, rel=0.02)
     assert imbalance("W3") < 1.03
     heat = [expert_imbalance(WORKLOADS[name](SIZES).sum((0, 1))).max_violation for name in ("W1", "W2", "W3")]
     assert heat == pytest.approx([1.67] * 3, rel=0.05)
 
 
-def test_ragged_sources_send_unevenly_to_equal_experts():
+def test_ragged_sources_have_balanced_experts():
     load = WORKLOADS["W4"](SIZES)
     sent = load.sum((0, 2))
     assert sent[0] / sent[-1] == pytest.approx(4, rel=0.01)
     assert expert_imbalance(load.sum((0, 1))).max_violation < 0.05
 
 
-def test_zero_tokens_leaves_experts_and_one_rank_without_pairs():
+def test_zero_tokens_workload_has_idle_experts_and_an_idle_rank():
     load = WORKLOADS["W5"](SIZES)
     assert load[:, -1].sum() == 0
     assert load[:, :, :4].sum() == 0
@@ -62,9 +60,3 @@ def test_hotspot_rotates_and_burst_ends():
     first_block = burst(SIZES, length=5).sum(1)[:, :4].sum(-1) / 4000
     hot = np.arange(40)[first_block > 0.5]
     assert hot.tolist() == [20, 21, 22, 23, 24]
-
-
-def test_drifting_load_forgets_its_start():
-    still, drifted = (drifting(SIZES, skew=1.0, sigma=sigma).sum(1) for sigma in (0.0, 0.2))
-    assert np.corrcoef(still[0], still[-1])[0, 1] > 0.98
-    assert np.corrcoef(drifted[0], drifted[-1])[0, 1] < 0.9

@@ -1,4 +1,4 @@
-"""Folders of runs as runs leave them, written at once."""
+"""Run folders written without training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_run(
     starts: int = 1,
     moves: bool = False,
 ) -> Path:
-    """A run with four experts; `moves`: on two ranks, and at step 20 two experts change places."""
+    """Write a run with four experts; with `moves` on two ranks, with two experts swapped at step 20."""
     folder.mkdir(parents=True)
     config = {"recipe": "mnist_moe", "lr": 0.1, "seed": seed, "run_dir": str(folder), "replan": {"planner": None}}
     write_json(folder / "config.json", config | {"optimizer": {"beta1": 0.9}} | (settings or {}))
@@ -50,14 +50,14 @@ def write_run(
     return folder
 
 
-@pytest.fixture
-def several(tmp_path: Path) -> list[Path]:
-    """Two seeds of one run, one with another rate, one whose experts move, and one that was restarted and goes on."""
-    runs = tmp_path / "runs"
+@pytest.fixture(scope="session")
+def several(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two seeds of a run, runs with another learning rate and with migration, and an unfinished run with a restart."""
+    runs = tmp_path_factory.mktemp("several") / "runs"
     return [
         write_run(runs / "first"),
         write_run(runs / "second", seed=1),
         write_run(runs / "fast", settings={"lr": 0.5}),
         write_run(runs / "moving", settings={"replan": {"planner": "swap"}}, moves=True),
-        write_run(runs / "goes <on>", steps=24, finished=False, starts=2),
+        write_run(runs / "not <finished>", steps=24, finished=False, starts=2),
     ]

@@ -1,4 +1,4 @@
-"""Runs of one training on several numbers of processes: speed-up, efficiency, and how far their losses are apart."""
+"""Speed-up, efficiency and loss differences of runs with different world sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.errors import EXIT_DONE
 
 
 def write(folder: Path, processes: int, rate: float, off: float = 0.0, seed: int = 0, **settings: Any) -> Path:
-    """A finished run whose losses are `off` by so much at step 8."""
+    """Write a finished run with `off` added to the loss of step 8."""
     results = {"world_size": processes, "samples_per_second": rate, "test_loss": 0.5 + seed + off}
     run = write_run(folder, seed=seed, settings={"ep_size": None} | settings, results=results)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -29,7 +29,7 @@ def write(folder: Path, processes: int, rate: float, off: float = 0.0, seed: int
 
 @pytest.fixture
 def scaled(tmp_path: Path) -> list[Path]:
-    """Two seeds on one process and on four, four processes with another EP group, and another training on two."""
+    """Two seeds on one and on four processes, one run with ep_size=2, and one with another learning rate."""
     return [
         write(tmp_path / "four", 4, 320.0, off=1e-6),
         write(tmp_path / "one", 1, 90.0),
@@ -40,7 +40,7 @@ def scaled(tmp_path: Path) -> list[Path]:
     ]
 
 
-def test_runs_that_learn_the_same_are_compared_with_those_on_the_fewest_processes(scaled: list[Path]):
+def test_runs_are_compared_with_the_smallest_world_size(scaled: list[Path]):
     (rows,) = process_rows(read_runs(scaled))
     assert [(row.processes, list(row.runs)) for row in rows] == [
         (1, ["one", "one-b"]),
@@ -51,12 +51,12 @@ def test_runs_that_learn_the_same_are_compared_with_those_on_the_fewest_processe
     assert [row.speed_up for row in rows] == [1.0, 3.0, 2.0]
     assert [row.efficiency for row in rows] == [1.0, 0.75, 0.5]
     losses = [row.train_loss_difference for row in rows]
-    assert losses == pytest.approx([0.0, 3e-6, 0.0], rel=1e-6), "each with the run of its seed"
+    assert losses == pytest.approx([0.0, 3e-6, 0.0], rel=1e-6), "per seed"
     assert [row.test_loss_difference for row in rows] == pytest.approx([0.0, 3e-6, 0.0], rel=1e-6)
     assert [row.settings["ep_size"] for row in rows] == [None, None, 2]
 
 
-def test_the_page_the_table_and_json_show_it(tmp_path: Path, scaled: list[Path], capsys: pytest.CaptureFixture[str]):
+def test_process_table_is_in_all_outputs(tmp_path: Path, scaled: list[Path], capsys: pytest.CaptureFixture[str]):
     head, *rows = process_tables(read_runs(scaled))[0]
     assert head[:2] == ["processes", "runs"]
     assert [

@@ -1,4 +1,4 @@
-"""The toy recipe as a file, whose runs are forks: new processes would import for longer than it takes."""
+"""A toy recipe whose runs are forks, because a new process spends seconds on imports."""
 
 import subprocess
 from pathlib import Path

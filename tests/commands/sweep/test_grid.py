@@ -1,4 +1,4 @@
-"""Axes, cells and digests."""
+"""Axes, cells and digests of sweeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.errors import UserError
 from toolkit.run.recipe_script import load_recipe
 
 
-def test_a_grid_has_every_combination_seed_by_seed(toy):
+def test_grid_is_the_product_of_axes_and_seeds(toy):
     axes = parse_axes(["labels=100,600", "rate=0,0.2"])
     cells = grid_cells(load_recipe(toy, ["full"]), axes, range(3, 5))
     assert [str(cell) for cell in cells] == [
@@ -23,29 +23,30 @@ def test_a_grid_has_every_combination_seed_by_seed(toy):
 
 
 @pytest.mark.parametrize("word", ["labels", "labels=1,,2", "seed=1,2", "run-dir=a,b"])
-def test_parse_axes_of_a_word_that_is_no_axis_raises(word):
+def test_invalid_axis_raises(word):
     with pytest.raises(UserError, match=f"--grid {word}: "):
         parse_axes([word])
 
 
-def test_every_cell_is_checked_before_the_first_one_runs(toy):
-    with pytest.raises(UserError, match="--labels 0: take one or more"):
-        grid_cells(load_recipe(toy, []), parse_axes(["labels=100,0"]), [0])
-    with pytest.raises(UserError, match="Did you mean --labels"):
-        grid_cells(load_recipe(toy, []), parse_axes(["lables=100"]), [0])
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ("labels=100,0", "--labels 0: take one or more"),
+        ("lables=100", "Did you mean --labels"),
+        ("labels=8,08", "--grid: labels=8 seed=3 and labels=08 seed=3 have equal settings"),
+    ],
+)
+def test_invalid_cell_raises(axis, message, toy):
+    with pytest.raises(UserError, match=message):
+        grid_cells(load_recipe(toy, []), parse_axes([axis]), [3])
 
 
-def test_grid_of_cells_with_equal_settings_raises(toy):
-    with pytest.raises(UserError, match="--grid: labels=8 seed=3 and labels=08 seed=3 have equal settings"):
-        grid_cells(load_recipe(toy, []), parse_axes(["labels=8,08"]), [3])
-
-
-def test_grid_over_a_setting_of_the_speed_has_a_cell_per_value(toy):
+def test_grid_over_a_speed_setting_has_a_cell_per_value(toy):
     cells = grid_cells(load_recipe(toy, []), parse_axes(["num-workers=0,1"]), [3])
     assert len({cell.digest for cell in cells}) == 2
 
 
-def test_the_scripts_of_the_guide_can_be_swept(tmp_path):
+def test_recipes_of_the_docs_can_be_swept(tmp_path):
     guide = (ROOT / "docs" / "train" / "recipes.md").read_text(encoding="utf-8")
     scripts = [block for block in re.findall(r"```python run\n(.*?)```", guide, re.DOTALL) if "run_recipe(" in block]
     assert len(scripts) > 1
@@ -55,7 +56,7 @@ def test_the_scripts_of_the_guide_can_be_swept(tmp_path):
         assert "full" in load_recipe(script, []).presets
 
 
-def test_a_digest_is_of_what_decides_the_result(toy):
+def test_digest_depends_only_on_settings_that_affect_results(toy):
     recipe = load_recipe(toy, [])
     base = config_digest("toy", recipe.config([]))
     assert config_digest("toy", recipe.config(["--num-workers", "4", "--tracker", "none", "--cpu"])) == base

@@ -1,4 +1,4 @@
-"""A recipe that takes no time: its accuracy is a function of its settings, and it can fail or be stopped."""
+"""A recipe without training: accuracy is a function of the settings, and runs can fail or be interrupted."""
 
 RECIPE = """
 import json, os, sys, time
