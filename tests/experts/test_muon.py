@@ -1,7 +1,8 @@
-"""Muon on stacks of experts equals torch's Muon on each expert."""
+"""Muon of stacked experts, compared with the optimizers of torch."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import Qwen3MoeConfig
@@ -11,33 +12,35 @@ from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.muon import Muon, muon_groups, orthogonal
 
 
-def test_muon_of_a_stack_equals_torch_expert_by_expert():
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.8, "weight_decay": 0.03}], ids=["default", "custom"])
+def test_muon_of_a_stack_equals_torch_for_each_expert(settings: dict[str, float]):
     torch.manual_seed(0)
-    stack, router = nn.Parameter(torch.randn(3, 12, 8)), nn.Parameter(torch.randn(4, 8))
-    alone = [nn.Parameter(value.clone()) for value in (*stack.detach(), router.detach())]
-    ours = Muon([{"params": [stack, router]}], lr=0.1)
-    reference = torch.optim.Muon(alone, lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    stack, matrix = nn.Parameter(torch.randn(3, 12, 8)), nn.Parameter(torch.randn(4, 8))
+    single = [nn.Parameter(value.clone()) for value in (*stack.detach(), matrix.detach())]
+    optimizer = Muon([{"params": [stack, matrix]}], lr=0.1, **settings)
+    torch_settings = {"momentum": 0.95, "weight_decay": 0.1, **settings}
+    reference = torch.optim.Muon(single, lr=0.1, adjust_lr_fn="match_rms_adamw", **torch_settings)
     for _ in range(4):
-        stack.grad, router.grad = torch.randn_like(stack), torch.randn_like(router)
-        for parameter, gradient in zip(alone, (*stack.grad, router.grad), strict=True):
+        stack.grad, matrix.grad = torch.randn_like(stack), torch.randn_like(matrix)
+        for parameter, gradient in zip(single, (*stack.grad, matrix.grad), strict=True):
             parameter.grad = gradient.clone()
-        ours.step()
+        optimizer.step()
         reference.step()
-        torch.testing.assert_close(torch.stack(alone[:3]), stack, rtol=0, atol=1e-6)
-        torch.testing.assert_close(alone[3], router, rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.stack(single[:3]), stack, rtol=0, atol=1e-6)
+        torch.testing.assert_close(single[3], matrix, rtol=0, atol=1e-6)
 
 
 def test_muon_steps_other_parameters_as_adamw():
     torch.manual_seed(0)
-    ours, theirs = nn.Embedding(5, 4), nn.Embedding(5, 4)
-    theirs.load_state_dict(ours.state_dict())
-    muon = Muon(muon_groups(ours), lr=0.1, betas=(0.8, 0.9))
-    adamw = torch.optim.AdamW(theirs.parameters(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.1)
+    model, reference = nn.Embedding(5, 4), nn.Embedding(5, 4)
+    reference.load_state_dict(model.state_dict())
+    muon = Muon(muon_groups(model), lr=0.1, betas=(0.8, 0.9))
+    adamw = torch.optim.AdamW(reference.parameters(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.1)
     for _ in range(3):
-        for model, optimizer in ((ours, muon), (theirs, adamw)):
-            model.weight.grad = torch.cos(model.weight.detach())
+        for module, optimizer in ((model, muon), (reference, adamw)):
+            module.weight.grad = torch.cos(module.weight.detach())
             optimizer.step()
-    torch.testing.assert_close(ours.weight, theirs.weight)
+    torch.testing.assert_close(model.weight, reference.weight)
 
 
 def test_muon_groups_orthogonalizes_matrices_of_experts_and_hidden_layers():

@@ -1,4 +1,4 @@
-"""Migration on real processes: what every slot holds afterwards, byte for byte, and what travelled to get it there."""
+"""Migration between processes: contents of every slot afterwards, bit for bit, and bytes that were sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import peak_bytes, run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.layer.stack import ExpertStack
-from toolkit.experts.moving.migrate import MigrationReport, migrate, place_experts
+from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
+from toolkit.experts.moving.migrate import migrate, place_experts
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.parallel.ownership import is_owned
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost
+from toolkit.experts.state.state_dict import whole_state_dict
 
 OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, foreach=True),
@@ -37,16 +39,16 @@ OPTIMIZERS = {
 def make_stack(
     placement: ExpertPlacement, groups: ExpertGroups, optimizer_name: str, sizes: tuple[int, int] = (4, 3)
 ) -> tuple[ExpertStack, Optimizer]:
-    """Weights of two types, optimizer states as after a step; every row has content of its own."""
+    """Return a stack with parameters of several dtypes, and an optimizer after a step; each row has other values."""
     slots, (wide, narrow) = len(placement.slots[groups.ep_rank]), sizes
+    dtypes = [torch.float32] * 3  # fused AdamW supports one dtype only
+    if optimizer_name != "adamw, fused":
+        dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    shapes = {"up": (wide, narrow), "down": (narrow, wide), "scale": (2, 1)}
     parameters = {
-        "up": nn.Parameter(torch.empty(slots, wide, narrow)),
-        "down": nn.Parameter(torch.empty(slots, narrow, wide, dtype=torch.bfloat16)),
+        name: nn.Parameter(torch.empty(slots, *shape, dtype=dtype))
+        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
     }
-    if optimizer_name != "adamw, fused":  # which wants one type
-        parameters["scale"] = nn.Parameter(torch.empty(slots, 2, 1, dtype=torch.float64))
-    else:
-        parameters["down"] = nn.Parameter(torch.empty(slots, narrow, wide))
     optimizer = OPTIMIZERS[optimizer_name](list(parameters.values()))
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
@@ -68,7 +70,7 @@ def tensors_of(stack: ExpertStack, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def expected_rows(stack: ExpertStack, optimizer: Optimizer, placement: ExpertPlacement) -> dict[str, Tensor]:
-    """What each tensor of this rank holds under `placement`: noise by name and expert, zeros where nothing is due."""
+    """Return each tensor of this rank under `placement`: noise by name and expert, zeros in rows without values."""
     here = stack.groups.ep_rank
     expected = {}
     for name, tensor in tensors_of(stack, optimizer).items():
@@ -90,7 +92,7 @@ def check_rows(stack: ExpertStack, optimizer: Optimizer, placement: ExpertPlacem
 
 @contextmanager
 def bytes_on_the_wire() -> Iterator[list[int]]:
-    """The sizes of all that this rank sends to single ranks meanwhile, taken where torch is asked to send it."""
+    """Collect the sizes of this rank's point-to-point sends."""
     sizes: list[int] = []
     original = dist.batch_isend_irecv
 
@@ -98,15 +100,12 @@ def bytes_on_the_wire() -> Iterator[list[int]]:
         sizes.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
         return original(operations)
 
-    dist.batch_isend_irecv = counted
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", counted):
         yield sizes
-    finally:
-        dist.batch_isend_irecv = original
 
 
 def migrate_and_check(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer) -> None:
-    """Migrate, and compare rows, storages, scalars and bytes with what must be."""
+    """Migrate; check rows, storages, scalars and bytes."""
     old = stack.placement
     storages = {name: tensor.data_ptr() for name, tensor in tensors_of(stack, optimizer).items()}
     scalars = [v.clone() for state in optimizer.state.values() for v in state.values() if v is not None and not v.ndim]
@@ -120,6 +119,8 @@ def migrate_and_check(stack: ExpertStack, new: ExpertPlacement, optimizer: Optim
     row = {name: tensor[0].nbytes for name, tensor in tensors_of(stack, optimizer).items()}
     weights = sum(size for name, size in row.items() if "." not in name)
     states = sum(row.values()) - weights
+    sizes_of_expert = weight_bytes(stack), optimizer_bytes(stack, optimizer), optimizer_bytes(stack, None)
+    assert sizes_of_expert == (weights, states, 0)
     assert report.cost == migration_cost(old, new, weight_bytes=weights, optimizer_bytes=states)
     sent = torch.tensor([sum(sizes)])
     if stack.groups.ep_group is not None:
@@ -127,9 +128,9 @@ def migrate_and_check(stack: ExpertStack, new: ExpertPlacement, optimizer: Optim
     assert report.cost.bytes == sent
 
 
-def there_and_back(ep_size: int, seeds: int) -> None:
+def there_and_back(ep_size: int) -> None:
     groups = make_expert_groups(ep_size)
-    for seed in range(seeds):
+    for seed in range(12):
         rng = random.Random(seed)
         slots = [rng.randint(1, 6) for _ in range(ep_size)]
         experts = sum(slots) if seed % 2 else rng.randint(1, sum(slots))
@@ -141,47 +142,39 @@ def there_and_back(ep_size: int, seeds: int) -> None:
 
 @pytest.mark.parametrize(("world", "ep_size"), [(1, 1), (2, 2), (4, 4), (4, 2)])
 def test_migrate_there_and_back_puts_every_row_in_its_slot(world: int, ep_size: int) -> None:
-    run_distributed(there_and_back, world, ep_size, 12)
+    run_distributed(there_and_back, world, ep_size)
 
 
-def ranks_without_slots() -> None:
-    old, new = ExpertPlacement(((0, 1), ())), ExpertPlacement(((1, 0), ()))
-    stack, optimizer = make_stack(old, make_expert_groups(2), "adamw")
+def edge_cases() -> str:
+    groups = make_expert_groups(2)
+    stack, optimizer = make_stack(ExpertPlacement(((0, 1), ())), groups, "adamw")
+    new = ExpertPlacement(((1, 0), ()))
     migrate(stack, new, optimizer)
     check_rows(stack, optimizer, new)
 
-
-def test_migrate_with_a_rank_without_slots() -> None:
-    run_distributed(ranks_without_slots, 2)
-
-
-def the_owner_passes() -> tuple[MigrationReport, int]:
-    old, new = ExpertPlacement(((0, 2), (0, 1))), ExpertPlacement(((-1, 2), (0, 1)))
-    stack, optimizer = make_stack(old, make_expert_groups(2), "adamw")
+    # Optimizer rows of expert 0 go to rank 1, which already has its weights.
+    stack, optimizer = make_stack(ExpertPlacement(((0, 2), (0, 1))), groups, "adamw")
+    new = ExpertPlacement(((EMPTY_ROW, 2), (0, 1)))
     with bytes_on_the_wire() as sizes:
         report = migrate(stack, new, optimizer)
     check_rows(stack, optimizer, new)
-    return report, sum(sizes)
+    assert report.cost.weight_bytes == 0 < report.cost.optimizer_bytes
+    assert sum(sizes) == (report.cost.bytes if dist.get_rank() == 0 else 0)
+
+    stack, optimizer = make_stack(contiguous(4, 2), groups, "adamw")
+    new = [ExpertPlacement(((2, 1), (0, 3))), ExpertPlacement(((3, 1), (2, 0)))][dist.get_rank()]
+    with pytest.raises(ValueError, match="ranks disagree on the placement") as caught:
+        migrate(stack, new, optimizer)
+    return str(caught.value)
 
 
-def test_migrate_to_another_owner_sends_optimizer_rows_only() -> None:
-    (first, sent), (second, other) = run_distributed(the_owner_passes, 2)
-    assert first.cost == second.cost
-    assert first.cost.weight_bytes == 0 < first.cost.optimizer_bytes
-    assert (sent, other) == (first.cost.bytes, 0)
-
-
-# --- training ----------------------------------------------------------------------------------------------------
-
-
-def all_gather_object(mine: object) -> list:
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    return parts
+def test_migrate_with_an_empty_rank_an_owner_change_and_unequal_plans() -> None:
+    first, second = run_distributed(edge_cases, 2)
+    assert first == second
 
 
 def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Clipped AdamW steps of a router and six experts, all of which move every so many steps."""
+    """Train a router and six experts with clipped AdamW; migrate all experts after each `every` steps."""
     groups, rng = make_expert_groups(ep_size), random.Random(5)
     slots, experts, world = [12 // ep_size if copies else 6 // ep_size] * ep_size, 6, dist.get_world_size()
     layer = make_moe(8, 16, experts, 2, groups=groups, placement=random_placement(rng, slots, experts))
@@ -206,38 +199,25 @@ def losses_and_weights(ep_size: int, every: int | None, copies: bool) -> tuple[l
         losses.append(loss.item())
         if every and (step + 1) % every == 0:
             migrate(layer.expert_stack, random_placement(rng, slots, experts), optimizer)
-    held = {
-        f"{name}/{row_id}": parameter.detach()[row]
-        for name, parameter in layer.expert_stack.parameters.items()
-        for row, row_id in enumerate(ownership_of(parameter).row_ids)
-        if ownership_of(parameter).owns[row]
-    }
-    weights = {"router": layer.router.weight.detach()}
-    for part in all_gather_object(held):
-        weights |= part
-    return losses, weights
+    return losses, whole_state_dict(layer)
 
 
-def compare_with_staying(ep_size: int, copies: bool) -> None:
+def compare_with_fixed_placement(ep_size: int, copies: bool) -> None:
     with in_float64():
-        stayed, weights = losses_and_weights(ep_size, None, copies)
-        moved, moved_weights = losses_and_weights(ep_size, 2, copies)
-    assert moved == pytest.approx(stayed, rel=IN_FLOAT64)
-    assert stayed[-1] != pytest.approx(stayed[0], rel=1e-2), "nothing was learned"
-    assert len(weights) == 2 * 6 + 1
-    torch.testing.assert_close(moved_weights, weights, rtol=1e-9, atol=1e-9)
+        losses, weights = losses_and_weights(ep_size, None, copies)
+        found, found_weights = losses_and_weights(ep_size, 2, copies)
+    assert found == pytest.approx(losses, rel=IN_FLOAT64)
+    assert losses[-1] != pytest.approx(losses[0], rel=1e-2), "nothing was learned"
+    torch.testing.assert_close(found_weights, weights, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("world", "ep_size", "copies"), [(2, 2, False), (4, 2, True), (3, 3, True)])
 def test_migrate_every_two_steps_keeps_losses_and_weights(world: int, ep_size: int, copies: bool) -> None:
-    run_distributed(compare_with_staying, world, ep_size, copies)
+    run_distributed(compare_with_fixed_placement, world, ep_size, copies)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
-
-
-def peak_beyond_what_was_there(ep_size: int) -> tuple[int, int]:
-    """Most bytes allocated by torch at one time within a migration of all experts; bytes of one expert's rows."""
+def peak_of_migration(ep_size: int) -> tuple[int, int]:
+    """Return the peak of bytes that torch allocates to migrate all experts, and the bytes of one expert's rows."""
     rng = random.Random(3)
     old, new = contiguous(8 * ep_size, ep_size), random_placement(rng, [8] * ep_size, 8 * ep_size)
     stack, optimizer = make_stack(old, make_expert_groups(ep_size), "adamw", sizes=(256, 128))
@@ -248,22 +228,22 @@ def peak_beyond_what_was_there(ep_size: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_migrate_needs_the_memory_of_at_most_two_experts(world: int) -> None:
-    for peak, one_expert in run_distributed(peak_beyond_what_was_there, world, world):
+    for peak, one_expert in run_distributed(peak_of_migration, world, world):
         assert one_expert <= peak <= 2 * one_expert, "a permutation of all experts needs the buffer"
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
-
-
-def test_migrate_to_other_slots_or_experts_raises() -> None:
+def test_migrate_with_other_slots_or_optimizer_states_without_rows_raises() -> None:
     stack, optimizer = make_stack(contiguous(4, 1), ExpertGroups(), "adamw")
     with pytest.raises(UserError, match=r"placement: 4 experts in \[5\] slots, the layer has 4 in \[4\]"):
         migrate(stack, contiguous(4, 1, slots_per_rank=5), optimizer)
     with pytest.raises(UserError, match="placement: 3 experts in"):
         migrate(stack, contiguous(3, 1, slots_per_rank=4), optimizer)
+    optimizer.state[stack.parameters["up"]]["absmax"] = torch.zeros(7)
+    with pytest.raises(UserError, match=r"'absmax' of 'up' has shape \(7,\).* Use an optimizer such as AdamW"):
+        migrate(stack, ExpertPlacement(((1, 0, 2, 3),)), optimizer)
 
 
-def test_place_experts_without_a_place_for_them_raises() -> None:
+def test_place_experts_without_a_matching_layer_raises() -> None:
     model = nn.Sequential(make_moe(4, 8, num_experts=4, top_k=2))
     with pytest.raises(UserError, match=r"placement: 4 experts in \[5\] slots"):
         place_experts(model, contiguous(4, 1, slots_per_rank=5), None)
@@ -271,23 +251,3 @@ def test_place_experts_without_a_place_for_them_raises() -> None:
         place_experts(model, {"1": contiguous(4, 1)}, None)
     with pytest.raises(UserError, match="has no experts that can move"):
         place_experts(nn.Linear(2, 2), contiguous(4, 1), None)
-
-
-def test_migrate_with_optimizer_state_without_rows_raises() -> None:
-    stack, optimizer = make_stack(contiguous(4, 1), ExpertGroups(), "adamw")
-    optimizer.state[stack.parameters["up"]]["absmax"] = torch.zeros(7)
-    with pytest.raises(UserError, match=r"'absmax' of 'up' has shape \(7,\).* Use an optimizer such as AdamW"):
-        migrate(stack, ExpertPlacement(((1, 0, 2, 3),)), optimizer)
-
-
-def disagree() -> str:
-    stack, optimizer = make_stack(contiguous(4, 2), make_expert_groups(2), "adamw")
-    new = [ExpertPlacement(((2, 1), (0, 3))), ExpertPlacement(((3, 1), (2, 0)))][dist.get_rank()]
-    with pytest.raises(ValueError, match="ranks disagree on the placement") as caught:
-        migrate(stack, new, optimizer)
-    return str(caught.value)
-
-
-def test_migrate_with_ranks_that_disagree_raises() -> None:
-    first, second = run_distributed(disagree, 2)
-    assert first == second

@@ -1,4 +1,4 @@
-"""Placements map experts to slots; moves are what must be sent from one to the next."""
+"""Placements map experts to slots; moves are the rows to copy between two placements."""
 
 import json
 
@@ -19,17 +19,15 @@ from toolkit.experts.placement.placement import (
     with_spare_slots,
 )
 
-# Rank 0 has 3 slots, rank 1 has 2, rank 2 none. Expert 1 has two replicas, slot 1 of rank 0 is spare.
-UNEVEN = ExpertPlacement(((1, EMPTY_ROW, 0), (2, 1), ()))
 
-
-def test_uneven_placement_with_a_replica_by_hand():
-    assert (UNEVEN.ranks, UNEVEN.num_experts, UNEVEN.stride) == (3, 3, 3)
-    assert UNEVEN.replicas(1) == (Place(0, 0), Place(1, 1))
-    assert UNEVEN.owner(1) == Place(0, 0)
-    assert UNEVEN.replica_on(1, 1) == Place(1, 1)
-    assert UNEVEN.replica_on(0, 1) is None
-    assert UNEVEN.has_replicas
+def test_uneven_placement_with_replicas_by_hand():
+    placement = ExpertPlacement(((1, EMPTY_ROW, 0), (2, 1), ()))
+    assert (placement.ranks, placement.num_experts, placement.stride) == (3, 3, 3)
+    assert placement.replicas(1) == (Place(0, 0), Place(1, 1))
+    assert placement.owner(1) == Place(0, 0)
+    assert placement.replica_on(1, 1) == Place(1, 1)
+    assert placement.replica_on(0, 1) is None
+    assert placement.has_replicas
 
 
 @pytest.mark.parametrize(
@@ -42,32 +40,28 @@ def test_uneven_placement_with_a_replica_by_hand():
         (((0, -2),), "expert id -2 is negative"),
     ],
 )
-def test_placement_of_an_impossible_map_raises(slots: tuple[tuple[int, ...], ...], message: str):
+def test_invalid_slots_raise(slots: tuple[tuple[int, ...], ...], message: str):
     with pytest.raises(ValueError, match=message):
         ExpertPlacement(slots)
 
 
-def test_contiguous_for_experts_that_do_not_divide_leaves_spare_slots():
+def test_contiguous_with_a_remainder_leaves_spare_slots():
     assert contiguous(6, 3).slots == ((0, 1), (2, 3), (4, 5))
-    assert contiguous(7, 3, slots_per_rank=3).slots == ((0, 1, 2), (3, 4, EMPTY_ROW), (5, 6, EMPTY_ROW))
-    assert contiguous(7, 3) == contiguous(7, 3, slots_per_rank=3)
+    assert contiguous(7, 3).slots == ((0, 1, 2), (3, 4, EMPTY_ROW), (5, 6, EMPTY_ROW))
+    assert contiguous(3, 2, slots_per_rank=3).slots == ((0, 1, EMPTY_ROW), (2, EMPTY_ROW, EMPTY_ROW))
 
 
-def test_contiguous_too_many_experts_raises():
+def test_contiguous_with_too_many_experts_raises():
     with pytest.raises(UserError, match="num_experts=1,000,000,000: more than 1,048,576 are not supported"):
         contiguous(10**9, 2)
 
 
 @given(placements())
-def test_placement_survives_json(placement: ExpertPlacement):
+def test_json_round_trip_and_dispatcher_tables(placement: ExpertPlacement):
     data = json.loads(json.dumps(placement.to_dict()))
     assert ExpertPlacement.from_dict(data) == placement
     with pytest.raises(ValueError, match="slots hold"):
         ExpertPlacement.from_dict({**data, "num_experts": placement.num_experts + 1})
-
-
-@given(placements())
-def test_dispatcher_tables_agree_with_the_map(placement: ExpertPlacement):
     expert_of_slot = placement.expert_of_slot().flatten()
     for expert, row in enumerate(placement.slots_of_experts().tolist()):
         slots = [slot for slot in row if slot != EMPTY_ROW]
@@ -77,13 +71,10 @@ def test_dispatcher_tables_agree_with_the_map(placement: ExpertPlacement):
         assert len(slots) == placement.num_replicas()[expert]
 
 
-def test_owner_moves_when_the_owner_leaves_send_optimizer_rows_only():
+def test_moves_of_owners_new_experts_and_spare_slots_by_hand():
     old, new = ExpertPlacement(((0, 1), (2, 1))), ExpertPlacement(((0, EMPTY_ROW), (2, 1)))
     assert moves(old, new) == []
-    assert owner_moves(old, new) == [Move(1, 0, 1, 1, 1)]
-
-
-def test_moves_of_new_experts_and_spare_slots_are_none():
+    assert owner_moves(old, new) == [Move(1, 0, 1, 1, 1)], "optimizer rows move without weights"
     assert moves(ExpertPlacement(((0, EMPTY_ROW),)), ExpertPlacement(((0, 1),))) == []
     spare = with_spare_slots(contiguous(4, 2), 1)
     assert spare.slots == ((0, 1, EMPTY_ROW), (2, 3, EMPTY_ROW))

@@ -1,4 +1,4 @@
-"""Rows and bytes between ranks, compared with counting them one by one."""
+"""Rows and bytes between ranks, compared with loops over tokens."""
 
 from collections import Counter
 from math import comb
@@ -23,15 +23,8 @@ from toolkit.experts.placement.traffic import (
 TWO_REPLICAS = ExpertPlacement(((0, 2), (1, 2), (3, EMPTY_ROW)))
 
 
-def test_rows_per_slot_alternates_between_replicas_and_keeps_local_tokens():
-    load = np.zeros((3, 4), dtype=np.int64)
-    load[:, 2] = [5, 4, 7]
-    # Expert 2 is in global slots 1 and 3. Rank 2 has no replica: its 7 tokens go to replicas (2 + i) mod 2, 4 and 3.
-    assert rows_per_slot(load, TWO_REPLICAS)[:, [1, 3]].tolist() == [[5, 0], [0, 4], [4, 3]]
-
-
 @given(placements(), st.integers(0, 1000))
-def test_rows_per_slot_equals_counting_tokens_one_by_one(placement: ExpertPlacement, seed: int):
+def test_rows_per_slot_equals_a_loop_over_tokens(placement: ExpertPlacement, seed: int):
     load = np.random.default_rng(seed).integers(0, 6, (placement.ranks, placement.num_experts))
     rows = np.zeros((placement.ranks, placement.ranks * placement.stride), dtype=np.int64)
     for source, expert in np.ndindex(load.shape):
@@ -44,7 +37,7 @@ def test_rows_per_slot_equals_counting_tokens_one_by_one(placement: ExpertPlacem
 
 
 @given(placements(), st.integers(1, 4), st.integers(0, 1000))
-def test_visits_of_choices_equals_following_each_token(placement: ExpertPlacement, top_k: int, seed: int):
+def test_visits_of_choices_equals_a_loop_over_tokens(placement: ExpertPlacement, top_k: int, seed: int):
     shape = (placement.ranks, 7, top_k)
     ids_PTK = np.random.default_rng(seed).integers(-1, placement.num_experts, shape, dtype=np.int32)
     visits = np.zeros((placement.ranks, placement.ranks), dtype=np.int64)
@@ -67,7 +60,7 @@ def test_traffic_bytes_and_cross_node_rows_by_hand():
     load = np.array([[1, 2, 3, 4], [10, 0, 0, 0], [0, 0, 0, 0]])
     sent = Traffic(rows_between_ranks(load, TWO_REPLICAS))
     assert sent.rows_PP.tolist() == [[4, 2, 4], [10, 0, 0], [0, 0, 0]]
-    # Rank 0 sends 6 and gets 10, rank 1 sends 10 and gets 2, rank 2 gets 4; what is got is sent back.
+    # Rank 0 sends 6 and receives 10, rank 1 sends 10 and receives 2, rank 2 receives 4; results go back.
     assert sent.bytes_trained(40, 60).tolist() == [1600, 1200, 400]
     assert sent.cross_node_fraction([0, 0, 1]) == 4 / 20
     assert sent.cross_node_fraction([0, 1, 1]) == 16 / 20
@@ -96,8 +89,8 @@ def test_hierarchical_rows_reach_each_node_once(nodes: int, size: int, top_k: in
 
 
 @pytest.mark.parametrize(("ranks", "experts", "top_k"), [(2, 8, 2), (8, 256, 8), (4, 16, 3), (4, 4, 4)])
-def test_expected_visits_are_exact_if_tokens_choose_any_experts(ranks: int, experts: int, top_k: int):
-    # No choice among the experts of a rank: all out of the others.
+def test_expected_visits_of_uniform_choices_equal_the_hypergeometric_mean(ranks: int, experts: int, top_k: int):
+    # Probability that all choices are experts of other ranks.
     none = comb(experts - experts // ranks, top_k) / comb(experts, top_k)
     visits = expected_visits(np.full((ranks, ranks), 1000 * top_k), top_k=top_k, slots=experts)
     assert visits == pytest.approx(1000 * ranks * (1 - none))
@@ -105,7 +98,7 @@ def test_expected_visits_are_exact_if_tokens_choose_any_experts(ranks: int, expe
 
 def test_migration_cost_counts_weights_of_replicas_and_optimizer_rows_of_owners():
     new = ExpertPlacement(((0, EMPTY_ROW), (1, 2), (3, 0)))
-    # Expert 0 gets a replica on rank 2: weights from rank 0. Expert 2 loses its owner, rank 0: rows to rank 1.
+    # Weights of expert 0 go to its new replica on rank 2, optimizer rows of expert 2 to its new owner, rank 1.
     cost = migration_cost(TWO_REPLICAS, new, weight_bytes=10, optimizer_bytes=40)
     assert (cost.experts, cost.weight_bytes, cost.optimizer_bytes, cost.bytes) == (1, 10, 40, 50)
     assert cost.busiest_rank_bytes == 50
