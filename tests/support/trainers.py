@@ -1,7 +1,8 @@
-"""A trainer as a recipe makes it, with the usual optimizer."""
+"""Trainers as recipes make them, with the usual optimizer, and callbacks from functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +29,13 @@ def fit(folder: Path, model: nn.Module, train: Any, test: Any = None, task: Any 
     data |= {name: settings.pop(name) for name in ("callbacks", "validation") if name in settings}
     with tk.start_run("toy", tk.RunConfig(run_dir=folder, tracker="none", cpu=True, **settings)) as run:
         return standard_trainer(run, task or tk.Classification(), model, **data).fit()
+
+
+def in_hook(name: str, call: Callable[..., Any], step: int | None = None) -> tk.Callback:
+    """Return a callback that calls `call(trainer, ...)` in the hook `name`: always, or only after `step` steps."""
+
+    def hook(_: tk.Callback, trainer: tk.Trainer, *args: Any) -> None:
+        if step in (None, trainer.state.step):
+            call(trainer, *args)
+
+    return type("InHook", (tk.Callback,), {name: hook})()
