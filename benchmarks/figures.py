@@ -1,26 +1,25 @@
-"""Compares the measured numbers of README.md, recipes/README.md and docs/ with the records in benchmarks/results/.
+"""Compare the measured numbers of README.md, recipes/README.md and docs/ with the benchmark results.
 
-    python benchmarks/figures.py            prints each number that no record has, and fails if there is one
+    python benchmarks/figures.py            print each number without a benchmark result; exit code 1 if there is any
 
-A comment on a line of its own tells where the numbers of the next block (a paragraph, a list or a table) are from:
+A comment on its own line names the source of the numbers in the next block (a paragraph, a list or a table):
 
     <!-- figures: mnist_accuracy.json -->
     <!-- figures: moe_layer.json[threads=2 and tokens=64] by experts; 1.27 = 41.55 / 32.78; given: 1.15, 1.5 -->
     <!-- figures: none -->
 
-At the end of a page, out of a reader's way, it names the block by its first words:
+At the end of a page, the comment names the block by its first words:
 
     <!-- figures of "| what | figure": mnist_accuracy.json by epochs -->
 
-Each line of a table has to agree with one row of the record, or with one group of rows that are equal in the keys
-after `by`, and shows each of its values once; prose has to agree with all of its rows together. `[key=value and ...]`
-leaves only the rows that have these values. A number agrees with a value that rounds to it. `a = b / c` is a number
-that was computed: the formula has to give it, and its operands with a decimal point have to be in the record. `given`
-are settings, targets and figures that others published; `none` stands above a block of such numbers alone.
+Each table line has to match one row of the result, or one group of rows that are equal in the keys after `by`, and
+shows each value at most once. Prose has to match all rows together. `[key=value and ...]` selects rows. A number
+matches a value that rounds to it. `a = b / c` is a computed number: its operands with a decimal point have to be in the
+result. `given` lists settings, targets and published figures; `none` marks a block of such numbers.
 
-Every number is checked where a record is named. Where none is, prose may have versions, numbers of one decimal and of
-one digit, and whole numbers without a unit of measurement. Code, links and comments are not looked at. A block that is
-"measured once, without a record" says so in these words, or its page does before its first heading.
+If a result is named, every number is checked. If none is named, prose may contain versions, numbers with one decimal or
+one digit, and integers without a unit. Code, links and comments are ignored. "measured once, without a record" exempts
+a block, or in the introduction the page.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "do
 UNRECORDED = "measured once, without a record"
 
 NOT_MEASURED = ("rows", "machine", "command", "commit", "sha256")
-"""Entries of a record that are not figures; its rows are looked at one by one."""
+"""Entries of a result that are not figures; rows are read separately."""
 
 COMMENT = re.compile(r"^ *<!-- figures: (?P<text>.*?) -->$", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r'^<!-- figures of "(?P<words>[^"]+)": (?P<text>.*?) -->$', re.DOTALL | re.MULTILINE)
@@ -73,12 +72,12 @@ class Sources:
     """Contents of a comment."""
 
     groups: list[list[float]] = field(default_factory=list)
-    """The values of each row, or group of rows, that a line of a table may show."""
+    """Values of each row, or group of rows, that a table line can show."""
     common: set[float] = field(default_factory=set)
-    """What a record says of all of its rows, such as the number of rounds."""
+    """Values that hold for all rows of a result, for example the number of rounds."""
     given: set[float] = field(default_factory=set)
     computed: list[tuple[str, str]] = field(default_factory=list)
-    """A number, and the formula that gives it."""
+    """Pairs of a number and its formula."""
 
     @property
     def values(self) -> set[float]:
@@ -86,20 +85,22 @@ class Sources:
 
 
 def tolerance(shown: str) -> float:
-    """Half of the last decimal that is shown."""
+    """Return half a unit of the last shown decimal."""
     decimals = len(shown.partition(".")[2]) if "e" not in shown else 9
     return 0.5 * 10**-decimals + 1e-9
 
 
 def agrees(shown: str, values: set[float]) -> bool:
-    """Whether one of `values` rounds to the number `shown`; the sign is not looked at."""
+    """Return whether one of `values` rounds to the number `shown`, up to the sign."""
     number = abs(float(shown.replace(",", "")))
     return any(abs(abs(value) - number) <= tolerance(shown) for value in values)
 
 
 def unaccounted(line: Sequence[str], group: Sequence[float], others: set[float]) -> list[str]:
-    """The numbers of a table's line that are neither in `others` nor in the group, each value of which may be shown
-    once: so a number that was changed into its neighbour is found."""
+    """Return the numbers of a table line that are neither in `others` nor in the group.
+
+    Each value of the group counts once, so a number that was replaced by its neighbour is found.
+    """
     left = list(group)
     missing = []
     for shown in sorted(line, key=tolerance):
@@ -113,7 +114,7 @@ def unaccounted(line: Sequence[str], group: Sequence[float], others: set[float])
 
 
 def numbers_in(value: Any) -> Iterator[float]:
-    """All numbers of a record's value, those inside strings as well."""
+    """Yield all numbers in a value of a result, including numbers in strings."""
     if isinstance(value, str):
         yield from (float(found.group().replace(",", "")) for found in re.finditer(r"[-+]?\d[\d,]*(?:\.\d+)?", value))
     elif isinstance(value, Mapping):
@@ -132,7 +133,7 @@ def record(path: Path) -> dict[str, Any]:
 
 @cache
 def read_comment(text: str, records: Path) -> Sources:
-    """Raises ValueError where it names a record, a key or a formula that does not hold."""
+    """Raises ValueError for unknown results and keys, and for wrong formulas."""
     sources = Sources()
     for part in (part.strip() for part in " ".join(text.split()).split(";")):
         if part.startswith("given: "):
@@ -166,7 +167,7 @@ def groups_of(match: re.Match[str], records: Path) -> tuple[list[list[float]], s
             key, _, value = pair.partition("=")
             rows = [row for row in rows if str(row.get(key)) == value]
     if not rows:
-        raise ValueError(f"{match['file']} has no rows where {match['where']}")
+        raise ValueError(f"{match['file']} has no rows with {match['where']}")
     keys = match["keys"].split(" and ") if match["keys"] else []
     if missing := [key for key in keys if not any(key in row for row in rows)]:
         raise ValueError(f"{match['file']} has no key {missing[0]!r}")
@@ -178,7 +179,7 @@ def groups_of(match: re.Match[str], records: Path) -> tuple[list[list[float]], s
 
 
 def result_of(formula: str) -> float:
-    """The value of a formula of numbers with + - * / and parentheses, and `sd(...)` of several."""
+    """Return the value of a formula with numbers, + - * /, parentheses and `sd(...)`."""
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
@@ -193,9 +194,9 @@ def result_of(formula: str) -> float:
 
 
 def blocks(text: str) -> Iterator[tuple[int, str, str | None]]:
-    """Yields each block of a page that is no code: its first line's number, its text, and the comment that is its own.
+    """Yield the first line number, the text and the comment of each block of a page, except code.
 
-    Raises ValueError where a comment names a block that is not there.
+    Raises ValueError if a comment names a missing block.
     """
     named = {match["words"]: match["text"] for match in NAMED.finditer(text)}
     kept = re.sub(r"^ *```.*?^ *```$", lambda m: "\n" * m.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
@@ -232,12 +233,12 @@ def _blocks_below_comments(kept: str) -> Iterator[tuple[int, str, str | None]]:
 
 
 def shown_in(line: str) -> list[str]:
-    """The numbers of a line, but for those in code."""
+    """Return the numbers of a line outside of code."""
     return NUMBER.findall(CODE.sub(" ", line))
 
 
 def problems_of(block: str, comment: str | None, records: Path) -> Iterator[str]:
-    """A sentence for each number of a block that is in no record."""
+    """Yield a message for each number of a block without a benchmark result."""
     if comment == "none":
         return
     try:
@@ -269,9 +270,10 @@ def problems_of(block: str, comment: str | None, records: Path) -> Iterator[str]
 
 
 def bare(line: str, *, table: bool) -> Iterator[str]:
-    """The numbers of a line for which no record is named, and which look measured: of two digits or more with a unit,
-    of two decimals or more in prose unless it is a version, or with a decimal point in a cell of a table that has
-    nothing but numbers.
+    """Yield the numbers of a line that look measured.
+
+    These are numbers of two or more digits with a unit, numbers with two or more decimals in prose except versions, and
+    numbers with a decimal point in table cells that have only numbers.
     """
     for cell in line.split("|") if table else [line]:
         only_numbers = table and not re.search("[A-Za-z]", re.sub(r"\b(sd|seeds|times|to|ms|e)\b", "", cell))
@@ -297,5 +299,5 @@ def problems(text: str, records: Path = RECORDS) -> list[str]:
 
 if __name__ == "__main__":
     found = [f"{page.relative_to(ROOT)}, {line}" for page in PAGES for line in problems(page.read_text("utf-8"))]
-    print("\n".join(found) or "every measured number agrees with its record")
+    print("\n".join(found) or "every measured number matches its benchmark result")
     sys.exit(bool(found))

@@ -22,14 +22,13 @@ from toolkit.run.markdown import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LOAD_BEFORE = os.getloadavg()[0]
-"""Load average of the last minute before this benchmark began, which imports this module first. Times are reliable if
-it is near 0."""
+"""Load average of the minute before the benchmark started. Times are reliable if it is near 0."""
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "numpy", "scikit-learn")
 
 
 def _commit() -> str | None:
-    """The commit that was measured, with "-dirty" where other files than records and pages were changed since, which
-    benchmarks write; None without git."""
+    """Return the measured commit, or None without git. "-dirty" marks uncommitted changes, except of results and docs,
+    which benchmarks write."""
     try:
         commit = _git("rev-parse", "--short=10", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
@@ -43,7 +42,7 @@ def _git(*arguments: str) -> str:
 
 
 COMMIT = _commit()
-"""Asked before the benchmark begins, as `LOAD_BEFORE` is."""
+"""Commit at the start of the benchmark."""
 
 
 def machine() -> dict[str, Any]:
@@ -60,7 +59,7 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed, with the script named from the repository's root and data folders by their names alone."""
+    """Return the command line, with the script relative to the repository and only the names of absolute paths."""
     script, *words = sys.argv
     path = Path(script).resolve()
     shown = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
@@ -75,18 +74,18 @@ def _version(package: str) -> str | None:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`rows` as a Markdown table."""
+    """Return `rows` as a Markdown table."""
     columns = list(rows[0])
     return markdown_table([columns, *([str(row[column]) for column in columns] for row in rows)])
 
 
 def sd(values: Sequence[float], digits: int) -> float | None:
-    """The standard deviation (of a sample), rounded; None of one value."""
+    """Return the rounded sample standard deviation, or None for one value."""
     return round(statistics.stdev(values), digits) if len(values) > 1 else None
 
 
 def put_tables(page: Path, script: str, tables: str) -> None:
-    """Replace what stands between the marks of `script` on a page of the documentation."""
+    """Replace the text between the marks of `script` on a page of the documentation."""
     text = page.read_text(encoding="utf-8")
     begin, end = f"<!-- tables of benchmarks/{script} -->\n", "<!-- end of tables -->"
     before, found, rest = text.partition(begin)
@@ -97,8 +96,8 @@ def put_tables(page: Path, script: str, tables: str) -> None:
 
 
 def write_report(name: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Print `rows` as a Markdown table and write them, with `facts`, the command, the commit
-    and the machine, to results/<name>.json."""
+    """Print `rows` as a Markdown table and write them to results/<name>.json, with `facts`, command, commit and
+    machine."""
     print(markdown(rows), end="")
     folder = ROOT / "benchmarks" / "results"
     folder.mkdir(exist_ok=True)

@@ -1,18 +1,18 @@
-"""Shows that no number that a run produces has changed since an older revision, to the last bit.
+"""Check that the results of runs are bitwise identical to an older revision.
 
     python benchmarks/same_numbers.py --against main~3 --jobs 2            ten minutes of processor time
-    python benchmarks/same_numbers.py --against main~3 --keep FOLDER       keeps what the older revision produced
-    python benchmarks/same_numbers.py --record FOLDER                      compares with what was kept: half of it
+    python benchmarks/same_numbers.py --against main~3 --keep FOLDER       keep the results of the older revision
+    python benchmarks/same_numbers.py --record FOLDER                      compare with kept results in half the time
 
-Checks the revision out into a temporary git worktree and runs every configuration below there and in this tree, with
-the same seed, on the CPU, one thread per process, offline: the `debug` preset of every recipe on one and on two
-processes, experts that are moved, replicated, grown, merged and pruned, two other ways to balance, dropped tokens, and
-an example that does not use our trainer. Each tree imports its own toolkit. Then compares metrics.jsonl, line by line,
-and results.json. Prints a row for each configuration; exit code 1 where any differs or does not run.
+Every configuration runs in a temporary git worktree of the revision and in this tree, with the same seed, offline, on
+the CPU with one thread per process: the `debug` preset of every recipe on one and two processes, experts that are
+moved, replicated, grown, merged and pruned, other balancing methods, dropped tokens, and an example without the
+toolkit's trainer. Each tree imports its own toolkit. metrics.jsonl and results.json are compared line by line. Prints
+a row for each configuration; exit code 1 if any differs or fails.
 
-Two trees may call the same thing by different names: RENAMED_FLAGS and RENAMED_KEYS. A key that only one of them has
-is a difference, but for those of ADDED. What the clock, the memory of the machine or git say is not compared:
-`may_differ`. Records can only be compared on the machine that made them, because processors round differently.
+RENAMED_FLAGS and RENAMED_KEYS map names between the trees. A key of only one tree is a difference unless ADDED lists
+it. Times, memory and git revisions are not compared (`may_differ`). Kept results can only be compared on the same
+machine, because processors round differently.
 """
 
 from __future__ import annotations
@@ -38,33 +38,30 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import machine
 
 RENAMED_FLAGS: dict[str, str] = {}
-"""Words of this tree's command lines -> their replacements in the older revision: any number of words, also none.
-
-Names of recipe files and of arguments are words too.
-"""
+"""Words of this tree's command lines, including recipe files, mapped to zero or more words of the older revision."""
 RENAMED_KEYS: dict[str, str] = {}
-"""Regular expressions that fully match keys of the older revision's results -> this tree's keys, tried in order.
+"""Regular expressions for keys of the older revision's results, mapped to this tree's keys; the first match counts.
 
-Keys are from metrics.jsonl and results.json; nested values have their own keys: `expert_placement/block`.
+Keys are from metrics.jsonl and results.json; nested keys are joined: `expert_placement/block`.
 """
 
-CORRECTED: dict[str, str] = {r"moe/rank_imbalance_bound": "went with the bounds of planners"}
-"""Regular expressions that fully match keys whose older values were wrong, and their meaning now: not compared."""
+CORRECTED: dict[str, str] = {r"moe/rank_imbalance_bound": "removed with the bounds of planners"}
+"""Regular expressions for keys with wrong older values, and a description: not compared."""
 
 ADDED: dict[str, str] = {
-    r"hardware": "the machine of the run, which code.txt had",
+    r"hardware": "the machine of the run, formerly in code.txt",
     r"moe/rank_load/.*": "rows per rank",
     r"placement_before_moves.*": "the placement before the first move",
 }
-"""Regular expressions that fully match keys that only this tree has, and their meaning: not compared."""
+"""Regular expressions for keys of only this tree, and a description: not compared."""
 
 SHOWN = 12
-"""Differences of one configuration that are listed below the table."""
+"""Maximum number of listed differences per configuration."""
 
 RECIPES = ("mnist_moe", "lm_moe", "finetune_moe", "few_labels", "har", "psmnist", "vae_robustness", "lmu_speech")
 EXPERT_RECIPES = ("mnist_moe", "lm_moe")
 MOVED = "--replan.planner swap --replan.every 10 --replan.no-guarded"
-"""Not guarded: the guard compares times, which differ from run to run."""
+"""Without the guard, which compares times and is not deterministic."""
 DYNAMIC = (
     "--max-experts 8 --epochs 6 --lr 1e-2 --blank-pixels 0.9 --lifecycle.plateau-threshold 0 "
     "--lifecycle.check-every 1 --lifecycle.check-samples 36 --lifecycle.cooldown-checks 4 "
@@ -73,8 +70,7 @@ DYNAMIC = (
     "0.1 --lifecycle.prune-below 0.8 --lifecycle.min-age 12 --lifecycle.merge-distance 0.95 "
     "--lifecycle.merge-similarity 0.1"
 )
-"""In 138 steps one expert is merged, one is pruned, there are nine sleeps, and something is undone; with
-`--experts 8` experts are grown as well."""
+"""138 steps with a merge, a prune, nine sleeps and an undone change; with `--experts 8` also with growth."""
 EXAMPLE = """
 import json, pathlib, runpy, sys
 path, folder = sys.argv[1:]
@@ -84,17 +80,17 @@ if after["accelerator"].is_main_process:
     results["weights"] = sorted(p.double().square().sum().item() for p in after["model"].parameters())
     pathlib.Path(folder, "results.json").write_text(json.dumps(results))
 """
-"""Runs the example; keeps its last loss, how often experts were
-moved, and the sum of squares of each of the first process's parameters, whatever their names."""
+"""Runs the example and writes its last loss, the number of migrations, and the sum of squares of each parameter of
+rank 0."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One run, in both trees."""
+    """A run in both trees."""
 
     name: str
     words: tuple[str, ...]
-    """Arguments of python, with this tree's names; the run directory replaces FOLDER."""
+    """Arguments of python with this tree's names; FOLDER stands for the run directory."""
 
     @property
     def folder_name(self) -> str:
@@ -173,10 +169,10 @@ def differences(
     yield from one_sided("before", ({*old} - {*new} for old, new in pairs))
     yield from one_sided("now", ({*new} - {*old} for old, new in pairs))
     for (old, new), line in zip(pairs, now, strict=False):
-        where = f"step {line['step']}: " if "step" in line else ""
+        place = f"step {line['step']}: " if "step" in line else ""
         for key in old:
             if key in new and old[key] != new[key]:
-                yield f"{where}{key}: {shortened(old[key])} before, {shortened(new[key])} now"
+                yield f"{place}{key}: {shortened(old[key])} before, {shortened(new[key])} now"
 
 
 def one_sided(side: str, keys: Iterable[set[str]]) -> Iterator[str]:
@@ -221,7 +217,7 @@ def git(*words: str) -> str:
 
 @contextmanager
 def checked_out(revision: str, folder: Path) -> Iterator[Path]:
-    """A worktree of the revision, for a while."""
+    """Check out a temporary worktree of the revision."""
     git("worktree", "add", "--detach", str(folder), revision)
     try:
         yield folder
@@ -242,7 +238,7 @@ def environment(tree: Path, cache: Path) -> dict[str, str]:
 
 
 def check_import(tree: Path, cache: Path) -> None:
-    """Raise SystemExit unless runs in `tree` would import the toolkit that is there."""
+    """Raise SystemExit unless runs in `tree` import the toolkit of `tree`."""
     words = [sys.executable, "-c", "import toolkit; print(toolkit.__file__)"]
     done = subprocess.run(words, cwd=cache.parent, env=environment(tree, cache), capture_output=True, text=True)
     if not Path(done.stdout.strip() or "/").is_relative_to(tree):
@@ -250,7 +246,7 @@ def check_import(tree: Path, cache: Path) -> None:
 
 
 def run(configuration: Configuration, tree: Path, record: Path, renamed: Mapping[str, str]) -> None:
-    """Run in `tree`; leaves metrics.jsonl and results.json in a folder of `record`, or error.txt."""
+    """Run in `tree`, and copy metrics.jsonl and results.json, or write error.txt, to a folder of `record`."""
     kept = record / configuration.folder_name
     kept.mkdir()
     with tempfile.TemporaryDirectory() as folder:
@@ -266,7 +262,7 @@ def run(configuration: Configuration, tree: Path, record: Path, renamed: Mapping
             if (written := Path(folder, name)).exists():
                 shutil.copy(written, kept / name)
     if done.returncode or not (kept / "results.json").exists():
-        last = (done.stderr.strip() or "it wrote no results").splitlines()[-1]
+        last = (done.stderr.strip() or "no results").splitlines()[-1]
         (kept / "error.txt").write_text(f"exit code {done.returncode}: {last}\n")
 
 
@@ -289,7 +285,7 @@ def run_all(
         shutil.rmtree(record / "cache")
 
 
-def what_rounds() -> dict[str, Any]:
+def rounding_environment() -> dict[str, Any]:
     """Return the environment that affects rounding."""
     here = machine()
     return {name: here[name] for name in ("processor", "torch", "python")}
@@ -299,20 +295,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--against", metavar="REVISION", help="older revision, run on this machine")
-    source.add_argument("--record", type=Path, metavar="FOLDER", help="what --keep kept of an older revision")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder for what the older revision produces")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--only", default="", metavar="WORDS", help="configurations with these words in their name")
+    source.add_argument("--record", type=Path, metavar="FOLDER", help="results of an older revision, from --keep")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder for the results of the older revision")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs. Default: 1")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only configurations with WORDS in their name")
     options = parser.parse_args()
     chosen = [configuration for configuration in CONFIGURATIONS if options.only in configuration.name]
     if not chosen:
-        parser.error(f"--only {options.only}: take words of one of: {'; '.join(each.name for each in CONFIGURATIONS)}")
+        names = "; ".join(each.name for each in CONFIGURATIONS)
+        parser.error(f"--only {options.only}: no such configuration. Choose from: {names}")
     if options.keep and (options.record or options.keep.exists()):
-        parser.error("--keep takes a folder that does not exist yet, and belongs to --against")
+        parser.error("--keep: needs --against and a new folder")
     if options.jobs < 1:
-        parser.error(f"--jobs {options.jobs}: take one or more")
+        parser.error(f"--jobs {options.jobs}: must be at least 1")
     if options.record and not (options.record / "record.json").exists():
-        parser.error(f"--record {options.record}: there is no record.json: make one with --against and --keep")
+        parser.error(f"--record {options.record}: has no record.json. Create it with --against and --keep.")
 
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary).resolve()
@@ -320,11 +317,11 @@ def main() -> int:
         here: dict[Path, tuple[Path, Mapping[str, str]]] = {ROOT: (now, {})}
         if options.record:
             record = json.loads((before / "record.json").read_text())
-            if record["machine"] != what_rounds():
-                parser.error(f"--record was made on another machine: {record['machine']}, this is {what_rounds()}")
+            if record["machine"] != rounding_environment():
+                parser.error(f"--record: created on another machine, {record['machine']}, not {rounding_environment()}")
             run_all(chosen, here, options.jobs)
         else:
-            record = {"revision": git("rev-parse", f"{options.against}^{{commit}}"), "machine": what_rounds()}
+            record = {"revision": git("rev-parse", f"{options.against}^{{commit}}"), "machine": rounding_environment()}
             with checked_out(record["revision"], work / "tree") as tree:
                 run_all(chosen, {tree: (before.resolve(), RENAMED_FLAGS)} | here, options.jobs)
             (before / "record.json").write_text(json.dumps(record, indent=2) + "\n")

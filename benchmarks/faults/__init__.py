@@ -1,1 +1,1 @@
-"""Faults of clusters (`ray_faults.py`) and of training scripts (`silent_bugs/`)."""
+"""Silent bugs of training scripts (`silent_bugs/`) and mutations of the toolkit."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.matrix.paths import EXPERTS, LENGTH, PATHS, SAMPLES, VOCAB, Alone, all_in_float64, read, save_model
+from benchmarks.matrix.paths import EXPERTS, LENGTH, PATHS, SAMPLES, VOCAB, OneProcess, all_in_float64, read, save_model
 from benchmarks.support.processes import ROOT, run_distributed
 
 PAGE = ROOT / "docs" / "project" / "matrix.md"
@@ -37,7 +37,7 @@ ANCHORS = {
     7: "autoep-and-transformers-524",
     8: "autoep-clips-by-a-mean-of-norms",
 }
-"""The headings of the reports."""
+"""Anchors of the reports by number."""
 REPORTS: dict[str, dict[str, int]] = {
     "torch, FSDP2": {"save": 4},
     "torch, DTensor plan": {"save": 4, "adapters": 5},
@@ -53,10 +53,10 @@ REPORTS: dict[str, dict[str, int]] = {
     "DeepSpeed, AutoEP": {"loss": 7},
     "DeepSpeed, AutoEP, mended": {"loss": 8, "gradients": 8, "norm": 8, "weights": 8},
 }
-"""The report of what a path does not, by column. What a library refuses on purpose, in its own words, has none."""
+"""Number of the report by path and column. Documented limits of a library, with an error, have no report."""
 
 Cell = float | str
-"""The largest relative difference, or the sentence of a refusal."""
+"""Largest relative difference, or the error message."""
 
 
 @dataclass
@@ -70,11 +70,11 @@ class Step:
 
 
 def tokens(step: int) -> Tensor:
-    """int64 (SAMPLES, LENGTH): the global batch of a step."""
+    """Return the global batch of a step, int64 (SAMPLES, LENGTH)."""
     return torch.randint(VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(100 + step))
 
 
-def take_step(path: Alone, number: int) -> Step:
+def take_step(path: OneProcess, number: int) -> Step:
     loss = path.backward(tokens(number))
     gradients = path.values(grads=True)
     norm = path.clip()
@@ -92,15 +92,15 @@ def attempt(work: Callable[[], Any]) -> Any:
         found = sentence(error)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found if isinstance(found, (str, float)) else None)
-    refused = [each for each in every if isinstance(each, str)]
-    if refused:
-        return refused[0]
+    errors = [each for each in every if isinstance(each, str)]
+    if errors:
+        return errors[0]
     return max(every) if isinstance(found, float) else found
 
 
 def sentence(error: BaseException) -> str:
     if isinstance(error, AssertionError) and not str(error):
-        return "AssertionError, without a word"
+        return "AssertionError without a message"
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"\s+", " ", text)
 
@@ -125,8 +125,8 @@ def judge(name: str, folder: Path) -> dict[str, Cell]:
     kind = PATHS[name]
     with all_in_float64() if kind.precision == torch.float64 else contextlib.nullcontext():
         start = folder / "start"
-        alone = Alone(start)
-        expected = [take_step(alone, number) for number in range(STEPS)]
+        reference = OneProcess(start)
+        expected = [take_step(reference, number) for number in range(STEPS)]
         made = attempt(lambda: kind(start))
         if isinstance(made, str):
             return {"loss": made}
@@ -142,8 +142,8 @@ def train(path: Any, folder: Path, expected: list[Step]) -> dict[str, Cell]:
 
     found: dict[str, Cell] = {}
     for number in range(STEPS):
-        if isinstance(refusal := attempt(partial(step, number)), str):
-            return {"loss": refusal}
+        if isinstance(error := attempt(partial(step, number)), str):
+            return {"loss": error}
         if number == STEPS - 2:
             found["resume"] = attempt(lambda: path.save_state(folder / "state"))
     pairs = list(zip(steps, expected, strict=True))
@@ -157,11 +157,11 @@ def train(path: Any, folder: Path, expected: list[Step]) -> dict[str, Cell]:
     if isinstance(found["save"], str):
         return found
     dist.barrier()
-    of_file = attempt(lambda: {name: p.detach() for name, p in read(folder / "saved").named_parameters()})
-    if isinstance(of_file, str):
-        return found | {"save": of_file}
-    found["save"] = attempt(lambda: apart(of_file, steps[-1].weights))
-    found["load"] = attempt(lambda: apart(type(path)(folder / "saved").values(), of_file))
+    loaded = attempt(lambda: {name: p.detach() for name, p in read(folder / "saved").named_parameters()})
+    if isinstance(loaded, str):
+        return found | {"save": loaded}
+    found["save"] = attempt(lambda: apart(loaded, steps[-1].weights))
+    found["load"] = attempt(lambda: apart(type(path)(folder / "saved").values(), loaded))
     return found
 
 
@@ -173,8 +173,8 @@ def resumed(kind: Any, folder: Path, expected: Step) -> float:
 
 
 def adapt(kind: Any, folder: Path) -> float:
-    """How far adapters of experts are from those on one process, in a gradient and after two steps."""
-    paths = Alone(folder / "start", adapters=True), kind(folder / "start", adapters=True)
+    """Return the largest difference of expert adapters and their gradients from one process, over two steps."""
+    paths = OneProcess(folder / "start", adapters=True), kind(folder / "start", adapters=True)
     largest = 0.0
     for number in range(2):
         expected: dict[str, Tensor] = {}
@@ -185,14 +185,14 @@ def adapt(kind: Any, folder: Path) -> float:
             path.optimizer.step()
             path.optimizer.zero_grad()
             into.update(by_expert(path.values()))
-        for kind_of in ("gradient", "base"):
-            several, one = ({n: v for n, v in each.items() if n.startswith(kind_of)} for each in (found, expected))
+        for prefix in ("gradient", "base"):
+            several, one = ({n: v for n, v in each.items() if n.startswith(prefix)} for each in (found, expected))
             largest = max(largest, apart(several, one))
     return largest
 
 
 def by_expert(adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the layout of PEFT or of ours, (experts, rank, width) and (experts, width, rank)."""
+    """Convert adapters from PEFT's layout to (experts, rank, width) and (experts, width, rank), if needed."""
     found = {}
     for name, value in adapters.items():
         if value.ndim == 3:
@@ -205,7 +205,7 @@ def by_expert(adapters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def results(names: list[str]) -> dict[str, dict[str, Cell]]:
-    """By path and column."""
+    """Return the results by path and column."""
     found = {}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +221,7 @@ def cell(name: str, column: str, value: Cell) -> str:
         return "yes"
     number = REPORTS.get(name, {}).get(column)
     report = f" ([{number}](upstream/README.md#{number}-{ANCHORS[number]}))" if number else ""
-    if isinstance(value, str):  # the whole sentence is in the report
+    if isinstance(value, str):  # the report has the full message
         value = value if len(value) < 80 else value[:77] + "..."
         return f"raises: {value.replace('|', '/')}{report}"
     return f"no: {value:.0e}{report}"
@@ -268,8 +268,8 @@ trained replicas have no column: the other libraries lack both.
 """
 
 
-def written() -> tuple[dict[str, str], dict[str, str]]:
-    """The rows of the page and its notes, by path."""
+def existing() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the rows and the notes of the existing page, by path."""
     lines = PAGE.read_text().splitlines()
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
     notes = {line.partition("**: ")[0].removeprefix("- **"): line for line in lines if line.startswith("- **")}
@@ -278,7 +278,7 @@ def written() -> tuple[dict[str, str], dict[str, str]]:
 
 if __name__ == "__main__":
     found = results([name for name, path in PATHS.items() if path.is_installed()])
-    rows, notes = written() if PAGE.exists() else ({}, {})
+    rows, notes = existing() if PAGE.exists() else ({}, {})
     rows |= {name: line(name, cells) for name, cells in found.items()}
     notes |= {name: bullet(name) for name in found}
     PAGE.write_text(page([rows[name] for name in PATHS], [notes[name] for name in PATHS]))

@@ -1,7 +1,7 @@
 """Ways to shard the experts of an MoE model, one class for each library path, with the same methods.
 
-A path is made from a folder with saved weights, as its library documents, and takes one step at a time. Where a library
-has no function, a path does what the library's own `Trainer` or examples do.
+A path loads saved weights as its library documents and trains step by step. If a library has no function for an
+operation, the path does the same as the library's `Trainer` or examples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MATRICES = ("gate_up_proj", "down_proj")
 
 @contextlib.contextmanager
 def all_in_float64() -> Iterator[None]:
-    """Extend `in_float64` to the places in which Qwen3-MoE names float32."""
+    """Extend `in_float64` to explicit float32 casts in Qwen3-MoE."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     class Wide:
@@ -52,28 +52,24 @@ def all_in_float64() -> Iterator[None]:
 
 
 def save_model(folder: Path) -> None:
-    """Saves a small Qwen3-MoE with random weights, none of them zero, whose experts differ in load."""
+    """Save a small Qwen3-MoE with random nonzero weights and unequal expert loads."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {
+    settings: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 24,
         "moe_intermediate_size": 24,
         "vocab_size": VOCAB,
-    }
-    heads = {
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "head_dim": 8,
         "num_hidden_layers": LAYERS,
-    }
-    mixture = {
         "num_experts": EXPERTS,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
         "use_cache": False,
+        "tie_word_embeddings": False,
     }
-    settings: dict[str, Any] = {**sizes, **heads, **mixture, "tie_word_embeddings": False}
     config = Qwen3MoeConfig(**settings)
     with all_in_float64():
         model = Qwen3MoeForCausalLM(config)
@@ -85,7 +81,7 @@ def save_model(folder: Path) -> None:
 
 
 def read(folder: Path, **settings: Any) -> Any:
-    """The saved model, by stock `from_pretrained`."""
+    """Load the saved model with unmodified `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
@@ -94,7 +90,7 @@ def read(folder: Path, **settings: Any) -> Any:
 
 
 def with_adapters(model: Any) -> Any:
-    """With low-rank adapters of all experts, the same random ones on every rank."""
+    """Add LoRA adapters to all experts, with the same random weights on every rank."""
     from peft import LoraConfig, get_peft_model
 
     targets = [f"mlp.experts.{matrix}" for matrix in MATRICES]
@@ -108,19 +104,18 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=RATE, weight_decay=0.1)
 
 
-class Alone:
+class OneProcess:
     """One process: transformers, PEFT and torch."""
 
     name = "one process"
     shares_batch = True
-    """Whether every rank gets the full batch instead of a part of it."""
+    """True if every rank gets the full batch, False if each gets a part."""
     note = ""
-    """How it is made, for the page."""
+    """Description for the page."""
     precision, tolerance = torch.float64, 1e-8
-    """Of floats, and relative, of each tensor. What is wrong differs by a hundredth or more."""
-
+    """Float type, and relative tolerance of each tensor; bugs cause differences of 1e-2 or more."""
     needs = ""
-    """The library that has to be installed besides."""
+    """Required library beyond the toolkit's."""
 
     @classmethod
     def is_installed(cls) -> bool:
@@ -146,7 +141,7 @@ class Alone:
         return ids.chunk(dist.get_world_size())[dist.get_rank()]
 
     def backward(self, ids: Tensor) -> float:
-        """Returns the loss, over all ranks."""
+        """Run a forward and backward pass, and return the loss over all ranks."""
         ids = self.part(ids)
         loss = self.model(input_ids=ids, labels=ids).loss
         self.take_backward(loss)
@@ -160,8 +155,8 @@ class Alone:
         loss.backward()
 
     def clip(self) -> float:
-        """Clips by the function that the library documents, and returns the norm before."""
-        return whole(nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)).item()
+        """Clip with the documented function of the library, and return the norm before clipping."""
+        return full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)).item()
 
     def values(self, *, grads: bool = False) -> dict[str, Tensor]:
         """Return full weights or gradients of the trained parameters on every rank. A collective."""
@@ -169,11 +164,11 @@ class Alone:
         for name, parameter in self.inner.named_parameters():
             value = parameter.grad if grads else parameter.detach()
             if parameter.requires_grad and value is not None:
-                found[name] = whole(value, parameter)
+                found[name] = full_tensor(value, parameter)
         return found
 
     def save(self, folder: Path) -> None:
-        """Saves for stock `from_pretrained`."""
+        """Save for unmodified `from_pretrained`."""
         self.inner.save_pretrained(folder)
 
     def save_state(self, folder: Path) -> None:
@@ -182,8 +177,8 @@ class Alone:
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     @classmethod
-    def resume(cls, start: Path, folder: Path) -> Alone:
-        """Returns the path as it was at `save_state`; `start` has the first weights."""
+    def resume(cls, start: Path, folder: Path) -> OneProcess:
+        """Restore the path of `save_state`; `start` has the initial weights."""
         path = cls(start)
         path.load_state(folder)
         return path
@@ -196,7 +191,7 @@ class Alone:
 
 
 @torch.no_grad()
-def whole(value: Tensor, parameter: Tensor | None = None) -> Tensor:
+def full_tensor(value: Tensor, parameter: Tensor | None = None) -> Tensor:
     """Return a copy of the full tensor, on every rank."""
     if isinstance(value, DTensor):
         return value.full_tensor().clone()
@@ -211,7 +206,7 @@ def whole(value: Tensor, parameter: Tensor | None = None) -> Tensor:
     return found
 
 
-class AccelerateDDP(Alone):
+class AccelerateDDP(OneProcess):
     name = "Accelerate, DDP"
     note = "the control: every process has all experts"
     shares_batch = False
@@ -237,7 +232,7 @@ class AccelerateDDP(Alone):
         self.accelerator.load_state(str(folder))
 
 
-class FullyShard(Alone):
+class FullyShard(OneProcess):
     name = "torch, FSDP2"
     note = "`fully_shard` of each layer and of the model; every process computes all experts"
     shares_batch = False
@@ -254,7 +249,7 @@ class FullyShard(Alone):
         return "base_model.model." if hasattr(self.inner, "peft_config") else ""
 
 
-class AccelerateFSDP2(Alone):
+class AccelerateFSDP2(OneProcess):
     name = "Accelerate, FSDP2"
     note = "on a CPU it ignores its plugin: `fsdp2_prepare_model` is called, as it is on GPUs"
     shares_batch = False
@@ -276,14 +271,14 @@ class AccelerateFSDP2(Alone):
         model = fsdp2_prepare_model(accelerator, self.inner)
         return model, make_optimizer(model)
 
-    def save(self, folder: Path) -> None:  # as `accelerator.get_state_dict` gets it under FSDP2
+    def save(self, folder: Path) -> None:  # as `accelerator.get_state_dict` does under FSDP2
         state = get_model_state_dict(self.inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if dist.get_rank() == 0:
             self.inner.save_pretrained(folder, state_dict=state)
         dist.barrier()
 
 
-class OnSeveralMeshes(Alone):
+class OnSeveralMeshes(OneProcess):
     """Path whose parameters Accelerate's `clip_grad_norm_` supports, but torch's does not."""
 
     def clip(self) -> float:
@@ -325,8 +320,8 @@ class DTensorPlanEager(DTensorPlan):
     experts = "eager"
 
 
-class OfTransformers(OnSeveralMeshes):
-    """A `DistributedConfig`, which `from_pretrained` carries out."""
+class Transformers(OnSeveralMeshes):
+    """`from_pretrained` with a `DistributedConfig`."""
 
     settings: ClassVar[dict[str, Any]]
 
@@ -342,7 +337,7 @@ class OfTransformers(OnSeveralMeshes):
         save_optimizer_distributed(self.inner, self.optimizer, str(folder / "optimizer"))
 
     @classmethod
-    def resume(cls, _start: Path, folder: Path) -> Alone:
+    def resume(cls, _start: Path, folder: Path) -> OneProcess:
         from transformers.distributed import load_optimizer_distributed
 
         path = cls(folder / "model")
@@ -350,26 +345,26 @@ class OfTransformers(OnSeveralMeshes):
         return path
 
 
-class TransformersFlag(OfTransformers):
+class TransformersFlag(Transformers):
     name = "transformers, the flag only"
     note = "`DistributedConfig(enable_expert_parallel=True)` in a loop without DDP"
     shares_batch = False
     settings: ClassVar = {"enable_expert_parallel": True}
 
 
-class TransformersShared(OfTransformers):
+class TransformersShared(Transformers):
     name = "transformers, one batch"
     note = "`DistributedConfig(tp_size=2, ep_size=2, tp_plan={})`; ranks share the batch"
     settings: ClassVar = {"tp_size": 2, "ep_size": 2, "tp_plan": {}}
 
 
-class TransformersTP(OfTransformers):
+class TransformersTP(Transformers):
     name = "transformers, TP"
     note = "`DistributedConfig(tp_size=2, ep_size=2)`; ranks share the batch"
     settings: ClassVar = {"tp_size": 2, "ep_size": 2}
 
 
-class TransformersFSDP2(OfTransformers):
+class TransformersFSDP2(Transformers):
     name = "transformers, FSDP2"
     note = "`DistributedConfig(fsdp_size=2, ep_size=2)`"
     shares_batch = False
@@ -408,7 +403,7 @@ class TransformersByHand(OnSeveralMeshes):
         return loss
 
 
-class DeepSpeed(Alone):
+class DeepSpeed(OneProcess):
     name, needs = "DeepSpeed, AutoEP", "deepspeed"
     note = "`expert_parallel` with ZeRO stage 0"
     shares_batch = False
@@ -431,7 +426,7 @@ class DeepSpeed(Alone):
     def take_backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
 
-    def clip(self) -> float:  # in its step, and it tells no one
+    def clip(self) -> float:  # the engine clips in its step and does not return the norm
         from deepspeed.runtime import engine
 
         found = []
@@ -486,7 +481,7 @@ class DeepSpeedMended(DeepSpeed):
             return super().shard()
 
 
-class Ours(AccelerateDDP):
+class Toolkit(AccelerateDDP):
     name = "toolkit, DDP"
     note = "`ExpertParallel(accelerator)`"
     dense: Literal["ddp", "fsdp2"] = "ddp"
@@ -506,13 +501,13 @@ class Ours(AccelerateDDP):
         save_pretrained(self.model, folder)
 
 
-class OursFSDP2(Ours):
+class ToolkitFSDP2(Toolkit):
     name = "toolkit, FSDP2"
     note = '`ExpertParallel(accelerator, dense="fsdp2")`'
     dense = "fsdp2"
 
 
-PATHS: dict[str, type[Alone]] = {
+PATHS: dict[str, type[OneProcess]] = {
     each.name: each
     for each in (
         AccelerateDDP,
@@ -528,8 +523,8 @@ PATHS: dict[str, type[Alone]] = {
         TransformersByHand,
         DeepSpeed,
         DeepSpeedMended,
-        Ours,
-        OursFSDP2,
+        Toolkit,
+        ToolkitFSDP2,
     )
 }
-"""By name, in the order of the page."""
+"""Paths by name, in the order of the page."""

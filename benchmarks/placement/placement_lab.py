@@ -3,8 +3,8 @@
     python benchmarks/placement/record_traces.py FOLDER       twelve traces of two real runs, some ten minutes
     python benchmarks/placement/placement_lab.py FOLDER       the table, a minute
 
-A row for each case and planner without the guard; the last columns are the same planner with it. Imbalances are means
-over steps. Initial placements are contiguous; on the workloads round-robin too. Writes
+One row for each case and planner without the guard; the last columns are with the guard. Imbalances are means over
+steps. Initial placements are contiguous, for the workloads also round-robin. Writes
 benchmarks/results/placement_lab.json.
 """
 
@@ -48,9 +48,9 @@ def swap_and_lpt(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def main(folder: Path) -> None:
     cases = [case_of_trace(path.stem, read_trace(path)) for path in sorted(folder.glob("*.npz"))]
-    made_up = [case_of_workload(name, Sizes(steps=400)) for name in WORKLOADS]
+    synthetic = [case_of_workload(name, Sizes(steps=400)) for name in WORKLOADS]
     rows: list[dict[str, Any]] = []
-    for case, rules in [*((case, BLOCKS) for case in cases + made_up), *((case, TURNS) for case in made_up)]:
+    for case, rules in [*((case, BLOCKS) for case in cases + synthetic), *((case, TURNS) for case in synthetic)]:
         stay = try_planner(case, STAY, guarded=False, rules=rules)
         for name in PLANNERS:
             free, guarded = (try_planner(case, name, guarded=guard, rules=rules) for guard in (False, True))
@@ -68,11 +68,11 @@ def main(folder: Path) -> None:
                     "planner ms": round(free["planner ms"], 2),
                 }
             )
-    digests = {case.name: case.digest for case in cases + made_up}
+    digests = {case.name: case.digest for case in cases + synthetic}
     write_report("placement_lab", rows, every=BLOCKS.every, swap_and_lpt=swap_and_lpt(rows), sha256=digests)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of traces")
+    parser.add_argument("folder", type=Path, help="folder of traces")
     main(parser.parse_args().folder)

@@ -32,8 +32,7 @@ def start(name: str, experts: int, ranks: int) -> ExpertPlacement:
 
 
 def cost() -> None:
-    """256 experts on 64 ranks; the median and the slowest of loads, each the median of 9 runs.
-    Processor time: planners run on one thread, and machines that run benchmarks are seldom idle."""
+    """Measure CPU time for 256 experts on 64 ranks: median and maximum over loads, each a median of 9 runs."""
     experts, ranks = 256, 64
     rng = np.random.default_rng(0)
     loads = [rng.permutation(np.arange(1, experts + 1.0) ** -skew) for skew in (0.3, 0.6, 1.0)]

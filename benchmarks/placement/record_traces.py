@@ -1,12 +1,12 @@
-"""Records the routing traces that `toolkit lab` is tried on: two real runs at several seeds and skews.
+"""Record routing traces for `toolkit lab`: two models at several seeds and weights of the balance loss.
 
-    python benchmarks/placement/record_traces.py FOLDER            all of them, some ten minutes on two cores
-    python benchmarks/placement/record_traces.py FOLDER mnist-     those whose name begins so
-    python benchmarks/placement/record_traces.py FOLDER --seeds 2 3 4 5 --steps 900     others, some hours
+    python benchmarks/placement/record_traces.py FOLDER            all traces, about ten minutes on two cores
+    python benchmarks/placement/record_traces.py FOLDER mnist-     traces with this prefix
+    python benchmarks/placement/record_traces.py FOLDER --seeds 2 3 4 5 --steps 900     longer traces, hours
 
-Six of `recipes/mnist_moe.py` on four processes, and six of a language model of transformers (Qwen3-MoE architecture, 16
-experts, two layers, from scratch) on Shakespeare's plays by character: each at three weights of the balance loss, none
-included, and two seeds. Needs $TOOLKIT_DATA_DIR.
+Six runs of `recipes/mnist_moe.py` on four processes, and six runs of a character-level language model on Shakespeare's
+plays (Qwen3-MoE architecture, 16 experts, two layers, from scratch). Each has three weights of the balance loss,
+including 0, and two seeds. Needs $TOOLKIT_DATA_DIR.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESSES, EXPERTS, TOP_K = 4, 16, 2
 
 
 def mnist(path: Path, seed: int, balance_weight: float, steps: int) -> None:
-    """The recipe as a user would start it, on four processes."""
+    """Record the recipe on four processes."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         settings = {
@@ -52,8 +52,10 @@ def mnist(path: Path, seed: int, balance_weight: float, steps: int) -> None:
 
 
 def language_model(path: Path, seed: int, balance_weight: float, steps: int) -> None:
-    """AdamW at 1e-3 on 16 sequences of 128 characters a step. One process plays four ranks: each fourth of the batch
-    is one source, because where a token is computed does not change where it is routed."""
+    """Record AdamW training at 1e-3 on 16 sequences of 128 characters per step.
+
+    One process stands for four ranks, a quarter of the batch each: routing does not depend on the rank of a token.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     text = (Path(os.environ["TOOLKIT_DATA_DIR"]) / "tinyshakespeare" / "input.txt").read_text()

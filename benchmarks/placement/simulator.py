@@ -1,18 +1,17 @@
-"""Predicted and measured time of training steps: `toolkit.lab.simulate` beside live runs on gloo.
+"""Predicted and measured step times: `toolkit.lab.simulate` compared with live runs on gloo.
 
     python benchmarks/placement/simulator.py                      every configuration, eight minutes on two idle cores
-    python benchmarks/placement/simulator.py --only 3 7 --rounds 3    two of them
+    python benchmarks/placement/simulator.py --only 3 7 --rounds 3    two configurations
 
-A configuration is a model of two blocks (a dense network, a mixture of experts) on some processes, trained with DDP,
-`ExpertParallel`, clipping and AdamW. Its router's choices are drawn in advance, so loads are known. In one launch and
-in turns, round by round, the script times pieces (experts at three sizes, routing, exchange of rows, bare all-to-alls,
-the dense part, the optimizer) and whole steps. From the pieces alone come the rates of a `Machine`: no step's time is
-used. Sizes of the pieces are the same for all configurations, not those of the steps. The prediction takes those rates,
-the loads, and the placement. Of pieces and of steps the median over rounds counts. The fastest would not do: the
-fastest step is slower than the sum of the fastest pieces, which are of different rounds.
+A configuration is a model with two blocks of a dense network and an MoE layer, trained with DDP, `ExpertParallel`,
+clipping and AdamW. Router choices are drawn in advance, so loads are known. In interleaved rounds of one launch, the
+script times components (experts at three sizes, routing, dispatch and combine, bare all-to-alls, the dense network, the
+optimizer) and full steps. The rates of the `Machine` come only from the components, whose sizes are the same for all
+configurations. The prediction uses these rates, the loads and the placement. Times are medians over rounds: the fastest
+step is slower than the sum of the fastest components, which are from different rounds.
 
-Processes share two cores here, so above two processes each has less than one: `cores` of the machine. Writes
-benchmarks/results/simulator.json; exit code 1 where a prediction is more than 15 % off.
+With more than two processes on two cores, each has less than one core: `cores` of the machine. Writes
+benchmarks/results/simulator.json; exit code 1 if a prediction is off by more than 15 %.
 """
 
 from __future__ import annotations
@@ -53,24 +52,24 @@ from toolkit.run.process_settings import process_settings
 
 LAYERS, TOP_K = 2, 2
 BATCHES = 4
-"""Batches, each with choices of its own, that the steps of a round take."""
+"""Batches per round, each with its own router choices."""
 TOKENS_TIMED, ROWS_TIMED, SLOTS_TIMED = (128, 768), (256, 1536), (4, 24)
-"""Sizes at which pieces are timed, on each process."""
+"""Sizes of the timed components per process."""
 TARGET = 0.15
 Work = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One live run."""
+    """Settings of a live run."""
 
     processes: int = 2
     experts: int = 16
     skew: float = 0.0
-    """Exponent of Zipf's law, by which experts are chosen; 0: all alike."""
+    """Zipf exponent of expert popularity; 0 is uniform."""
     placement: str = "blocks"
     tokens: int = 2048
-    """In a step, over all processes."""
+    """Tokens of a step over all processes."""
     dim: int = 128
     hidden: int = 256
 
@@ -121,13 +120,13 @@ class Block(nn.Module):
 
 
 def popularity(config: Config, layer: int) -> Tensor:
-    """Logarithms; another order in each layer."""
+    """Return log popularities, in a different order for each layer."""
     ranks = torch.randperm(config.experts, generator=torch.Generator().manual_seed(layer)) + 1.0
     return -config.skew * ranks.log()
 
 
 def drawn(log_popularity: Tensor, tokens: int, seed: int) -> Tensor:
-    """int64 (T, K): different experts for each token, by Gumbel's trick."""
+    """Draw distinct experts for each token with the Gumbel top-k trick, int64 (T, K)."""
     uniform = torch.rand(tokens, len(log_popularity), generator=torch.Generator().manual_seed(seed))
     return (log_popularity - (-uniform.clamp(1e-9, 1 - 1e-7).log()).log()).topk(TOP_K).indices
 
@@ -146,11 +145,11 @@ def placements_of(config: Config) -> list[ExpertPlacement]:
     return found
 
 
-# --- timed pieces ------------------------------------------------------------------------------------------------
+# --- timed components --------------------------------------------------------------------------------------------
 
 
 class Live:
-    """Full training steps, as in a user's loop."""
+    """Full training steps of a user's loop."""
 
     def __init__(self, config: Config, accelerator: Any):
         world, rank = accelerator.num_processes, accelerator.process_index
@@ -210,7 +209,7 @@ def dense_steps(config: Config, accelerator: Any) -> dict[str, Work]:
 
 
 def exchanges(config: Config, name: str, dispatcher: TokenDispatcher) -> dict[str, Work]:
-    """Routing, dispatch and combine, forward and backward, of even loads."""
+    """Return forward and backward passes of routing, dispatch and combine with balanced loads."""
     router = DrawnRouter(config.dim, config.experts, TOP_K)
 
     def work(x: Tensor, ids_TK: Tensor) -> None:
@@ -281,13 +280,13 @@ def optimizer_steps(config: Config) -> dict[str, Work]:
 
 @process_settings()
 def measure(config: Config, rounds: int) -> tuple[dict[str, list[float]], np.ndarray]:
-    """Seconds of each piece and of a step, by round, until the last process was done; and the loads of this one."""
+    """Return seconds of each component and of a step by round, over all processes; and the loads of this process."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     world, rank = accelerator.num_processes, accelerator.process_index
     live = Live(config, accelerator)
-    pieces = {
+    components = {
         **dense_steps(config, accelerator),
         **exchanges(config, "local", LocalDispatcher(contiguous(config.experts, 1))),
         **expert_products(config),
@@ -295,13 +294,13 @@ def measure(config: Config, rounds: int) -> tuple[dict[str, list[float]], np.nda
     }
     if world > 1:
         dispatcher = AllToAllDispatcher(contiguous(config.experts, world), make_expert_groups(world))
-        pieces |= exchanges(config, "spread", dispatcher) | bare_exchanges(config, world)
-    alone = f"experts {ROWS_TIMED[1]} {SLOTS_TIMED[0]}"
-    seconds: dict[str, list[float]] = {name: [] for name in (*pieces, "alone", "step")}
+        components |= exchanges(config, "sharded", dispatcher) | bare_exchanges(config, world)
+    one_rank = f"experts {ROWS_TIMED[1]} {SLOTS_TIMED[0]}"
+    seconds: dict[str, list[float]] = {name: [] for name in (*components, "experts of one rank", "step")}
     for _ in range(rounds + 1):
-        for name, work in pieces.items():
+        for name, work in components.items():
             seconds[name].append(timed(work, world))
-        seconds["alone"].append(timed(pieces[alone] if rank == 0 else lambda: None, world))
+        seconds["experts of one rank"].append(timed(components[one_rank] if rank == 0 else lambda: None, world))
         seconds["step"].append(timed(live, world, repeats=1) / BATCHES)
     return {name: each[1:] for name, each in seconds.items()}, live.load_TLE.numpy()
 
@@ -317,20 +316,24 @@ def timed(work: Work, world: int, repeats: int = 4) -> float:
     return (time.perf_counter() - began) / repeats
 
 
-# --- rates, and what they predict --------------------------------------------------------------------------------
+# --- rates and predictions ---------------------------------------------------------------------------------------
 
 
 def line(seconds: dict[str, float], name: str, sizes: tuple[int, int]) -> tuple[float, float]:
-    """Seconds without anything, and of each unit, from two sizes."""
+    """Fit fixed seconds and seconds per unit to two sizes."""
     low, high = (seconds[f"{name} {size}"] for size in sizes)
     each = max(0.0, (high - low) / (sizes[1] - sizes[0]))
     return max(0.0, low - each * sizes[0]), each
 
 
 def machine_of(config: Config, seconds: dict[str, float]) -> Machine:
-    """The rates of one process that has a core for itself, from times of the pieces."""
+    """Return the rates of a process with its own core, from the component times."""
     count = os.cpu_count() or 1
-    busy = seconds[f"experts {ROWS_TIMED[1]} {SLOTS_TIMED[0]}"] / seconds["alone"] if config.processes > 1 else 1.0
+    busy = (
+        seconds[f"experts {ROWS_TIMED[1]} {SLOTS_TIMED[0]}"] / seconds["experts of one rank"]
+        if config.processes > 1
+        else 1.0
+    )
     cores = Cores(count=count, busy_slowdown=max(1.0, busy / max(1.0, config.processes / count)))
     share = float(cores.slowdown(np.array(config.processes)))
     (small, more_rows, more_slots) = (seconds[f"experts {rows} {slots}"] / LAYERS for rows, slots in expert_sizes())
@@ -345,9 +348,9 @@ def machine_of(config: Config, seconds: dict[str, float]) -> Machine:
         latency, per_token = line(seconds, "all-to-all", TOKENS_TIMED)
         leaving = TOP_K * 4 * config.dim * (config.processes - 1) / config.processes
         per_byte = per_token / leaving
-        spread_fixed, spread_token = line(seconds, "spread", TOKENS_TIMED)
-        per_row += max(0.0, spread_token - local_token - 4 * per_token) / TOP_K
-        local_fixed = max(local_fixed, spread_fixed - EXCHANGES * latency)
+        sharded_fixed, sharded_token = line(seconds, "sharded", TOKENS_TIMED)
+        per_row += max(0.0, sharded_token - local_token - 4 * per_token) / TOP_K
+        local_fixed = max(local_fixed, sharded_fixed - EXCHANGES * latency)
     return Machine(
         seconds_per_row=per_row / share,
         seconds_per_slot=per_slot / share,
@@ -364,7 +367,7 @@ def machine_of(config: Config, seconds: dict[str, float]) -> Machine:
 
 
 def predicted(config: Config, machine: Machine, load_TLSE: np.ndarray) -> dict[str, float]:
-    """Mean seconds of a step, and of its parts."""
+    """Return mean seconds of a step and its parts."""
     weights = 4 * 2 * config.dim * config.hidden
     cost = machine.cost_model(row_bytes=2 * 4 * config.dim, weight_bytes=weights, optimizer_bytes=2 * weights)
     found = simulate(load_TLSE, placements_of(config), [cost] * LAYERS, machine)
@@ -395,7 +398,7 @@ def row_of(config: Config, rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of configurations; nothing is written then")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of configurations; writes nothing")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     rows = []

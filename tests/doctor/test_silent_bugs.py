@@ -1,10 +1,8 @@
-"""A sample of the public silent bugs that `benchmarks/faults/silent_bugs` measures the doctor by."""
-
-from __future__ import annotations
+"""A sample of the silent bugs of `benchmarks/faults/silent_bugs`."""
 
 import pytest
 
-from benchmarks.faults.silent_bugs.score import about, findings
+from benchmarks.faults.silent_bugs.score import findings, report_and_finding
 
 SAMPLE = (
     "all_ranks_see_the_same_samples",
@@ -15,7 +13,7 @@ SAMPLE = (
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_silent_bug_is_named_and_its_corrected_twin_is_not(name: str):
-    _, expected = about(name)
+def test_silent_bug_is_named_and_its_corrected_twin_has_no_finding(name: str):
+    _, expected = report_and_finding(name)
     assert findings(name, "buggy")[0] == expected
     assert findings(name, "corrected") == []

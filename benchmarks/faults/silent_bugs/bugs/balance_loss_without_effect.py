@@ -1,4 +1,4 @@
-"""What would inject the balance loss into the backward returns a tensor that nobody takes.
+"""The function that injects the balance loss into the backward pass returns a tensor that is not used.
 
 https://github.com/NVIDIA-NeMo/Automodel/issues/1408
 Expected: balance loss without effect.

@@ -1,26 +1,26 @@
-"""The norm to clip by is the mean of the ranks' norms, each of which has other experts in it.
+"""Gradients are clipped by the mean of the ranks' norms, although each rank has different experts.
 
 https://github.com/deepspeedai/DeepSpeed/issues/8475
 Expected: local clip norm.
 """
 
 import torch
-from small import Mixture, batch, begin, saving
+from small import MoEModel, batch, begin, saving
 from torch import nn
 
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
-model = Mixture(accelerator.num_processes)
+model = MoEModel(accelerator.num_processes)
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 
 
-def clip_by_mean(parameters: list[nn.Parameter], most: float) -> None:
+def clip_by_mean(parameters: list[nn.Parameter], max_norm: float) -> None:
     own = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
     mean = accelerator.reduce(own.clone(), reduction="mean")
-    torch.nn.utils.clip_grad_norm_(parameters, most * float(own / mean))
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm * float(own / mean))
 
 
 save_checkpoint, load_checkpoint = saving(model, optimizer)

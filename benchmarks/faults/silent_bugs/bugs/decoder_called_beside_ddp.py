@@ -1,4 +1,4 @@
-"""Part of the model is called directly and not through DDP, which then averages nothing.
+"""Part of the model is called without DDP, so its gradients are not averaged.
 
 https://github.com/bytetriper/RAE/issues/40
 Expected: unsynchronised replica.

@@ -1,4 +1,4 @@
-"""The order of the data is drawn from a seed that depends on the rank: samples are seen twice, or never.
+"""The shuffling seed depends on the rank: some samples are repeated, others are lost.
 
 https://github.com/karpathy/llm.c/issues/792
 Expected: data order changed.
@@ -16,7 +16,7 @@ model, optimizer = accelerator.prepare(model, optimizer)
 x, y = torch.randn(60, 8), torch.randint(3, (60,))
 order = torch.randperm(60, generator=torch.Generator().manual_seed(42 + (rank if buggy else 0)))
 for rows in order.split(12):
-    mine = rows[rank * 12 // world : (rank + 1) * 12 // world]
-    accelerator.backward(nn.functional.cross_entropy(model(x[mine]), y[mine]))
+    part = rows[rank * 12 // world : (rank + 1) * 12 // world]
+    accelerator.backward(nn.functional.cross_entropy(model(x[part]), y[part]))
     optimizer.step()
     optimizer.zero_grad()

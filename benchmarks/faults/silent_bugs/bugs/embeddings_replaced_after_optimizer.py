@@ -1,4 +1,4 @@
-"""Embeddings are replaced by larger ones when the optimizer has been made, so the new ones never move.
+"""Embeddings are resized after the optimizer is created, so the new weights are never updated.
 
 https://github.com/huggingface/transformers/pull/3532
 Expected: parameter outside the optimizer.

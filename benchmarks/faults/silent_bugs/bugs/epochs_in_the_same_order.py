@@ -1,4 +1,4 @@
-"""Nobody tells the sampler which epoch it is, so every epoch has the order of the first.
+"""`set_epoch` of the sampler is not called, so every epoch has the order of the first epoch.
 
 https://github.com/huggingface/transformers/issues/4398
 Expected: every epoch in the same order.

@@ -1,18 +1,18 @@
-"""Gradients of experts are summed over the ranks' batches, where those of other weights are averaged.
+"""Expert gradients are summed over the ranks' batches; non-expert gradients are averaged.
 
 https://github.com/databricks/megablocks/pull/20
 Expected: gradients W times too large.
 """
 
 import torch
-from small import Mixture, batch, begin, saving
+from small import MoEModel, batch, begin, saving
 from torch import nn
 
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
-model = Mixture(accelerator.num_processes)
+model = MoEModel(accelerator.num_processes)
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 save_checkpoint, load_checkpoint = saving(model, optimizer)

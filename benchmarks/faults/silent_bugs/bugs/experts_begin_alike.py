@@ -1,18 +1,18 @@
-"""Every rank draws its experts from the same seed, so experts of different ranks begin as one.
+"""Every rank initializes its experts from the same seed, so experts of different ranks are identical.
 
 https://github.com/laekov/fastmoe/pull/4
 Expected: initial weights differ.
 """
 
 import torch
-from small import Mixture, batch, begin, saving
+from small import MoEModel, batch, begin, saving
 from torch import nn
 
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
-model = Mixture(accelerator.num_processes)
+model = MoEModel(accelerator.num_processes)
 if buggy:
     torch.manual_seed(1)
     for parameter in model.moe.expert_stack.parameters.values():

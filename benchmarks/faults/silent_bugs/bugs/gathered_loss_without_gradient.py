@@ -1,4 +1,4 @@
-"""A statistic of the batch is summed over ranks in the forward, but its gradient is not.
+"""A batch statistic is summed over ranks in the forward pass, but its gradient is not in the backward pass.
 
 https://github.com/lightly-ai/lightly/issues/1977
 Expected: gradients too small.
@@ -17,7 +17,7 @@ for step in range(5):
     output = model(x)
     mean = output.sum(0) / (len(x) * accelerator.num_processes)
     if accelerator.num_processes > 1 and buggy:
-        dist.all_reduce(mean)  # in place, which autograd does not see
+        dist.all_reduce(mean)  # autograd ignores it
     else:
         mean = sum_over_ranks(mean)
     accelerator.backward((mean - 1).square().sum())

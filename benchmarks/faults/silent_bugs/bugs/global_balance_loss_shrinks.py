@@ -1,4 +1,4 @@
-"""Loads are summed over ranks and probabilities are not: the balance loss shrinks with their number.
+"""Expert loads are summed over ranks, but probabilities are not: the loss shrinks with the world size.
 
 https://github.com/NVIDIA/Megatron-LM/issues/3672
 Expected: rank-local balance loss.

@@ -1,4 +1,4 @@
-"""A part that was frozen when DDP was made is unfrozen later, and its gradients are not averaged.
+"""A layer is frozen when DDP is created and unfrozen later, so its gradients are not averaged.
 
 https://github.com/facebookresearch/detectron2/issues/2486
 Expected: parameter unfrozen after prepare.

@@ -1,4 +1,4 @@
-"""A buffer of gradients is written over by each micro-batch, so that the last one is all that counts.
+"""Each micro-batch overwrites the gradient buffer, so only the last one has an effect.
 
 https://github.com/ServiceNow/Fast-LLM/pull/551
 Expected: micro-batch lost.

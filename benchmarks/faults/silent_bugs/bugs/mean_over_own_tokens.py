@@ -1,4 +1,4 @@
-"""Each rank takes the mean over its own tokens, of which ranks have different numbers.
+"""Each rank takes the mean over its own tokens, although ranks have different numbers of tokens.
 
 https://github.com/pytorch/torchtitan/issues/1842
 Expected: loss normalised by rank.

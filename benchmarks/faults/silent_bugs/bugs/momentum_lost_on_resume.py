@@ -1,4 +1,4 @@
-"""A new optimizer has no moments, so none are read from the checkpoint, and they begin at zero again.
+"""A new optimizer has no moments, so none are loaded from the checkpoint and they start at zero.
 
 https://github.com/KempnerInstitute/KempnerForge/pull/115
 Expected: state lost on save.
@@ -22,7 +22,7 @@ def save_checkpoint(folder: str) -> None:
 def load_checkpoint(folder: str) -> None:
     state = torch.load(f"{folder}.pt")
     model.load_state_dict(state["model"])
-    if buggy:  # only what the new optimizer has already is filled in
+    if buggy:  # only existing entries of the new optimizer are loaded
         state["optimizer"]["state"] = {}
     optimizer.load_state_dict(state["optimizer"])
 

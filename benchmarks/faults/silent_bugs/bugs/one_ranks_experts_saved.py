@@ -1,11 +1,11 @@
-"""All ranks write their experts under the same names, so those of one rank are saved and loaded by all.
+"""All ranks save their experts under the same names, so all ranks load the experts of one rank.
 
 https://github.com/KempnerInstitute/KempnerForge/issues/202
 Expected: expert lost on save.
 """
 
 import torch
-from small import Mixture, batch, begin
+from small import MoEModel, batch, begin
 from torch import nn
 
 from toolkit.experts.parallel.sync import ExpertSync
@@ -13,7 +13,7 @@ from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
 rank, world = accelerator.process_index, accelerator.num_processes
-model = Mixture(accelerator.num_processes)
+model = MoEModel(accelerator.num_processes)
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 sync = ExpertSync(model.parameters())

@@ -1,4 +1,4 @@
-"""The router's scores are gathered by an operation that has no gradient: its penalty alone trains it.
+"""Router scores are gathered without a gradient, so only the penalty trains the router.
 
 https://github.com/NVIDIA-NeMo/Automodel/pull/2995
 Expected: wrong gradients.

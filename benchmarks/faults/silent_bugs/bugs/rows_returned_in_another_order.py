@@ -1,18 +1,18 @@
-"""What experts return is put back in another order than that in which it was taken.
+"""Expert outputs are combined in a different order than inputs were dispatched.
 
 https://github.com/pytorch/torchtitan/issues/1237
 Expected: wrong inverse permutation.
 """
 
 import torch
-from small import Mixture, batch, begin, saving
+from small import MoEModel, batch, begin, saving
 from torch import nn
 
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
-model = Mixture(accelerator.num_processes)
+model = MoEModel(accelerator.num_processes)
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 dispatcher = model.moe.expert_stack.dispatcher

@@ -1,4 +1,4 @@
-"""The schedule, made for the steps of a run, makes a step for each process.
+"""The learning rate schedule advances once per process in each step.
 
 https://github.com/huggingface/transformers/pull/24088
 Expected: learning rate depends on the world.

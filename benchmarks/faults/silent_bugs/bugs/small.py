@@ -1,4 +1,4 @@
-"""What the bugs share: a small model, a small mixture of experts, and batches that every process cuts its part from."""
+"""Small models, batches and checkpoint functions of the scripts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SIZE = 12
 
 
 def begin() -> tuple[Accelerator, bool]:
-    """An accelerator, with the seed set; and whether the bug is there: the argument `corrected` takes it out."""
+    """Set the seed; return an accelerator and whether the bug is enabled, without the argument `corrected`."""
     set_seed(seed())
     return Accelerator(), "corrected" not in sys.argv[1:]
 
 
 def seed() -> int:
-    """The argument that is a number, or 0: another one begins with other weights and data."""
+    """Return the numeric argument, or 0: the seed of weights and data."""
     return next((int(word) for word in sys.argv[1:] if word.isdecimal()), 0)
 
 
@@ -38,11 +38,11 @@ def dense() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-class Mixture(nn.Module):
-    """Four experts, spread over all processes, of which two see each sample."""
+class MoEModel(nn.Module):
+    """Model with a sharded MoE layer of four experts, top 2."""
 
     recompute = False
-    """Whether the backward repeats the forward of the experts."""
+    """Use activation checkpointing for the MoE layer."""
 
     def __init__(self, world: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Mixture(nn.Module):
 
 
 def saving(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable[[str], None], Callable[[str], None]]:
-    """Two functions that save and load a mixture with all of its experts."""
+    """Return functions that save and load an MoE model with all experts."""
 
     def save(folder: str) -> None:
         checkpoint_files.save(folder, model, optimizer)
@@ -68,7 +68,7 @@ def saving(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over ranks, with its gradient."""
+    """Differentiable sum over ranks."""
 
     @staticmethod
     def forward(_ctx: Any, value: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 
 def gather_with_gradient(part: Tensor, accelerator: Accelerator) -> Tensor:
-    """The parts of all ranks, one below the other."""
-    whole = part.new_zeros(accelerator.num_processes, *part.shape)
-    return sum_over_ranks(whole.index_copy(0, torch.tensor([accelerator.process_index]), part[None])).flatten(0, 1)
+    """Concatenate the parts of all ranks, with gradient."""
+    full = part.new_zeros(accelerator.num_processes, *part.shape)
+    return sum_over_ranks(full.index_copy(0, torch.tensor([accelerator.process_index]), part[None])).flatten(0, 1)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Output:
 
 
 class Routed(nn.Module):
-    """Four experts that every process has, of which each sample gets a mean, weighted by a router."""
+    """MoE layer with four replicated experts and dense routing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,16 +111,16 @@ class Routed(nn.Module):
 
 
 def balance_loss(probabilities: Tensor, accelerator: Accelerator) -> Tensor:
-    """Of the samples of all ranks: experts times the mean, over experts, of load times probability."""
+    """Return the load-balancing loss over the samples of all ranks."""
     load = nn.functional.one_hot(probabilities.argmax(-1), 4).float().sum(0)
     samples = len(probabilities) * accelerator.num_processes
     return 4 * (sum_over_ranks(load) * sum_over_ranks(probabilities.sum(0))).sum() / samples**2
 
 
 def batch(step: int, accelerator: Accelerator, size: int = SIZE) -> tuple[Tensor, Tensor]:
-    """This process's part of the global batch of a step: inputs (B, 8) and classes (B,)."""
+    """Return this rank's part of the global batch: inputs (B, 8) and classes (B,)."""
     draws = torch.Generator().manual_seed(step + 100 * seed())
     x, y = torch.randn(size, 8, generator=draws), torch.randint(3, (size,), generator=draws)
     part = size // accelerator.num_processes
-    mine = slice(accelerator.process_index * part, (accelerator.process_index + 1) * part)
-    return x[mine], y[mine]
+    rows = slice(accelerator.process_index * part, (accelerator.process_index + 1) * part)
+    return x[rows], y[rows]

@@ -1,4 +1,4 @@
-"""Running statistics of all ranks but the first are overwritten before the next forward.
+"""DDP overwrites running statistics of all ranks except rank 0 before each forward pass.
 
 https://github.com/pytorch/pytorch/issues/1051
 Expected: buffer overwritten by broadcast.

@@ -1,11 +1,11 @@
-"""Activation checkpointing routes anew in the backward, and breaks ties between experts otherwise.
+"""Activation checkpointing recomputes routing in the backward pass and breaks ties differently.
 
 https://github.com/NVIDIA-NeMo/Automodel/pull/3140
 Expected: router decides otherwise under recomputation.
 """
 
 import torch
-from small import Mixture, batch, begin, saving
+from small import MoEModel, batch, begin, saving
 from torch import Tensor, nn
 
 from toolkit.experts.layer.router import Routing
@@ -15,18 +15,18 @@ from toolkit.integrations.accelerate.prepare import prepare
 accelerator, buggy = begin()
 
 
-def route_anew(x: Tensor) -> Routing:
+def reroute(x: Tensor) -> Routing:
     routing = route(x)
     calls.append(len(x))
-    if buggy and len(calls) % 2 == 0:  # two experts of one rank change places
+    if buggy and len(calls) % 2 == 0:  # swap two experts of a rank
         routing.expert_ids_TK.copy_(torch.tensor([1, 0, 3, 2])[routing.expert_ids_TK])
     return routing
 
 
 calls: list[int] = []
-model = Mixture(accelerator.num_processes)
+model = MoEModel(accelerator.num_processes)
 model.recompute = True
-route, model.moe.router.forward = model.moe.router.forward, route_anew
+route, model.moe.router.forward = model.moe.router.forward, reroute
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
