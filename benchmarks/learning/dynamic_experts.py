@@ -1,13 +1,13 @@
-"""Costs and gains of dynamic experts on MNIST: growth, sleep phases and merges, compared with a fixed mixture.
+"""Costs and gains of dynamic experts on MNIST: growth, sleep phases and merges, compared with fixed experts.
 
-python benchmarks/learning/dynamic_experts.py --data-dir DIR                 all tables; half an hour on two cores
-python benchmarks/learning/dynamic_experts.py cost --data-dir DIR            one of them
+    python benchmarks/learning/dynamic_experts.py --data-dir DIR         all tables; half an hour on two cores
+    python benchmarks/learning/dynamic_experts.py cost --data-dir DIR    one table
 
-stationary   five epochs of the same data: accuracy, and the active experts at the end
-sleep        five tasks of two epochs each, the pixels of each in another order: test accuracy on the tasks so far,
-             before and after each sleep phase
-merge        a trained mixture: equal experts are merged, different ones are not
-cost         processor time of a step with and without, in interleaved rounds, on one thread
+stationary   five epochs of the same data: accuracy, and active experts at the end
+sleep        five tasks with permuted pixels, two epochs each: test accuracy on all tasks so far, before and after each
+             sleep phase
+merge        a trained MoE model: merges of equal and of different experts
+cost         processor time per step with and without dynamic experts, in interleaved rounds on one thread
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from toolkit.experts.parallel.seeding import generator
 MEASURED_TOKENS = 2000
 TASKS = 5
 CHECK_EVERY = 25
-"""Steps between coverage checks, the default."""
+"""Default steps between coverage checks."""
 FIXED = "fixed, 8 experts"
 
 
@@ -57,7 +57,7 @@ def quiet(config: Config, folder: str, data_dir: Path | None, **changes: Any) ->
 
 
 def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
-    """The presets `full` and `dynamic` of `recipes/mnist_moe.py`. Nothing shifts, so there is little to grow for."""
+    """Compare the presets `full` and `dynamic` of `recipes/mnist_moe.py` without a data shift."""
     arms: dict[str, Callable[[], Config]] = {FIXED: full, "dynamic, from 4": dynamic}
     rows = []
     for arm, preset in arms.items():
@@ -80,16 +80,16 @@ def stationary(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-class AroundSleep(Lifecycle):
-    """A lifecycle that evaluates the tasks seen so far before and after it sleeps."""
+class EvaluatedLifecycle(Lifecycle):
+    """Lifecycle with an evaluation on all tasks so far before and after each sleep phase."""
 
-    def watch(self, tests: list[EvalBatches], task_ends: tuple[int, ...]) -> None:
-        self.tests, self.task_ends, self.around = tests, task_ends, list[tuple[float, float]]()
+    def evaluate_on(self, tests: list[EvalBatches], task_ends: tuple[int, ...]) -> None:
+        self.tests, self.task_ends, self.accuracies = tests, task_ends, list[tuple[float, float]]()
 
     def sleep(self, trainer: tk.Trainer) -> None:
         before = self.accuracy(trainer)
         super().sleep(trainer)
-        self.around.append((before, self.accuracy(trainer)))
+        self.accuracies.append((before, self.accuracy(trainer)))
 
     @torch.no_grad()
     def accuracy(self, trainer: tk.Trainer) -> float:
@@ -105,7 +105,7 @@ class AroundSleep(Lifecycle):
 
 
 def permuted(data: ImageData, seed: int) -> tuple[tk.TensorTable, list[tk.TensorTable]]:
-    """Training rows, an equal part of the images for each task, and the test images of each task."""
+    """Return training rows, with an equal part of the images for each task, and the test set of each task."""
     rows = torch.randperm(len(data.train), generator=generator(seed, "deal")).chunk(TASKS)
     orders = [torch.randperm(data.num_pixels, generator=generator(seed, "pixels", task)) for task in range(TASKS)]
 
@@ -120,7 +120,7 @@ def permuted(data: ImageData, seed: int) -> tuple[tk.TensorTable, list[tk.Tensor
 
 
 def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
-    """Ten epochs: five tasks of two."""
+    """Measure sleep phases over five tasks of two epochs."""
     rows = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
@@ -138,8 +138,8 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
                 task = tk.Classification(penalty=penalty)
                 remember, lifecycle_callback, report = lifecycle_callbacks(config, model, task, train, data.num_classes)
-                lifecycle_callback.__class__ = AroundSleep
-                assert isinstance(lifecycle_callback, AroundSleep)
+                lifecycle_callback.__class__ = EvaluatedLifecycle
+                assert isinstance(lifecycle_callback, EvaluatedLifecycle)
                 order = TaskOrder(
                     tasks=TASKS,
                     samples_per_task=len(train) // TASKS,
@@ -148,7 +148,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                     epochs_per_task=2,
                 )
                 ends = tuple(range(order.steps_per_task, order.steps_per_epoch + 1, order.steps_per_task))
-                lifecycle_callback.watch([EvalBatches(test, batch_size=1000) for test in tests], ends)
+                lifecycle_callback.evaluate_on([EvalBatches(test, batch_size=1000) for test in tests], ends)
                 callbacks = [remember, lifecycle_callback, report]
                 splits = tk.Splits(train, tests[-1])
                 results = tk.fit(
@@ -160,14 +160,15 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                     order=order,
                     callbacks=callbacks,
                 )
-        around = lifecycle_callback.around
-        changes = [after - before for before, after in around]
+        accuracies = lifecycle_callback.accuracies
+        changes = [after - before for before, after in accuracies]
         kinds = [event.kind for event in lifecycle_callback.history]
         grown = [event.step for event in lifecycle_callback.history if event.kind == "grow"]
-        # The coming samples are looked at, so a shift may be seen a look before it begins.
-        look = 10  # steps, the lifecycle's `check_every`
+        every = (
+            lifecycle.check_every or 0
+        )  # checks include upcoming samples, so growth can precede a shift by one check
         answered = sum(
-            any(start - look < step <= end - look for step in grown) for start, end in itertools.pairwise(ends)
+            any(start - every < step <= end - every for step in grown) for start, end in itertools.pairwise(ends)
         )
         rows.append(
             {
@@ -178,8 +179,8 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                 "sleeps": len(changes),
                 **{kind: kinds.count(kind) for kind in ("grow", "merge", "prune", "undone")},
                 "experts at the end": results["active_experts"],
-                "before a sleep, mean %": round(statistics.mean(before for before, _ in around), 1),
-                "after it, mean %": round(statistics.mean(after for _, after in around), 1),
+                "before a sleep, mean %": round(statistics.mean(before for before, _ in accuracies), 1),
+                "after it, mean %": round(statistics.mean(after for _, after in accuracies), 1),
                 "change over a sleep, mean points": round(statistics.mean(changes), 2),
                 "worst": round(min(changes), 2),
             }
@@ -189,7 +190,7 @@ def sleeps(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
-    """After one epoch: an expert is split, one half scrambled, and merged again; then any two others by force."""
+    """Measure merges after one epoch: of a split expert with one half permuted, and of two different experts."""
     rows = []
     for seed in range(seeds):
         with (
@@ -200,7 +201,7 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
             model = build_model(config, data, tk.experts.make_expert_groups(1))
             penalty = tk.experts.RouterPenalty(model, balance_weight=config.balance_weight)
             task = tk.Classification(penalty=penalty)
-            still = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
+            callbacks = lifecycle_callbacks(config, model, task, data.train, data.num_classes)
             with torch.enable_grad():
                 tk.fit(
                     run,
@@ -208,7 +209,7 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
                     model,
                     tk.build_optimizer(model, config),
                     data,
-                    callbacks=still,
+                    callbacks=callbacks,
                 )
         (layer,) = moe_layers(model).values()
         images, labels = data.test.columns["input"], data.test.columns["label"]
@@ -232,7 +233,7 @@ def merges(data_dir: Path | None, seeds: int) -> list[dict[str, Any]]:
 
 
 def merge_config(folder: str, data_dir: Path | None, seed: int) -> Config:
-    """Room for two more experts, of which training makes no use."""
+    """Return a config with two spare logical experts and no lifecycle in training."""
     unused = LifecycleOptions(check_every=None, sleep_every=None)
     return quiet(top2(), folder, data_dir, seed=seed, epochs=1, max_experts=10, lifecycle=unused, cpu=True)
 
@@ -243,7 +244,7 @@ def only_layer(model: torch.nn.Module) -> MoE:
 
 
 def merged_twin(model: torch.nn.Module, images: torch.Tensor, seed: int) -> tuple[torch.nn.Module, float]:
-    """The model after a split, a scramble and a merger; and how differently the twins answered."""
+    """Split an expert, permute one half and merge; return the model and the distance of the halves' outputs."""
     layer = only_layer(model)
     inputs = inputs_of(model, layer, images[:MEASURED_TOKENS])
     experts = DynamicExperts(layer)
@@ -265,7 +266,7 @@ def closest(distance_LL: torch.Tensor) -> float:
 
 
 def inputs_of(model: torch.nn.Module, layer: MoE, images: torch.Tensor) -> torch.Tensor:
-    """What the layer is asked about `images`."""
+    """Return the inputs of the layer for `images`."""
     seen: list[torch.Tensor] = []
     hook = layer.router.register_forward_hook(lambda _module, args, _routing: seen.append(args[0]))
     model(images)
@@ -286,15 +287,17 @@ class StepClock(tk.Callback):
     def on_step_start(self, trainer: tk.Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
         self.times.append(time.process_time())
 
-    def of_block(self, steps: int) -> list[float]:
-        """Milliseconds per step of each block of so many steps, without the first block."""
+    def milliseconds(self, steps: int) -> list[float]:
+        """Return milliseconds per step for each block of `steps` steps except the first."""
         pairs = itertools.pairwise(self.times[steps::steps])
         return [1000 * (after - before) / steps for before, after in pairs]
 
 
 def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
-    """Processor time of steps of `top2`, the arms in turn. Other jobs on the machine lengthen some blocks, so the
-    lower decile of the blocks is shown beside their median; a block has one coverage check."""
+    """Measure processor time per step of `top2` in blocks with one coverage check, arms in turn.
+
+    Other jobs on the machine lengthen some blocks, so there are a median and a lower decile.
+    """
     awake = LifecycleOptions(sleep_every=None)
     arms = {
         FIXED: top2(),
@@ -307,7 +310,7 @@ def cost(data_dir: Path | None, rounds: int) -> list[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as folder:
                 steps = 20 * CHECK_EVERY + 1
                 blocks[arm] += step_times(quiet(config, folder, data_dir, cpu=True, max_steps=steps))
-    lowest, middle = ({arm: quantile(of_arm, at) for arm, of_arm in blocks.items()} for at in (0.1, 0.5))
+    lowest, middle = ({arm: quantile(times, at) for arm, times in blocks.items()} for at in (0.1, 0.5))
     return [
         {
             "arm": arm,
@@ -326,7 +329,7 @@ def quantile(values: list[float], at: float) -> float:
 
 
 def step_times(config: Config) -> list[float]:
-    """Milliseconds of processor time per step, in blocks of as many steps as lie between two coverage checks."""
+    """Return milliseconds of processor time per step, in blocks between coverage checks."""
     clock = StepClock()
     with tk.start_run("dynamic_experts", config) as run:
         data = tk.load_images(config.dataset, config.data_dir, on_main=run.on_main_and_share)
@@ -341,15 +344,15 @@ def step_times(config: Config) -> list[float]:
             data,
             callbacks=[clock, *changes],
         )
-    return clock.of_block(CHECK_EVERY)
+    return clock.milliseconds(CHECK_EVERY)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tables = {"stationary": stationary, "sleep": sleeps, "merge": merges, "cost": cost}
-    parser.add_argument("tables", nargs="*", choices=[*tables, []], default=[], help="which; all without")
-    parser.add_argument("--data-dir", type=Path, default=None, help="folder with MNIST; else $TOOLKIT_DATA_DIR")
-    parser.add_argument("--seeds", type=int, default=5, help="how many; of `cost`, how many rounds")
+    parser.add_argument("tables", nargs="*", choices=[*tables, []], default=[], help="tables. Default: all")
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with MNIST. Default: $TOOLKIT_DATA_DIR")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, or of rounds for `cost`. Default: 5")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.tables or tables:

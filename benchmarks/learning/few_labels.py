@@ -1,11 +1,11 @@
-"""Digits from 100 labels: FixMatch with virtual adversarial training, the latter alone, and labelled images alone.
+"""MNIST with 100 labels: FixMatch with virtual adversarial training (VAT), only VAT, and only labelled images.
 
-    python benchmarks/learning/few_labels.py --data-dir DIR   ten seeds of each; goes on where it was stopped
-    python benchmarks/learning/few_labels.py --collect        the table of what has been run, and in docs/recipes/vae.md
+    python benchmarks/learning/few_labels.py --data-dir DIR   ten seeds per method; resumes
+    python benchmarks/learning/few_labels.py --collect        the table of finished runs, also in docs/recipes/vae.md
 
 A `toolkit sweep` of the presets of recipes/few_labels.py. Each seed draws its own labelled images. Steps, network and
-schedule are the same for all methods; the other settings did best in four trials of each method on 5,000 held-out
-training images. The test set is read once for each seed. Writes benchmarks/results/few_labels.json.
+schedule are the same for all methods; the other settings are the best of four trials per method on 5,000 held-out
+training images. The test set is evaluated once per seed. Writes benchmarks/results/few_labels.json.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ METRICS = ("test_accuracy", "train_seconds")
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """A row per combination of settings, as far as it has been run: errors in percent, seed by seed."""
+    """Return a row for each combination of settings with finished runs."""
     table = gather(folder / "cells", ["method"], metrics=METRICS)
     return [{axis: mean[axis] for axis in table.axes} | summary(table.runs_of(mean)) for mean in table.means()]
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Error of each seed, their mean and standard deviation (of a sample); minutes of training, the median."""
+    """Return mean, standard deviation and each seed of the error in percent, and median training minutes."""
     runs = sorted(runs, key=lambda run: run["seed"])
     errors = [100 * (1 - run["test_accuracy"]) for run in runs]
     return {
@@ -54,15 +54,15 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "few_labels")
-    parser.add_argument("--data-dir", type=Path, help="folder with MNIST; else $TOOLKIT_DATA_DIR or the Hub")
+    parser.add_argument("--data-dir", type=Path, help="folder with MNIST. Default: $TOOLKIT_DATA_DIR or the Hub")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each (1)")
-    parser.add_argument("--collect", action="store_true", help="run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs of one thread each. Default: 1")
+    parser.add_argument("--collect", action="store_true", help="only write the table of finished runs")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     usual = ["--jobs", str(args.jobs), *(["--collect"] if args.collect else [])]
     flags = ["--cpu", "--mixed-precision", "bf16", "--tracker", "none", "--log-every", "100", "--checkpoint.keep", "1"]
-    flags += ["--eval-every", "1000"]  # at the end alone
+    flags += ["--eval-every", "1000"]  # only at the end
     if args.data_dir is not None:
         flags += ["--data-dir", str(args.data_dir)]
     flags += ["--dataset", "mnist"]
@@ -73,5 +73,5 @@ if __name__ == "__main__":
             sys.exit(EXIT_PREEMPTED)
     rows = rows_of(out)
     write_report("few_labels", rows)
-    if args.collect:  # a run leaves the pages alone, so that the next is of an unchanged commit
+    if args.collect:  # runs do not change pages, so the commit stays clean
         put_tables(PAGE, "learning/few_labels.py", f"<!-- figures: few_labels.json by method -->\n{markdown(rows)}")

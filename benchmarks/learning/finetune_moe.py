@@ -1,11 +1,10 @@
-"""Bits per byte of a new and of the old text: adapters of experts beside adapters of attention and full fine-tuning.
+"""Bits per byte of a new and the old text: expert adapters, attention adapters and full fine-tuning.
 
-    python benchmarks/learning/finetune_moe.py           3 seeds at the rates of the presets: 15 runs of half a minute
-    python benchmarks/learning/finetune_moe.py --folder F  keeps the runs in F, and continues what was interrupted
+    python benchmarks/learning/finetune_moe.py           3 seeds at the presets' learning rates: 15 runs of 30 seconds
+    python benchmarks/learning/finetune_moe.py --folder F  keep the runs in F, and resume
 
-Each run is `recipes/finetune_moe.py` with the preset `full`, with a base in bf16 or experts in four bits besides, or
-one of its controls; it needs tinyshakespeare in $TOOLKIT_DATA_DIR. Writes a table and
-benchmarks/results/finetune_moe.json.
+Each run is the preset `full` of `recipes/finetune_moe.py`, also with a bf16 base or 4-bit experts, or one of its
+controls. Needs tinyshakespeare in $TOOLKIT_DATA_DIR. Writes benchmarks/results/finetune_moe.json.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ ARMS: dict[str, dict[str, Any]] = {
     "attention": {"lora_experts": False, "lr": 4e-2},
     "weights": {"lora_rank": 0, "freeze_router": False, "merge": False, "offload": None, "lr": 4e-2},
 }
-"""Changes of the settings, as those of the recipe's controls."""
+"""Changed settings, as in the recipe's controls."""
 SMALLER: dict[str, dict[str, Any]] = {
     "in bf16": {"dtype": "bfloat16"},
     "in four bits": {"dtype": "bfloat16", "quantize": "4bit"},
 }
-"""The same adapters of a base that takes less memory."""
+"""Changed settings with a smaller base model."""
 CURVE = (60, 120, 180, 240, 300)
-"""Steps after which the training loss of the last 20 is recorded."""
+"""Log steps of the training loss, each over 20 steps."""
 
 
 def run(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The results of a run that may be finished, begun, or neither."""
+    """Return the results of a run; start or resume it if it is unfinished."""
     usual: dict[str, Any] = {"compare": False, "cpu": True, "tracker": "none", "run_dir": folder}
     config: Config = full().replace(**{**usual, **changes})
     return results_of(folder) or main(config)
@@ -65,14 +64,14 @@ def row(trained: str, runs: list[dict[str, Any]], parameters: int, when: str = "
 
 
 def curve(folder: Path, arm: str, seeds: int) -> list[float]:
-    """The mean training loss over seeds, at the steps of `CURVE`."""
+    """Return the training loss at the steps of `CURVE`, as means over seeds."""
     logs = [read_metrics(folder / f"{arm}-seed{seed}" / "metrics.jsonl") for seed in range(seeds)]
     losses = [{line["step"]: line["train/loss"] for line in log if "train/loss" in line} for log in logs]
     return [round(statistics.mean(each[step] for each in losses), 3) for step in CURVE]
 
 
 def compare(folder: Path, seeds: int) -> None:
-    """Write a row for the base and each arm, over seeds."""
+    """Write a row for the base model and each arm."""
     runs = {
         arm: [run(folder / f"{arm}-seed{seed}", **changes, seed=seed) for seed in range(seeds)]
         for arm, changes in (ARMS | SMALLER).items()
@@ -87,7 +86,7 @@ def compare(folder: Path, seeds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=None, help="where runs are kept; None forgets them")
+    parser.add_argument("--folder", type=Path, default=None, help="folder of the runs. Default: a temporary folder")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,11 +1,11 @@
-"""Activity recognition by a wrist accelerometer, 5 folds of held-out volunteers: five modes beside three baselines.
+"""Activity recognition by a wrist accelerometer, 5 folds of held-out volunteers: five networks and three baselines.
 
     python benchmarks/learning/har_folds.py --data-dir DIR               3 seeds, an hour or more on one CPU thread
-    python benchmarks/learning/har_folds.py --data-dir DIR --seeds       only reports on what has been run
+    python benchmarks/learning/har_folds.py --data-dir DIR --seeds       only report finished runs
 
-Every method gets the same windows of 4 s. The networks are `recipes/har.py` with its presets; the baselines are the
-most frequent activity, and the nearest class centroid and a random forest on features made by hand. Runs lie in --work
-and are not repeated. Writes a table and benchmarks/results/har_folds.json.
+All methods use the same windows of 4 s. The networks are presets of `recipes/har.py`. The baselines are the most
+frequent activity, and the nearest class centroid and a random forest on hand-made features. Runs are kept in --work and
+not repeated. Writes benchmarks/results/har_folds.json.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FOLDS = 5
 MODES = {
     "all_channels": har.full,
     "flatten": har.flatten,
-    "flatten, 12 epochs": lambda: har.flatten().replace(epochs=12),  # as the other modes have
+    "flatten, 12 epochs": lambda: har.flatten().replace(epochs=12),  # as in the other modes
     "average": har.average,
     "first": har.first,
 }
@@ -47,7 +47,7 @@ Scores = list[tuple[float, float]]
 
 
 def features(windows: np.ndarray) -> np.ndarray:
-    """(N, features) of (N, 3, T): the moments and quartiles of each axis, its jerk, its spectrum up to 4 Hz, and the
+    """Return features (N, F) of windows (N, 3, T): moments, quartiles, jerk and spectrum up to 4 Hz of each axis, and
     correlations of the axes.
     """
     centred = windows - windows.mean(-1, keepdims=True)
@@ -69,7 +69,7 @@ def features(windows: np.ndarray) -> np.ndarray:
 
 
 def baselines(data_dir: Path | None, seeds: Sequence[int]) -> dict[str, dict[int, Scores]]:
-    """Scores of each baseline by seed. Only the forest draws numbers."""
+    """Return scores of each baseline by seed; only the forest is random."""
     frequent, centroid = "most frequent activity", "nearest centroid, hand-made features"
     forest = "random forest, hand-made features"
     scores: dict[str, dict[int, Scores]] = {frequent: {0: []}, centroid: {0: []}, forest: {seed: [] for seed in seeds}}
@@ -89,7 +89,7 @@ def baselines(data_dir: Path | None, seeds: Sequence[int]) -> dict[str, dict[int
 
 
 def train(mode: str, seed: int, fold: int, data_dir: Path | None, work: Path) -> None:
-    """One run, unless it is there already."""
+    """Train unless the run is finished."""
     folder = work / f"{folder_name(mode)}-fold{fold}-seed{seed}"
     if not (folder / "results.json").exists():
         config = MODES[mode]().replace(dataset="hmp", data_dir=data_dir, fold=fold, folds=FOLDS, seed=seed)
@@ -101,7 +101,7 @@ def folder_name(mode: str) -> str:
 
 
 def finished(mode: str, work: Path) -> dict[int, Scores]:
-    """Scores by seed, of the seeds whose folds have all been run."""
+    """Return scores by seed, for seeds with all folds finished."""
     scores: dict[int, Scores] = {}
     for path in sorted(work.glob(f"{folder_name(mode)}-fold*-seed*/results.json")):
         numbers = json.loads(path.read_text())
@@ -110,7 +110,7 @@ def finished(mode: str, work: Path) -> dict[int, Scores]:
 
 
 def row(method: str, by_seed: Mapping[int, Scores]) -> dict[str, object]:
-    """Means over folds and seeds; the spread over folds, and over seeds of the mean over folds."""
+    """Return means over folds and seeds, and standard deviations over folds and over seeds."""
     table = 100 * np.array(list(by_seed.values()))  # (seeds, folds, 2)
     accuracy, f1 = table.mean((0, 1)).round(1).tolist()
     return {
@@ -127,11 +127,11 @@ def row(method: str, by_seed: Mapping[int, Scores]) -> dict[str, object]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, default=None, help="folder that holds hmp/; else $TOOLKIT_DATA_DIR")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="settings were chosen with seed 0")
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with hmp/. Default: $TOOLKIT_DATA_DIR")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="settings were tuned with seed 0")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    parser.add_argument("--only-folds", type=int, nargs="+", default=range(FOLDS), help="to share work with others")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "har_folds", help="where the runs lie")
+    parser.add_argument("--only-folds", type=int, nargs="+", default=range(FOLDS), help="folds to train")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "har_folds", help="folder of the runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for mode, seed, fold in itertools.product(args.modes, args.seeds, args.only_folds):

@@ -1,24 +1,22 @@
-"""Bits per byte of held-out Shakespeare: the mixture beside a dense model of equal active parameters, same tokens.
+"""Bits per byte on held-out text: MoE models and dense models with equal active parameters and tokens.
 
-    python benchmarks/learning/lm_bits_per_byte.py         3 seeds, byte by byte: six runs of a minute on an idle CPU
-    python benchmarks/learning/lm_bits_per_byte.py --folder F  keeps the runs in F, and continues what was interrupted
+    python benchmarks/learning/lm_bits_per_byte.py         3 seeds on Shakespeare: six runs of a minute on an idle CPU
+    python benchmarks/learning/lm_bits_per_byte.py --folder F  keep the runs in F, and resume
     python benchmarks/learning/lm_bits_per_byte.py --larger  the preset larger: nine runs of two to three minutes
-    python benchmarks/learning/lm_bits_per_byte.py --much    less than an epoch of a longer text: an hour
+    python benchmarks/learning/lm_bits_per_byte.py --much    a fraction of an epoch of a longer text: an hour
     python benchmarks/learning/lm_bits_per_byte.py --muon  Muon and AdamW: eighteen runs of a minute
-    python benchmarks/learning/lm_bits_per_byte.py --choose  the same rates for every arm, on training text
+    python benchmarks/learning/lm_bits_per_byte.py --choose  tune learning rates on the training text
 
-Each run is `recipes/lm_moe.py` with that preset; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes a
-table and benchmarks/results/lm_bits_per_byte.json, or lm_bits_larger.json. With --choose, which goes with --larger,
---much and --muon too: every learning rate of `RATES` for every arm, one seed that is in no table, `:validation` of the
-text (the
-last tenth of the training text is held out), and lm_bits_choice.json, lm_bits_larger_choice.json or
-lm_bits_much_choice.json. With --much that is of 16 experts and of the dense model for as many tokens, whose rates the
-other two arms take.
+Each run is `recipes/lm_moe.py`; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes
+benchmarks/results/lm_bits_per_byte.json, lm_bits_larger.json, lm_bits_much.json or lm_bits_muon.json.
 
-With --much the text is Python's standard library, a step has 2,048 tokens, and capacity should bind: 16 and 64 experts,
-and dense models of as many active parameters, one of which makes as many steps as take the processor time of the
-mixture of 16 (`LONGER`, of the runs of --choose, two at a time). One thread each; the rates are those that --choose
-chose.
+With --choose, every arm trains at every learning rate of `RATES`, with a separate seed, on `:validation` of the text
+(the last tenth of the training text is held out), and results are in lm_bits*_choice.json. With --much only 16 experts
+and the dense model with equal tokens are tuned; the other two arms use their rates.
+
+With --much the text is Python's standard library, a step has 2,048 tokens, and model capacity matters: 16 and 64
+experts, and dense models with equal active parameters. One dense model trains for the processor time of 16 experts
+(`LONGER`, from the runs of --choose). One thread per run.
 """
 
 from __future__ import annotations
@@ -48,14 +46,14 @@ LARGER = {
     "dense, as many tokens": lambda: dense(larger()),
     "dense, for as long": lambda: dense(larger()).replace(epochs=3),
 }
-"""For as long: a step of the mixture takes about one and a half times as long as one of the dense model."""
+"""Three epochs: a step of the MoE model takes about 1.5 times as long as a step of the dense model."""
 
 LONGER = 1.1
-"""Processor time of a step of the mixture of 16 experts over that of the dense model, with --much."""
+"""Processor time per step of 16 experts relative to the dense model, with --much."""
 
 
 def much(experts: int) -> Config:
-    """A fifth of an epoch of the text."""
+    """Return a config for a fifth of an epoch."""
     return larger().replace(dataset="stdlib", experts=experts, batch_size=16, max_steps=STEPS_OF_MUCH, lr=RATE_OF_MUCH)
 
 
@@ -67,7 +65,7 @@ MUCH = {
     "dense, for as long": lambda: dense(much(16)).replace(max_steps=round(LONGER * STEPS_OF_MUCH)),
 }
 LONGER_MUON = {"MoE": 1.2, "dense": 1.15}
-"""Seconds of a run with Muon over those of one with AdamW, with --muon."""
+"""Run time with Muon relative to AdamW, with --muon."""
 STEPS_OF_FULL = 490
 
 
@@ -94,12 +92,12 @@ RATES = {
     "larger": (1.5e-3, 3e-3, 6e-3),
     "much": (3e-3, 6e-3, 1.2e-2),
 }
-"""Learning rates among which --choose chooses: with --muon, of the presets `full` and `dense`, --larger and --much."""
+"""Learning rates for --choose."""
 CHOICE_SEED = 100
 
 
 def run(config: Config) -> dict[str, Any]:
-    """The results of a run that may be finished, begun, or neither."""
+    """Return the results of a run; start or resume it if it is unfinished."""
     assert config.run_dir is not None
     results = config.run_dir / "results.json"
     return json.loads(results.read_text()) if results.exists() else main(config)
@@ -124,13 +122,15 @@ def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, default=None, help="folder with tinyshakespeare/input.txt")
-    parser.add_argument("--folder", type=Path, default=None, help="where runs are kept; None forgets them")
+    parser.add_argument(
+        "--data-dir", type=Path, default=None, help="folder with tinyshakespeare. Default: $TOOLKIT_DATA_DIR"
+    )
+    parser.add_argument("--folder", type=Path, default=None, help="folder of the runs. Default: a temporary folder")
     parser.add_argument("--larger", action="store_true", help="the preset larger")
     parser.add_argument("--much", action="store_true", help="Python's standard library, 16 and 64 experts")
     parser.add_argument("--muon", action="store_true", help="AdamW and Muon, presets full and dense")
-    parser.add_argument("--choose", action="store_true", help="learning rates, on the end of the training text")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the table (3)")
+    parser.add_argument("--choose", action="store_true", help="tune learning rates on the end of the training text")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds. Default: 3")
     args = parser.parse_args()
     table = next((name for name in ("larger", "much", "muon") if vars(args)[name]), "per_byte")
     arms = {"per_byte": ARMS, "larger": LARGER, "much": MUCH, "muon": MUON}[table]
@@ -158,9 +158,9 @@ if __name__ == "__main__":
             write_report("lm_bits_choice" if table == "per_byte" else f"lm_bits_{table}_choice", rows)
         else:
             runs = {arm: runs_of(arm, range(args.seeds)) for arm in arms}
-            mixture, rival = (
+            moe, baseline = (
                 next(runs[arm] for arm in arms if arm.startswith("dense") == is_dense) for is_dense in (False, True)
             )
-            gains = [d["test_bits_per_byte"] - m["test_bits_per_byte"] for m, d in zip(mixture, rival, strict=True)]
+            gains = [d["test_bits_per_byte"] - m["test_bits_per_byte"] for m, d in zip(moe, baseline, strict=True)]
             rows = [row(arm, each) for arm, each in runs.items()]
             write_report(f"lm_bits_{table}", rows, gain_of_each_seed=gains)

@@ -1,9 +1,9 @@
-"""Training speed of the parallel forms of a Legendre memory beside its step-by-step form, at 784 steps.
+"""Training speed of parallel forms of a Legendre memory, compared with its recurrent form, at 784 steps.
 
     python benchmarks/learning/lmu_forms.py
 
-CPU seconds of one thread for forward and backward, medians of interleaved rounds; every form is first checked to give
-the same outputs and gradients. Writes benchmarks/results/lmu_forms.json.
+CPU seconds of one thread for a forward and backward pass, medians of interleaved rounds. Outputs and gradients of the
+forms are compared first. Writes benchmarks/results/lmu_forms.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def unit(form: Form, order: int, channels: int, hidden: int) -> ParallelLMU:
 
 
 def check(module: nn.Module, specification: nn.Module, x: Tensor) -> float:
-    """Largest difference of outputs and gradients, relative to the largest value."""
+    """Return the largest difference of outputs and gradients, relative to the largest value."""
     worst, found = 0.0, []
     for each in (module, specification):
         each.zero_grad()
@@ -61,16 +61,16 @@ def measure(batch: int, order: int, channels: int, hidden: int, rounds: int) -> 
     steps, chunks, fft = (unit(form, order, channels, hidden) for form in ("steps", "chunks", "fft"))
     torch.manual_seed(0)
     cell = LMU(1, hidden, order, STEPS)
-    arms: dict[str, tuple[Callable[[], Tensor], float]] = {
+    forms: dict[str, tuple[Callable[[], Tensor], float]] = {
         "step by step": (lambda: steps(x)[0], 0.0),
         "chunks": (lambda: chunks(x)[0], check(chunks, steps, x)),
         "fft": (lambda: fft(x)[0], check(fft, steps, x)),
         "last state only": (lambda: steps.last(x), 0.0),
         "nonlinear cell": (lambda: cell(x)[0], 0.0),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(rounds + 1):
-        for name, (train, _) in arms.items():
+        for name, (train, _) in forms.items():
             seconds[name].append(cpu_seconds(train))
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     base = medians["step by step"]
@@ -84,7 +84,7 @@ def measure(batch: int, order: int, channels: int, hidden: int, rounds: int) -> 
             "times as fast": round(base / medians[name], 1),
             "largest relative difference": f"{difference:.0e}",
         }
-        for name, (_, difference) in arms.items()
+        for name, (_, difference) in forms.items()
     ]
 
 

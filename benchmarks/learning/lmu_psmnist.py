@@ -1,10 +1,9 @@
-"""Permuted sequential MNIST: test accuracy after each epoch, of the parallel network and of the nonlinear cell.
+"""Permuted sequential MNIST: test accuracy by epoch of the parallel network and the nonlinear cell.
 
     python benchmarks/learning/lmu_psmnist.py --work DIR --units parallel cell
 
-Each run is `recipes/psmnist.py`; its folder is DIR/<unit>-<seed>. The same command goes on where it was stopped; with
---report it trains nothing and tells how far the runs have come. Writes a record of each unit:
-benchmarks/results/lmu_psmnist_parallel.json and lmu_psmnist_cell.json.
+Each run is `recipes/psmnist.py` in DIR/<unit>-<seed>; the same command resumes, and --report shows the progress without
+training. Writes benchmarks/results/lmu_psmnist_parallel.json and lmu_psmnist_cell.json.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from recipes.psmnist import PRESETS, Config, main
 from toolkit.run.tracking.jsonl import read_metrics
 
 PUBLISHED = {"parallel": 98.49, "cell": 97.15}
-"""Percent: Chilkuri and Eliasmith 2021, and Voelker et al. 2019, as they report it; not measured here."""
+"""Published test accuracy in percent: Chilkuri and Eliasmith 2021, and Voelker et al. 2019."""
 
 
 def curve(folder: Path) -> list[float]:
-    """Test accuracy in percent after each epoch so far."""
+    """Return the test accuracy in percent after each epoch."""
     path = folder / "metrics.jsonl"
     lines = list(read_metrics(path)) if path.exists() else []
     return [round(100 * line["eval/accuracy"], 2) for line in lines if "eval/accuracy" in line]
@@ -54,12 +53,12 @@ def measure(unit: str, seed: int, args: argparse.Namespace) -> dict[str, object]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; finished ones are not repeated")
-    parser.add_argument("--data-dir", type=Path, default=None, help="folder with mnist/; else $TOOLKIT_DATA_DIR")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; finished runs are not repeated")
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with mnist/. Default: $TOOLKIT_DATA_DIR")
     parser.add_argument("--units", nargs="+", choices=sorted(PUBLISHED), default=["parallel"])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=None, help="as the preset has it, without")
-    parser.add_argument("--report", action="store_true", help="train nothing, report what there is")
+    parser.add_argument("--epochs", type=int, default=None, help="Default: as in the preset")
+    parser.add_argument("--report", action="store_true", help="report finished epochs without training")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for unit in args.units:

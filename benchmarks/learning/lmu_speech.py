@@ -1,10 +1,10 @@
-"""Spoken digits: characters by CTC, classes, connected digits, and each speaker held out in turn.
+"""Spoken digits: CTC characters, classification, connected digits, and held-out speakers.
 
     python benchmarks/learning/lmu_speech.py --work DIR --arms fsdd digits connected speakers
 
-Each run is `recipes/lmu_speech.py`; its folder is DIR/<arm>-<seed> or DIR/<speaker>-<seed>, and the same command goes
-on where it was stopped. --data-dir or $TOOLKIT_DATA_DIR holds the Free Spoken Digit Dataset. Writes
-benchmarks/results/lmu_speech.json, and lmu_speakers.json for the arm `speakers`.
+Each run is `recipes/lmu_speech.py` in DIR/<arm>-<seed> or DIR/<speaker>-<seed>; the same command resumes. --data-dir or
+$TOOLKIT_DATA_DIR has the Free Spoken Digit Dataset. Writes benchmarks/results/lmu_speech.json, and lmu_speakers.json
+for the arm `speakers`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARMS = ("fsdd", "digits", "connected", "speakers")
 
 
 def configs(arm: str, seeds: int) -> dict[str, Config]:
-    """The runs of an arm, by the name of their folder."""
+    """Return the runs of an arm by folder name."""
     if arm in SPEAKERS:
         base = fsdd().replace(dataset="fsdd", target="digits", epochs=12, held_out_speaker=arm)
         return {f"{arm}-{seed}": base.replace(seed=seed) for seed in range(seeds)}
@@ -42,7 +42,7 @@ def configs(arm: str, seeds: int) -> dict[str, Config]:
 
 
 def train(config: Config, folder: Path, data_dir: Path | None) -> dict[str, Any]:
-    """What the run in `folder` found; trains what it has not yet."""
+    """Return the results of the run in `folder`, after training if it is unfinished."""
     results = folder / "results.json"
     if not results.exists():
         main(config.replace(run_dir=folder, data_dir=data_dir, tracker="none", log_every=100))
@@ -51,7 +51,7 @@ def train(config: Config, folder: Path, data_dir: Path | None) -> dict[str, Any]
 
 
 def with_beam(folder: Path, config: Config, data_dir: Path | None, *, lexicon: bool) -> float:
-    """The word error rate of the recogniser in `folder`, in percent, with a beam, of words to train on or of any."""
+    """Return the word error rate of the recogniser in `folder` with beam search, in percent."""
     from speech.audio import LogMel
     from speech.characters import Characters
     from speech.ctc import CTC
@@ -80,13 +80,13 @@ def with_beam(folder: Path, config: Config, data_dir: Path | None, *, lexicon: b
     return 100 * errors / words
 
 
-def spread(values: Sequence[float]) -> str:
+def mean_sd(values: Sequence[float]) -> str:
     deviation = f" (sd {statistics.stdev(values):.2f})" if len(values) > 1 else ""
     return f"{statistics.mean(values):.2f}{deviation}"
 
 
 def finished(arm: str, args: argparse.Namespace) -> tuple[dict[str, tuple[Config, Path]], dict[str, dict[str, Any]]]:
-    """The runs of an arm and what they found; without --report, those that are missing are trained."""
+    """Return the runs of an arm and their results; without --report, missing runs are trained."""
     runs = {name: (config, args.work / name) for name, config in configs(arm, args.seeds).items()}
     if args.report:
         runs = {name: run for name, run in runs.items() if (run[1] / "results.json").exists()}
@@ -99,7 +99,7 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
     if arm == "digits":
         accuracies = {name: 100 * run["test_accuracy"] for name, run in found.items()}
         row |= {
-            "accuracy %": spread(list(accuracies.values())),
+            "accuracy %": mean_sd(list(accuracies.values())),
             "WER %": None,
             "CER %": None,
             "WER % with a beam": None,
@@ -107,13 +107,16 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
         }
         row["each"] = {name: round(value, 2) for name, value in accuracies.items()}
     else:
-        beams, listed = (
+        beams, lexicons = (
             [with_beam(folder, config, args.data_dir, lexicon=lexicon) for config, folder in runs.values()]
             for lexicon in (False, True)
         )
-        row |= {"accuracy %": None, "WER %": spread([100 * run["test_wer"] for run in found.values()])}
-        row |= {"CER %": spread([100 * run["test_cer"] for run in found.values()]), "WER % with a beam": spread(beams)}
-        row["WER % with a lexicon"] = spread(listed)
+        row |= {"accuracy %": None, "WER %": mean_sd([100 * run["test_wer"] for run in found.values()])}
+        row |= {
+            "CER %": mean_sd([100 * run["test_cer"] for run in found.values()]),
+            "WER % with a beam": mean_sd(beams),
+        }
+        row["WER % with a lexicon"] = mean_sd(lexicons)
         row["each"] = {name: round(100 * run["test_wer"], 2) for name, run in found.items()}
     row["parameters"] = next(iter(found.values()))["parameters"]
     row["minutes each"] = round(statistics.mean(run["wall_seconds"] for run in found.values()) / 60, 1)
@@ -121,11 +124,11 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, object]:
 
 
 def each_speaker(args: argparse.Namespace) -> list[dict[str, object]]:
-    """Accuracy on all recordings of a speaker who was held out of training: mean, spread and value of each seed."""
+    """Return the accuracy on all recordings of each held-out speaker: mean, standard deviation and each seed."""
     accuracies = {
         speaker: [100 * run["test_accuracy"] for run in finished(speaker, args)[1].values()] for speaker in SPEAKERS
     }
-    accuracies["mean of all"] = [statistics.mean(of_a_seed) for of_a_seed in zip(*accuracies.values(), strict=True)]
+    accuracies["mean of all"] = [statistics.mean(speakers) for speakers in zip(*accuracies.values(), strict=True)]
     return [
         {
             "held out": name,
@@ -140,11 +143,11 @@ def each_speaker(args: argparse.Namespace) -> list[dict[str, object]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; finished ones are not repeated")
-    parser.add_argument("--data-dir", type=Path, default=None, help="folder with fsdd/; else $TOOLKIT_DATA_DIR")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; finished runs are not repeated")
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with fsdd/. Default: $TOOLKIT_DATA_DIR")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm, and of each speaker")
-    parser.add_argument("--report", action="store_true", help="train nothing, report the finished runs")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per arm and speaker. Default: 3")
+    parser.add_argument("--report", action="store_true", help="report finished runs without training")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if arms := [arm for arm in args.arms if arm != "speakers"]:

@@ -1,10 +1,10 @@
-"""Test accuracy on MNIST: the mixture beside a dense network of equal active parameters, same schedule, same seeds.
+"""Test accuracy on MNIST: MoE model and dense network with equal active parameters, schedule and seeds.
 
-  python benchmarks/learning/mnist_accuracy.py --data-dir DIR  10 seeds of 1 and 5 epochs; a quarter of an hour
-    python benchmarks/learning/mnist_accuracy.py --jobs 2    as many processes of one thread each; goes on where it was
+    python benchmarks/learning/mnist_accuracy.py --data-dir DIR  10 seeds of 1 and 5 epochs; a quarter of an hour
+    python benchmarks/learning/mnist_accuracy.py --jobs 2        two processes of one thread each; resumes
 
-Writes a table and benchmarks/results/mnist_accuracy.json. Each run is `recipes/mnist_moe.py` with that preset. Settings
-are to be chosen with --dataset mnist:validation, of which nothing is written.
+Each run is a preset of `recipes/mnist_moe.py`. Tune settings with --dataset mnist:validation, which writes nothing.
+Writes benchmarks/results/mnist_accuracy.json.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ RUNS = ROOT / "runs" / "mnist_accuracy" / (COMMIT or "unknown")
 
 @dataclass(frozen=True)
 class Job:
-    """One run."""
-
     arm: str
     epochs: int
     seed: int
@@ -45,7 +43,7 @@ class Job:
 
 
 def results(job: Job) -> dict[str, float]:
-    """Of a run of the recipe on one thread, or of the same run of the same commit before."""
+    """Return the results of a run on one thread, from the cache if the same commit has run it."""
     file = RUNS / f"{job.arm}-{job.dataset}-{job.epochs}-{job.seed}.json"
     if file.exists():
         return json.loads(file.read_text())
@@ -67,7 +65,7 @@ def results(job: Job) -> dict[str, float]:
 
 
 def row(arm: str, epochs: int, runs: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """Mean and spread of the test accuracy in percent; the loads of experts over the last epoch, beside their mean."""
+    """Return test accuracy in percent, and expert loads of the last epoch relative to their mean."""
     accuracies = [100 * run["test_accuracy"] for run in runs]
     shown: dict[str, object] = {
         "arm": arm,
@@ -86,15 +84,15 @@ def row(arm: str, epochs: int, runs: Sequence[Mapping[str, float]]) -> dict[str,
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data-dir", type=Path, default=None, help="folder with MNIST; else $TOOLKIT_DATA_DIR or the Hub"
+        "--data-dir", type=Path, default=None, help="folder with MNIST. Default: $TOOLKIT_DATA_DIR or the Hub"
     )
     parser.add_argument("--dataset", default="mnist")
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 10], help="how many, for each of --epochs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 10], help="number of seeds for each of --epochs")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     if len(args.seeds) != len(args.epochs):
-        parser.error(f"--seeds takes as many numbers as --epochs, {len(args.epochs)}")
+        parser.error(f"--seeds: needs {len(args.epochs)} numbers, one for each of --epochs.")
     cases = [(epochs, seeds, arm) for epochs, seeds in zip(args.epochs, args.seeds, strict=True) for arm in ARMS]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         waiting = [

@@ -1,12 +1,12 @@
-"""Does every recipe still learn as well as it did? A short run of each, beside a floor.
+"""Regression test of the quality of every recipe: a short run of each, compared with a floor.
 
-    python benchmarks/learning/quality.py --data-dir DIR             minutes; exit code 1 where one is past its floor
-    python benchmarks/learning/quality.py --data-dir DIR --floors    after a change that is meant: new floors
+    python benchmarks/learning/quality.py --data-dir DIR             minutes; exit code 1 if a run misses its floor
+    python benchmarks/learning/quality.py --data-dir DIR --floors    write new floors after an intended change
 
-A floor is what the run reached when floors were taken, less a point (of bits per byte: 0.05). They stand in
-benchmarks/results/quality.json; `--floors` writes them, and nothing else does. The runs are much shorter than those of
-the published figures, on one process and thread, with one seed: they say that something broke, not how good it is. On
-another kind of processor a seed may end a point lower by itself: take floors there first, of the code before a change.
+A floor is the reference result minus one percentage point (plus 0.05 bits per byte). Only `--floors` writes floors, to
+benchmarks/results/quality.json. The runs are much shorter than the published runs, on one process and thread, with one
+seed: they detect regressions and do not measure quality. On another type of processor a seed can differ by a point:
+write floors there before a change.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ POINT, BITS = 0.01, 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """A short run of a recipe."""
-
     recipe: str
     flags: str
     metric: str
-    """In results.json. Bits per byte are better where they are lower, accuracy where it is higher."""
+    """Key of results.json; lower is better only for bits per byte."""
 
     @property
     def lower_is_better(self) -> bool:
         return self.metric.endswith("bits_per_byte")
 
     def floor(self, value: float) -> float:
-        """The worst that may be, where `value` was reached."""
+        """Return the worst acceptable value for the reference `value`."""
         return round(value + BITS, 3) if self.lower_is_better else round(value - POINT, 4)
 
     def holds(self, value: float, floor: float) -> bool:
@@ -65,18 +63,9 @@ CASES = [
 
 
 def run(case: Case, data_dir: Path) -> dict[str, Any]:
-    """One case: what it reached, and how long it took."""
+    """Run a case, and return its result and seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [
-            *case.flags.split(),
-            "--run-dir",
-            f"{folder}/run",
-            "--cpu",
-            "--num-processes",
-            "1",
-            "--tracker",
-            "none",
-        ]
+        flags = f"{case.flags} --run-dir {folder}/run --cpu --num-processes 1 --tracker none".split()
         start = time.perf_counter()
         done = run_recipe(case.recipe, *flags, env={"OMP_NUM_THREADS": "1", "TOOLKIT_DATA_DIR": str(data_dir)})
         assert done.returncode == 0, done.stderr[-2000:]
@@ -91,7 +80,7 @@ def run(case: Case, data_dir: Path) -> dict[str, Any]:
 
 
 def judge(rows: Sequence[Mapping[str, Any]], floors: Mapping[str, float]) -> list[dict[str, Any]]:
-    """`rows` with the floor of each, and whether it holds."""
+    """Add to each row its floor and whether it holds."""
     return [
         {**row, "floor": floors[row["recipe"]], "holds": case.holds(row["value"], floors[row["recipe"]])}
         for case, row in zip(CASES, rows, strict=True)
@@ -101,7 +90,7 @@ def judge(rows: Sequence[Mapping[str, Any]], floors: Mapping[str, float]) -> lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--floors", action="store_true", help="take what is reached for new floors")
+    parser.add_argument("--floors", action="store_true", help="write new floors from the results")
     options = parser.parse_args()
     rows = [run(case, options.data_dir) for case in CASES]
     if options.floors:

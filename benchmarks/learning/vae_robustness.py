@@ -1,13 +1,11 @@
-"""Few labels, some of them wrong: the sweeps behind docs/recipes/vae.md. Hours on two cores; goes on where it was
-stopped.
+"""Few and wrong labels: the sweeps of docs/recipes/vae.md. Hours on two cores; resumes.
 
-    python benchmarks/learning/vae_robustness.py --out runs/vae           all of them, one run at a time
-    python benchmarks/learning/vae_robustness.py --out runs/vae labels    one of them
-    python benchmarks/learning/vae_robustness.py --out runs/vae --collect  tables of what is finished by now
+    python benchmarks/learning/vae_robustness.py --out runs/vae           all sweeps, one run at a time
+    python benchmarks/learning/vae_robustness.py --out runs/vae labels    one sweep
+    python benchmarks/learning/vae_robustness.py --out runs/vae --collect  tables of finished runs
 
-Each is a `toolkit sweep` of recipes/vae_robustness.py, with tables and a picture in a folder below --out. Writes
-benchmarks/results/vae_labels.json, and one for each other sweep, with what is finished. MNIST is found as recipes find
-it.
+Each sweep is a `toolkit sweep` of recipes/vae_robustness.py, with tables and a plot in a folder below --out. MNIST is
+located as in recipes. Writes benchmarks/results/vae_<sweep>.json with the finished runs of each sweep.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ METRICS = [
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """A row per cell of a sweep, as far as it is finished, with every seed's accuracy."""
+    """Return a row for each cell of a sweep with finished runs."""
     table = gather(folder / "cells", metrics=METRICS)
     rows = []
     for mean in table.means():
@@ -84,28 +82,26 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def accuracy_of(errors: Sequence[float]) -> dict[str, Any]:
-    """The same in percent answered rightly, and the standard error of the mean."""
-    spread = round(statistics.stdev(errors) / len(errors) ** 0.5, 2) if len(errors) > 1 else None
+    """Return accuracy in percent for errors in percent, with the standard error of the mean."""
+    standard_error = round(statistics.stdev(errors) / len(errors) ** 0.5, 2) if len(errors) > 1 else None
     return {
         "accuracy %": round(100 - statistics.mean(errors), 2),
         "accuracy of each seed": [round(100 - error, 2) for error in errors],
-        "standard error": spread,
+        "standard error": standard_error,
     }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", nargs="*", help=f"which of {', '.join(SWEEPS)}; default: all but fashion")
+    parser.add_argument("sweeps", nargs="*", help=f"{', '.join(SWEEPS)}. Default: all except fashion")
     parser.add_argument("--out", type=Path, default=Path("runs/vae"))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
-    parser.add_argument("--collect", action="store_true", help="run nothing")
-    parser.add_argument(
-        "--flags", default="--cpu --mixed-precision bf16", help="more flags of the recipe, for every run"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs. Default: 1")
+    parser.add_argument("--collect", action="store_true", help="only write tables of finished runs")
+    parser.add_argument("--flags", default="--cpu --mixed-precision bf16", help="flags of the recipe for every run")
     args = parser.parse_args()
     names = args.sweeps or [name for name in SWEEPS if name != "fashion"]
     if unknown := set(names) - set(SWEEPS):
-        parser.error(f"no such sweep: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown sweep {', '.join(sorted(unknown))}. Choose from: {', '.join(SWEEPS)}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     common = ["--tracker", "none", "--log-every", "200", "--checkpoint.keep", "1", *args.flags.split()]
     for name in names:

@@ -1,11 +1,11 @@
-"""How long training stands still for a checkpoint: written at once, and by a thread while training goes on.
+"""Stall of training by a checkpoint, with synchronous and with background saves.
 
-    python benchmarks/speed/checkpoint_stall.py        three minutes on two cores, and 2 GB of the disk
+    python benchmarks/speed/checkpoint_stall.py        three minutes on two cores; needs 2 GB on disk
 
-A mixture of 32 experts (width 256, hidden 2,048, top 2; 403 MB with AdamW's states), on one process with one thread, a
-checkpoint every 25 steps. A stall is the time that the callback keeps a step waiting, the wait for the save before
-included. "of a run" is what the whole run takes longer than one without checkpoints, per save: of two cores the thread
-has one for itself. Rounds are interleaved; figures are medians. Writes benchmarks/results/checkpoint_stall.json.
+An MoE layer with 32 experts (width 256, hidden 2,048, top 2; 403 MB with AdamW states), on one process with one thread
+and a checkpoint every 25 steps. A stall is the time that the callback blocks a step, including the wait for the
+previous save. "of a run" is the additional time of the run per save, compared with no checkpoints; the saving thread
+has its own core. Values are medians of interleaved rounds. Writes benchmarks/results/checkpoint_stall.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from toolkit.train.optim import build_optimizer, warmup_cosine
 DIM, HIDDEN, EXPERTS, BATCH = 256, 2048, 32, 512
 EVERY, SAVES = 25, 4
 STEPS = EVERY * (SAVES + 1)
-ARMS: dict[str, Any] = {
+VARIANTS: dict[str, Any] = {
     "no checkpoints": None,
     "written at once": {"in_background": False},
     "in the background": {"in_background": True},
@@ -42,7 +42,7 @@ ARMS: dict[str, Any] = {
 
 
 class TimedCheckpointing(Checkpointing):
-    """Notes how long each save keeps the step waiting, and when the steps began and ended."""
+    """Checkpointing that records stalls, and the start and end of training."""
 
     def __init__(self, options: CheckpointOptions) -> None:
         super().__init__(options)
@@ -62,7 +62,7 @@ class TimedCheckpointing(Checkpointing):
 
 
 def run(settings: dict[str, Any] | None) -> tuple[list[float], float]:
-    """Seconds of each stall but the first, which makes the buffers; seconds of all steps."""
+    """Return the seconds of each stall except the first, which allocates buffers, and of all steps."""
     with tempfile.TemporaryDirectory(prefix="checkpoint-stall-") as folder:
         config = tk.RunConfig(run_dir=Path(folder) / "run", tracker="none", cpu=True, batch_size=BATCH, max_steps=STEPS)
         with tk.start_run("checkpoint_stall", config) as started:
@@ -91,21 +91,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    found: dict[str, list[tuple[list[float], float]]] = {arm: [] for arm in ARMS}
+    found: dict[str, list[tuple[list[float], float]]] = {variant: [] for variant in VARIANTS}
     for _ in range(rounds):
-        for arm, settings in ARMS.items():
-            found[arm].append(run(settings))
-    whole = {arm: statistics.median(seconds for _, seconds in runs) for arm, runs in found.items()}
-    stalls = {arm: statistics.median(s for stalls, _ in runs for s in stalls) for arm, runs in found.items()}
+        for variant, settings in VARIANTS.items():
+            found[variant].append(run(settings))
+    totals = {variant: statistics.median(seconds for _, seconds in runs) for variant, runs in found.items()}
+    stalls = {variant: statistics.median(s for stalls, _ in runs for s in stalls) for variant, runs in found.items()}
     rows = [
         {
-            "arm": arm,
-            "stall, ms": round(1000 * stalls[arm], 1),
-            "of a synchronous save's, %": round(100 * stalls[arm] / stalls["written at once"], 1),
-            "of a run, ms per save": round(1000 * (whole[arm] - whole["no checkpoints"]) / SAVES, 1),
-            "ms per step without saves": round(1000 * whole["no checkpoints"] / STEPS, 1),
+            "arm": variant,
+            "stall, ms": round(1000 * stalls[variant], 1),
+            "of a synchronous save's, %": round(100 * stalls[variant] / stalls["written at once"], 1),
+            "of a run, ms per save": round(1000 * (totals[variant] - totals["no checkpoints"]) / SAVES, 1),
+            "ms per step without saves": round(1000 * totals["no checkpoints"] / STEPS, 1),
         }
-        for arm in list(ARMS)[1:]
+        for variant in list(VARIANTS)[1:]
     ]
     write_report("checkpoint_stall", rows, rounds=rounds, saves=SAVES)
 

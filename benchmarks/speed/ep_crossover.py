@@ -33,16 +33,16 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import write_report
 from benchmarks.speed.ep_speed import (
     BY_HAND,
-    CONTENDERS,
     LENGTH,
     OURS,
     PLAIN,
     STEPS_PER_TURN,
     TOKENS,
+    VARIANTS,
     VOCAB,
-    know_ours,
-    race,
     save_model,
+    time_variants,
+    use_kernel,
 )
 from benchmarks.speed.large_checkpoint import Watch
 from benchmarks.support.processes import run_distributed
@@ -50,11 +50,11 @@ from toolkit.run.process_settings import process_settings
 
 SHAPES = [(128, 128, 16, 2), (256, 512, 16, 2), (512, 1024, 16, 2), (256, 512, 64, 8)]
 """Width, hidden width, experts, top-k."""
-RIVALS = (PLAIN, BY_HAND, OURS)
+COMPARED = (PLAIN, BY_HAND, OURS)
 LIMIT_GB = 3.0
 MEMORY_SHAPE = (256, 1024)
 EXPERT_COUNTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
-"""Of the four layers, tried in this order."""
+"""Experts per layer, tried in this order."""
 
 
 def speeds(world: int, rounds: int) -> list[dict[str, Any]]:
@@ -62,9 +62,9 @@ def speeds(world: int, rounds: int) -> list[dict[str, Any]]:
     for dim, hidden, experts, top_k in SHAPES:
         with tempfile.TemporaryDirectory() as folder:
             parameters = save_model(Path(folder), dim, hidden, experts, top_k)
-            seconds = run_distributed(race, world, Path(folder), rounds, RIVALS, timeout_s=3000)[0]
+            seconds = run_distributed(time_variants, world, Path(folder), rounds, COMPARED, timeout_s=3000)[0]
         for name, each in seconds.items():
-            ratios = [plain / mine for plain, mine in zip(seconds[PLAIN], each, strict=True)]
+            ratios = [plain / own for plain, own in zip(seconds[PLAIN], each, strict=True)]
             low, _, high = statistics.quantiles(ratios, n=4)
             rows.append(
                 {
@@ -86,18 +86,18 @@ def speeds(world: int, rounds: int) -> list[dict[str, Any]]:
 
 @process_settings()
 def trains_within(folder: Path, name: str, limit_gb: float) -> bool:
-    """Train two steps, unless the memory of this rank grows by more than `limit_gb`, which ends it."""
-    know_ours()
+    """Train two steps; the process ends if its memory grows by more than `limit_gb`."""
+    use_kernel()
     watch = Watch(math.inf)
     watch.limit = watch.before + limit_gb * 1e9
-    step = CONTENDERS[name](folder)
+    step = VARIANTS[name](folder)
     for _ in range(2):
         step(torch.randint(VOCAB, (TOKENS // dist.get_world_size() // LENGTH, LENGTH)))
     return True
 
 
 def largest(world: int, name: str, limit_gb: float) -> dict[str, Any]:
-    """The row of the largest model that a contender trains."""
+    """Return the row of the largest model that a variant trains."""
     found: dict[str, Any] = {"processes": world, "contender": name, "experts": 0, "million parameters": 0.0}
     for experts in EXPERT_COUNTS:
         with tempfile.TemporaryDirectory() as folder:
@@ -113,16 +113,16 @@ def largest(world: int, name: str, limit_gb: float) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A line for each contender: tokens per second beside those of plain DDP, by parameters."""
+    """Plot the throughput of each variant relative to plain DDP, by parameters."""
     from matplotlib.figure import Figure
 
     worlds = sorted({row["processes"] for row in rows})
     figure = Figure(figsize=(4.2 * len(worlds), 3.4), layout="constrained")
     for axes, world in zip(figure.subplots(1, len(worlds), sharey=True, squeeze=False)[0], worlds, strict=True):
-        for name in RIVALS:
-            mine = [row for row in rows if row["processes"] == world and row["contender"] == name and row["top k"] == 2]
-            mine.sort(key=lambda row: row["million parameters"])
-            sizes, ratios = [row["million parameters"] for row in mine], [row["x plain DDP"] for row in mine]
+        for name in COMPARED:
+            own = [row for row in rows if row["processes"] == world and row["contender"] == name and row["top k"] == 2]
+            own.sort(key=lambda row: row["million parameters"])
+            sizes, ratios = [row["million parameters"] for row in own], [row["x plain DDP"] for row in own]
             axes.plot(sizes, ratios, marker="o", label=name)
         axes.set(xscale="log", xlabel="million parameters", title=f"{world} processes, top 2 of 16")
         axes.set_xticks(sizes, [f"{size:g}" for size in sizes], minor=False)

@@ -1,22 +1,21 @@
-"""Our expert parallelism beside that of transformers: the same model, the same weights, the same tokens, on gloo.
+"""Expert parallelism of the toolkit compared with transformers: same model, weights and tokens, on gloo.
 
     python benchmarks/speed/ep_speed.py                 2 and 4 processes, about four minutes on two cores
     python benchmarks/speed/ep_speed.py --worlds 2 --rounds 3
 
-A Qwen3-MoE of 3.7 million parameters with 16 experts, top 2, in float32; 2,048 tokens per step over all ranks; forward,
-backward, clipping, AdamW. transformers as it is configured shards with FSDP2 and brings tokens by its own all-to-all;
-ours replicates the dense part with DDP. Like beside like: its all-to-all and its kernel with the dense part under DDP,
-which no configuration of it makes, so it is put together here by hand. A last one has our dispatch with their kernel,
-to tell where the difference comes from. Before anything is timed the first losses have to agree. All contenders of a
-world run in one launch, in rounds in which each has its turn; figures are medians over rounds of the ratio in the same
-round.
+A Qwen3-MoE with 3.7 million parameters and 16 experts, top 2, in float32; 2,048 tokens per step over all ranks;
+forward pass, backward pass, clipping, AdamW. transformers' configuration shards non-expert parameters with FSDP2; the
+toolkit replicates them with DDP. "by hand" combines transformers' all-to-all and kernel with DDP, which has no
+configuration. Further variants are the toolkit's dispatch with transformers' kernel, and plain DDP. The losses of the
+first steps are compared before timing. Variants run in interleaved rounds of one launch; values are medians over
+rounds of the ratio in the same round.
 
-A second table takes one layer apart, forward and backward: what dispatch and combine cost beyond the all-to-alls of the
-same rows and counts, as a share of the whole layer; of the model's sizes, which are tiny, and of those of moe_layer.py,
-for which the target stands. Its last column has only the time in which the first process's own thread computes: without
-what its all-to-alls do, and without waiting, which is longer where processes come to an all-to-all at unequal times.
+A second table splits the forward and backward pass of one layer: the cost of dispatch and combine beyond bare
+all-to-alls of the same rows and counts, as a share of the layer. Its sizes are the model's and the sizes of
+moe_layer.py, for which the target holds. The last column counts only the thread time of the first process, without
+all-to-alls and waiting.
 
-Writes benchmarks/results/ep_speed.json and ep_layer.json; exit code 1 where a target is missed.
+Writes benchmarks/results/ep_speed.json and ep_layer.json; exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-
 from benchmarks.report import write_report
 from benchmarks.support.processes import run_distributed
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher
@@ -52,10 +50,10 @@ from toolkit.run.process_settings import process_settings
 DIM, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB = 128, 128, 16, 2, 4, 1024
 TOKENS, LENGTH = 2048, 128
 SHAPES = [(DIM, HIDDEN), (256, 512)]
-"""Of the layer that is taken apart: the model's, and that of moe_layer.py, for which the target stands."""
+"""Sizes of the layer in the second table: the model's, and of moe_layer.py with the target."""
 STEPS_PER_TURN = 3
 LEAST_TIMES_STOCK, MOST_OF_LAYER = 1.1, 0.10
-"""The targets: tokens per second, and the share of a layer."""
+"""Targets: relative tokens per second, and share of a layer."""
 
 STOCK, BY_HAND, OURS = "transformers (FSDP2)", "transformers by hand (DDP)", "ours (DDP)"
 PLAIN = "no expert parallelism (DDP)"
@@ -67,21 +65,21 @@ def config(dim: int = DIM, hidden: int = HIDDEN, experts: int = EXPERTS, top_k: 
     from transformers import Qwen3MoeConfig
 
     sizes: dict[str, Any] = {"hidden_size": dim, "intermediate_size": hidden, "moe_intermediate_size": hidden}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
-    mixture: dict[str, Any] = {"num_experts": experts, "num_experts_per_tok": top_k, "norm_topk_prob": True}
-    return Qwen3MoeConfig(vocab_size=VOCAB, num_hidden_layers=LAYERS, use_cache=False, **sizes, **heads, **mixture)
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "num_hidden_layers": LAYERS}
+    sizes |= {"num_experts": experts, "num_experts_per_tok": top_k, "norm_topk_prob": True}
+    return Qwen3MoeConfig(vocab_size=VOCAB, use_cache=False, **sizes)
 
 
 def save_model(folder: Path, *sizes: int) -> int:
-    """Save a model of the `config` of these sizes, and return how many parameters it has."""
+    """Save a model with these sizes of `config`, and return its number of parameters."""
     torch.manual_seed(0)
     model = causal_lm(config(*sizes))
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def know_ours() -> None:
-    """Register our experts kernel with transformers, and print no progress of loading."""
+def use_kernel() -> None:
+    """Register the toolkit's experts kernel with transformers, and hide loading progress."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -153,7 +151,7 @@ def transformers_by_hand(folder: Path) -> Step:
 
 
 def under_ddp(folder: Path, experts_implementation: str) -> Step:
-    """Returns a step with our expert parallelism and DDP for all other parameters."""
+    """Return a step with the toolkit's expert parallelism and DDP for non-expert parameters."""
     with experts_in_files():
         accelerator, model, optimizer = unprepared(folder, experts_implementation)
     groups = make_expert_groups(dist.get_world_size())
@@ -161,13 +159,13 @@ def under_ddp(folder: Path, experts_implementation: str) -> Step:
 
 
 def plain_ddp(folder: Path) -> Step:
-    """Returns a step with DDP for all parameters, and our kernel."""
+    """Return a step with DDP for all parameters and the toolkit's kernel."""
     accelerator, model, optimizer = unprepared(folder, "toolkit")
     return stepper(accelerator, *accelerator.prepare(model, optimizer))
 
 
 def unprepared(folder: Path, experts_implementation: str) -> tuple[Any, Any, Any]:
-    """Returns an accelerator, the saved model and its optimizer."""
+    """Return an accelerator, the saved model and its optimizer."""
     from accelerate import Accelerator
 
     model: Any = causal_lm(folder, experts_implementation=experts_implementation)
@@ -188,7 +186,7 @@ def stepper(accelerator: Any, model: Any, optimizer: Any) -> Step:
 
 
 def timed(work: Callable[..., Any], inputs: Sequence[Any]) -> float:
-    """Seconds until the last rank is done with all of them."""
+    """Return the seconds until all ranks have processed all inputs."""
     dist.barrier()
     start = time.perf_counter()
     for each in inputs:
@@ -197,7 +195,7 @@ def timed(work: Callable[..., Any], inputs: Sequence[Any]) -> float:
     return time.perf_counter() - start
 
 
-CONTENDERS: dict[str, Callable[[Path], Step]] = {
+VARIANTS: dict[str, Callable[[Path], Step]] = {
     STOCK: under_transformers,
     BY_HAND: transformers_by_hand,
     OURS: lambda folder: under_ddp(folder, "toolkit"),
@@ -207,33 +205,32 @@ CONTENDERS: dict[str, Callable[[Path], Step]] = {
 
 
 @process_settings()
-def race(folder: Path, rounds: int, names: Sequence[str] = tuple(CONTENDERS)) -> dict[str, list[float]]:
-    """Seconds per turn of each contender, by round."""
-    know_ours()
-    contenders = {name: CONTENDERS[name](folder) for name in names}
+def time_variants(folder: Path, rounds: int, names: Sequence[str] = tuple(VARIANTS)) -> dict[str, list[float]]:
+    """Return seconds per turn of each variant, by round."""
+    use_kernel()
+    variants = {name: VARIANTS[name](folder) for name in names}
     world, rank = dist.get_world_size(), dist.get_rank()
     draws = torch.Generator().manual_seed(rank)
 
     def batch() -> Tensor:
         return torch.randint(VOCAB, (TOKENS // world // LENGTH, LENGTH), generator=draws)
 
-    batches = [batch() for _ in range(2)]  # the second loss is that of weights after a clipped step
-    losses = torch.stack([torch.stack([step(each) for each in batches]) for step in contenders.values()])
+    batches = [batch() for _ in range(2)]  # the second loss includes a clipped step
+    losses = torch.stack([torch.stack([step(each) for each in batches]) for step in variants.values()])
     dist.all_reduce(losses)
     if not torch.allclose(losses, losses[0].expand_as(losses), rtol=1e-5):
-        raise RuntimeError(f"the contenders do not compute the same: {losses.tolist()}")
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        raise RuntimeError(f"losses of the variants differ: {losses.tolist()}")
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
         batches = [batch() for _ in range(STEPS_PER_TURN)]
-        for name, step in contenders.items():
+        for name, step in variants.items():
             seconds[name].append(timed(step, batches))
     return {name: each[1:] for name, each in seconds.items()}
 
 
 @process_settings()
-def take_apart(dim: int, hidden: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of a layer, of its dispatch and combine alone, and of their bare all-to-alls, by round; and those in
-    which this thread computed, on the first process."""
+def time_layer(dim: int, hidden: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return seconds by round, and thread time, of a layer, of its dispatch and combine, and of bare all-to-alls."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -290,7 +287,7 @@ def take_apart(dim: int, hidden: int, rounds: int) -> tuple[dict[str, list[float
 
 
 def beyond(parts: dict[str, list[float]]) -> float:
-    """What dispatch and combine take beyond their bare all-to-alls, as a share of the layer."""
+    """Return the share of the layer that dispatch and combine take beyond bare all-to-alls."""
     return statistics.median((b - c) / a for a, b, c in zip(*parts.values(), strict=True))
 
 
@@ -304,10 +301,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         parameters = save_model(Path(folder))
         for world in options.worlds:
-            seconds = run_distributed(race, world, Path(folder), options.rounds, timeout_s=1200)[0]
+            seconds = run_distributed(time_variants, world, Path(folder), options.rounds, timeout_s=1200)[0]
             for name, each in seconds.items():
-                ratios = [stock / mine for stock, mine in zip(seconds[STOCK], each, strict=True)]
-                alike = [theirs / mine for theirs, mine in zip(seconds[BY_HAND], each, strict=True)]
+                ratios = [stock / own for stock, own in zip(seconds[STOCK], each, strict=True)]
+                by_hand = [other / own for other, own in zip(seconds[BY_HAND], each, strict=True)]
                 speed = STEPS_PER_TURN * TOKENS / statistics.median(each)
                 low, _, high = statistics.quantiles(ratios, n=4)
                 ratio = statistics.median(ratios)
@@ -319,11 +316,11 @@ def main() -> int:
                         "tokens/s": round(speed),
                         "x transformers": round(ratio, 3),
                         "quartiles": f"{low:.3f} to {high:.3f}",
-                        "x transformers by hand": round(statistics.median(alike), 3),
+                        "x transformers by hand": round(statistics.median(by_hand), 3),
                     }
                 )
             for dim, hidden in SHAPES:
-                parts, busy = run_distributed(take_apart, world, dim, hidden, options.rounds, timeout_s=600)[0]
+                parts, busy = run_distributed(time_layer, world, dim, hidden, options.rounds, timeout_s=600)[0]
                 missed |= (dim, hidden) == SHAPES[-1] and beyond(parts) > MOST_OF_LAYER
                 medians = {f"{name}, ms": round(1e3 * statistics.median(each), 2) for name, each in parts.items()}
                 row = {"processes": world, "dim": dim, "hidden": hidden, **medians}

@@ -1,16 +1,15 @@
-"""The memory that a mixture was expected to take in each process, beside what it took: five models and layouts.
+"""Expected and measured memory per process when fine-tuning MoE models: five models and layouts.
 
     python benchmarks/speed/expected_memory.py             eight minutes; needs 8 GB of memory and 2 GB on disk
-    python benchmarks/speed/expected_memory.py --plan      what Qwen3-30B-A3B is expected to take on GPUs
+    python benchmarks/speed/expected_memory.py --plan      expected memory of Qwen3-30B-A3B on GPUs
 
-For each case a checkpoint with random weights is written to a temporary folder and deleted at the end, and fresh
-processes load it with `experts_in_files()`, add adapters, spread the experts and make three steps. `took` is the most
-that a process had of its own (anonymous pages) beyond what it had after its imports; `expected` is what `toolkit plan`
-says from the configuration alone, without what it adds for a GPU's context.
+For each case, new processes load a temporary checkpoint with random weights by `experts_in_files()`, add adapters,
+shard the experts and train three steps. `took` is the peak of private anonymous pages of a process after its imports.
+`expected` is the estimate of `toolkit plan` from the configuration, without a GPU context.
 
-In float32: in bf16 oneDNN keeps a kernel for each number of rows that an expert got, some 0.5 GB more on a CPU. The C
-library gives freed memory back (MALLOC_MMAP_THRESHOLD_), because how much it keeps says nothing of other allocators.
-Writes benchmarks/results/expected_memory.json, or with --plan fine_tuning_plan.json.
+In float32, because in bf16 oneDNN caches a kernel for each number of rows of an expert, about 0.5 GB on a CPU. The C
+library returns freed memory (MALLOC_MMAP_THRESHOLD_), so results do not depend on its cache. Writes
+benchmarks/results/expected_memory.json, or with --plan fine_tuning_plan.json.
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is fine-tuned."""
+    """A model and its fine-tuning layout."""
 
     family: str
     sizes: dict[str, Any]
     layout: Layout
 
     def config(self) -> Any:
-        """The configuration of transformers."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(self.family, **self.sizes)
@@ -113,14 +111,13 @@ CASES = [
 
 
 def write_checkpoint(folder: Path, case: Case) -> None:
-    """Write a model of `case` with random weights."""
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(case.config(), dtype=case.layout.dtype).save_pretrained(folder)
 
 
-def take(folder: Path, case: Case) -> float:
-    """GB that one rank takes to load the model and make some steps."""
+def memory_in_gb(folder: Path, case: Case) -> float:
+    """Load and train the model, and return the peak memory of this rank in GB."""
     import peft  # noqa: F401
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -138,7 +135,7 @@ def take(folder: Path, case: Case) -> float:
     experts = ExpertParallel(Accelerator(cpu=True))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     wrapped, optimizer = experts.prepare(model, torch.optim.AdamW(trained, lr=1e-3, fused=True))
-    wrapped.train()  # transformers computes blocks again in this mode alone
+    wrapped.train()  # transformers checkpoints activations only in this mode
     draws = torch.Generator().manual_seed(experts.accelerator.process_index)
     for _ in range(STEPS):
         tokens = torch.randint(32_000, (layout.sequences, layout.context + 1), generator=draws)
@@ -149,12 +146,12 @@ def take(folder: Path, case: Case) -> float:
 
 
 def row(case: Case) -> dict[str, Any]:
-    """Expected and measured, of the rank that takes most."""
+    """Return expected and measured memory, the maximum over ranks."""
     layout = case.layout
     expected = fine_tuning_memory(case.config(), layout, partial(add_adapters, options=AdapterOptions())).total / 1e9
     with tempfile.TemporaryDirectory() as folder:
         run_distributed(write_checkpoint, 1, Path(folder), case, timeout_s=600)
-        took = max(run_distributed(take, layout.ep_size, Path(folder), case, timeout_s=600))
+        took = max(run_distributed(memory_in_gb, layout.ep_size, Path(folder), case, timeout_s=600))
     return {
         "model": case.family,
         "processes": layout.ep_size,
@@ -168,7 +165,7 @@ def row(case: Case) -> dict[str, Any]:
 
 
 def plans() -> list[dict[str, Any]]:
-    """What Qwen3-30B-A3B is expected to take with adapters, a sequence of 4,096 tokens on each GPU."""
+    """Return the expected memory of Qwen3-30B-A3B with adapters and a sequence of 4,096 tokens per GPU."""
     from transformers import Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
@@ -183,18 +180,18 @@ def plans() -> list[dict[str, Any]]:
         moe_intermediate_size=768,
         norm_topk_prob=True,
     )
-    asked: dict[str, Any] = {"sequences": 1, "context": 4096}
-    rows = plan(config, [*layouts(8, **asked), *layouts(8, **asked, offload=True)], lora_rank=8)
+    batch: dict[str, Any] = {"sequences": 1, "context": 4096}
+    rows = plan(config, [*layouts(8, **batch), *layouts(8, **batch, offload=True)], lora_rank=8)
     return [{"host": None} | row for row in rows]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true", help="of Qwen3-30B-A3B, on GPUs")
+    parser.add_argument("--plan", action="store_true", help="estimate Qwen3-30B-A3B on GPUs")
     if parser.parse_args().plan:
         write_report("fine_tuning_plan", plans())
         return 0
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "262144"  # of processes to come
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "262144"  # inherited by new processes
     write_report("expected_memory", [row(case) for case in CASES], steps=STEPS)
     return 0
 

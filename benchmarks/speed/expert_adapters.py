@@ -1,13 +1,13 @@
-"""Low-rank adapters of experts: forward and backward of stock PEFT, of ours, and full fine-tuning, in one process.
+"""Low-rank adapters of experts in one process: unmodified PEFT, the toolkit, and full fine-tuning.
 
     python benchmarks/speed/expert_adapters.py                 16 and 64 experts, r = 8, about two minutes on two cores
-    python benchmarks/speed/expert_adapters.py --rehearse      one small mixture, two rounds, nothing written
+    python benchmarks/speed/expert_adapters.py --rehearse      one small model, two rounds; writes nothing
 
-The same Qwen3-MoE with the same adapters (attention's q and v, all matrices of experts; the base is frozen), float32,
-transformers' `grouped_mm` experts for both others. Contenders take turns within each round; rates are of median
-seconds. Peak memory is what torch's profiler saw allocated at one time beyond the model, without a timing. Losses of
-stock PEFT and ours are compared first. Writes benchmarks/results/expert_adapters.json; exit code 1 where a target is
-missed.
+Forward and backward pass of a Qwen3-MoE in float32 with a frozen base and adapters of attention's q and v and of all
+expert matrices. Unmodified PEFT and full fine-tuning use transformers' `grouped_mm` experts. Variants alternate within
+each round; rates use median seconds. Peak memory is the allocation beyond the model in torch's profiler, in a separate
+pass. Losses of PEFT and the toolkit are compared first. Writes benchmarks/results/expert_adapters.json; exit code 1 if
+a target is missed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from toolkit.integrations.transformers import causal_lm
 DIM, HIDDEN, TOP_K, LAYERS, VOCAB, RANK = 512, 512, 4, 2, 1024, 8
 TOKENS = (4, 128)
 FASTER = {16: 1.5, 64: 1.8}
-"""The target by number of experts: tokens per second of ours over those of stock PEFT."""
+"""Target by number of experts: throughput relative to unmodified PEFT."""
 MOST_MEMORY = 0.5
-"""The target: our peak memory over that of stock PEFT."""
+"""Target: peak memory relative to unmodified PEFT."""
 
 
 def build(experts: int, kind: str) -> Any:
@@ -74,7 +74,7 @@ def build(experts: int, kind: str) -> Any:
 
 
 def step(model: Any, ids: torch.Tensor) -> Callable[[], float]:
-    """Forward and backward with fresh gradients."""
+    """Return a forward and backward pass with newly allocated gradients."""
 
     def work() -> float:
         model.zero_grad(set_to_none=True)
@@ -126,9 +126,9 @@ def main() -> int:
         return 0
     rows = [row for experts in FASTER for row in measure(experts, arguments.rounds)]
     write_report("expert_adapters", rows, rank=RANK, tokens=TOKENS, rounds=arguments.rounds)
-    ours = [row for row in rows if row["contender"] == "ours"]
+    toolkit = [row for row in rows if row["contender"] == "ours"]
     met = all(
-        row["x stock PEFT"] >= FASTER[row["experts"]] and row["memory x stock PEFT"] <= MOST_MEMORY for row in ours
+        row["x stock PEFT"] >= FASTER[row["experts"]] and row["memory x stock PEFT"] <= MOST_MEMORY for row in toolkit
     )
     return 0 if met else 1
 

@@ -1,19 +1,18 @@
-"""How much of a chip's own bf16 matrix rate the mixture layer reaches, at three realistic shapes.
+"""MoE layer on a GPU: share of the chip's measured bf16 matmul rate at three realistic shapes.
 
     python benchmarks/speed/gpu_layer.py                   on a GPU, about three minutes
-    python benchmarks/speed/gpu_layer.py --rehearse        anywhere: tiny shapes in float32, to see that it runs
+    python benchmarks/speed/gpu_layer.py --rehearse        on any device: tiny shapes in float32; writes nothing
 
-Forward and backward of the whole layer: router, dispatch, experts, combine, gradients of input and weights. Beside it
-the layer compiled with `torch.compile`, transformers' block with the same sizes and every experts implementation that
-it has and that runs here (`sonicmoe` and `deepgemm` need packages of their own), and the six grouped products alone
-through `torch.nn.functional.grouped_mm`, which is the ceiling for any layer built on them. The chip's rate is measured
-in the same run: the fastest square bf16 product out of a few sizes. FLOPs are those of the routed experts' products, 6
-per weight and row; routers and passes between products count as time, not as FLOPs. Of the sizes of DeepSeek-V3, whose
-256 experts are spread over eight chips, a chip's 32 experts get as many rows as they would get there.
+Forward and backward pass of the layer: router, dispatch, experts, combine, gradients of input and weights. Variants are
+the layer, the layer under `torch.compile`, transformers' block with every available experts implementation (`sonicmoe`
+and `deepgemm` need additional packages), and the six grouped products through `torch.nn.functional.grouped_mm`, an
+upper bound. The chip's rate is the fastest square bf16 product of a few sizes in the same run. FLOPs count only the
+products of routed experts, 6 per weight and row. The DeepSeek-V3 shape has the 32 experts and the rows of one of eight
+chips.
 
-Contenders run in interleaved rounds; figures are medians over rounds, and a contender that fails is a row that says
-why. The goals: 45 % of the rate at the sizes of Qwen3, and never slower than transformers' `grouped_mm`. Writes a table
-and benchmarks/results/gpu_layer.json; exit code 1 where a goal is missed.
+Variants run in interleaved rounds; times are medians over rounds. A failing variant has a row with its error. Targets:
+45 % of the rate at the Qwen3 shape, and at least the speed of transformers' `grouped_mm`. Writes
+benchmarks/results/gpu_layer.json; exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from toolkit.experts.layer.moe_layer import make_moe
 
 
 class Shape(NamedTuple):
-    """A SwiGLU mixture: `hidden` is an expert's width, `tokens` those of a step on one chip."""
+    """A SwiGLU MoE layer with expert width `hidden` and `tokens` per step and chip."""
 
     name: str
     tokens: int
@@ -55,13 +54,13 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the experts' products, forward and backward: 2 per weight and row, three times."""
+        """FLOPs of the experts' products in a forward and backward pass: 6 per weight and row."""
         return 6.0 * self.tokens * self.top_k * 3 * self.dim * self.hidden
 
 
 QWEN3, OURS, GROUPED = "Qwen3-MoE-like", "ours", "transformers grouped_mm"
 LEAST_SHARE = 0.45
-"""The goal at the sizes of Qwen3."""
+"""Target at the Qwen3 shape."""
 SHAPES = [
     Shape(QWEN3, 16384, 2048, 768, 128, 8),
     Shape("Mixtral-like", 8192, 4096, 14336, 8, 2),
@@ -73,65 +72,65 @@ REHEARSAL = [Shape("tiny", 64, 32, 16, 4, 2)]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--rehearse", action="store_true", help="tiny shapes in float32 on whatever device there is")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes in float32 on any device; writes nothing")
     arguments = parser.parse_args()
     if not arguments.rehearse and not torch.cuda.is_available():
-        raise SystemExit("error: this machine has no GPU: use --rehearse to see that the benchmark runs.")
+        raise SystemExit("error: no GPU is available. Use --rehearse for a test run on the CPU.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if arguments.rehearse else torch.bfloat16
     rate = matrix_rate(device, dtype, [64] if arguments.rehearse else [4096, 8192, 16384])
     rows: list[dict[str, Any]] = []
     for shape in REHEARSAL if arguments.rehearse else SHAPES:
         rows += measure(shape, device, dtype, rate, arguments.rounds)
-        if not arguments.rehearse:  # after each shape, so that who ends it has those before
+        if not arguments.rehearse:  # after each shape, for interrupted runs
             write_report("gpu_layer", rows, teraflops_per_second=round(rate / 1e12, 1), rounds=arguments.rounds)
     if arguments.rehearse:
         print(*rows, sep="\n")
         return 0
-    missed = missed_goals(rows)
+    missed = missed_targets(rows)
     print(*missed, sep="\n")
     return int(bool(missed))
 
 
-def missed_goals(rows: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each."""
+def missed_targets(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a message for each missed target."""
     missed = []
     for row in rows:
         if row["contender"] == OURS and row["failed"]:
-            missed.append(f"{row['shape']}: ours failed: {row['failed']}")
+            missed.append(f"{row['shape']}: the toolkit's layer failed: {row['failed']}")
         elif row["contender"] == OURS and row["shape"] == QWEN3 and (row["share"] or 0) < LEAST_SHARE:
-            missed.append(f"{QWEN3}: ours has {row['share']} of the chip's rate, wanted {LEAST_SHARE}")
+            missed.append(f"{QWEN3}: {row['share']} of the chip's rate, target {LEAST_SHARE}")
         if row["contender"] == GROUPED and (row["ours is faster by"] or 1) < 1:
-            missed.append(f"{row['shape']}: ours has {row['ours is faster by']} times the speed of {GROUPED}, wanted 1")
+            missed.append(f"{row['shape']}: {row['ours is faster by']} times the speed of {GROUPED}, target 1")
     return missed
 
 
 def measure(shape: Shape, device: torch.device, dtype: torch.dtype, rate: float, rounds: int) -> list[dict[str, Any]]:
-    """A row for each contender."""
+    """Return a row for each variant."""
     candidates: dict[str, Callable[[], Callable[[], None]]] = {
-        OURS: lambda: ours(shape, device, dtype),
-        "ours, compiled": lambda: ours(shape, device, dtype, compiled=True),
+        OURS: lambda: toolkit_layer(shape, device, dtype),
+        "ours, compiled": lambda: toolkit_layer(shape, device, dtype, compiled=True),
         "grouped products alone": lambda: products(shape, device, dtype),
     }
     for name in ("eager", *sorted(ALL_EXPERTS_FUNCTIONS.keys())):
         candidates[f"transformers {name}"] = partial(transformers_block, shape, device, dtype, name)
-    contenders: dict[str, Callable[[], None]] = {}
+    works: dict[str, Callable[[], None]] = {}
     failed: dict[str, str] = {}
     for name, make in candidates.items():
         try:
             work = make()
             work()
-        except Exception as reason:  # each misses something else: a package, a kernel, memory
+        except Exception as reason:  # a missing package or kernel, or out of memory
             failed[name] = one_line(reason)
         else:
-            contenders[name] = work
+            works[name] = work
         work = None  # type: ignore[assignment]
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(rounds + 3):
-        for name, work in contenders.items():
+        for name, work in works.items():
             took = timed(work, device)
             if round_ >= 3:
                 seconds[name].append(took)
@@ -142,14 +141,14 @@ def measure(shape: Shape, device: torch.device, dtype: torch.dtype, rate: float,
             median = statistics.median(seconds[name])
             found |= {"ms": round(1e3 * median, 3), "share": round(shape.flops / median / rate, 3)}
         if name in seconds and OURS in seconds:
-            ratios = [theirs / mine for theirs, mine in zip(seconds[name], seconds[OURS], strict=True)]
+            ratios = [other / own for other, own in zip(seconds[name], seconds[OURS], strict=True)]
             found["ours is faster by"] = round(statistics.median(ratios), 3)
         rows.append({"shape": shape.name, "contender": name, **found, "failed": failed.get(name)})
     return rows
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:
-    """Seconds until the device has done `work`."""
+    """Return the seconds of `work` on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -160,7 +159,7 @@ def timed(work: Callable[[], None], device: torch.device) -> float:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, sizes: list[int]) -> float:
-    """FLOP per second of the fastest square product."""
+    """Return FLOP/s of the fastest square product."""
     best = 0.0
     for size in sizes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -175,7 +174,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def step(model: torch.nn.Module, x: Tensor, grad: Tensor) -> Callable[[], None]:
-    """Forward and backward with fresh gradients, whose memory the next contender gets."""
+    """Return a forward and backward pass that frees its gradients."""
 
     def work() -> None:
         y = model(x)
@@ -196,10 +195,12 @@ def _layer(shape: Shape, device: torch.device, dtype: torch.dtype) -> torch.nn.M
     return make_moe(shape.dim, shape.hidden, shape.experts, shape.top_k, activation="swiglu").to(device, dtype)
 
 
-def ours(shape: Shape, device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> Callable[[], None]:
+def toolkit_layer(
+    shape: Shape, device: torch.device, dtype: torch.dtype, *, compiled: bool = False
+) -> Callable[[], None]:
     layer = _layer(shape, device, dtype)
     if compiled:
-        backend = "inductor" if device.type == "cuda" else "aot_eager"  # which needs no C++ compiler
+        backend = "inductor" if device.type == "cuda" else "aot_eager"  # aot_eager needs no C++ compiler
         layer = torch.compile(layer, backend=backend)  # type: ignore[assignment]
     return step(layer, *inputs(shape, device, dtype))
 
@@ -222,7 +223,7 @@ def transformers_block(
 
 
 def products(shape: Shape, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """The six grouped products, on equally many rows per expert."""
+    """Return the six grouped products with equal rows per expert."""
     rows = shape.tokens * shape.top_k
     ends = (torch.arange(1, shape.experts + 1, device=device) * rows // shape.experts).int()
 

@@ -1,22 +1,22 @@
-"""A language model of experts on one GPU: our trainer, transformers' Trainer and a loop by hand.
+"""Training an MoE language model on one GPU: the toolkit's trainer, transformers' Trainer and a plain loop.
 
     python benchmarks/speed/gpu_training.py              on a GPU, about six minutes
-    python benchmarks/speed/gpu_training.py --rehearse   anywhere: a tiny model, to see that it runs
+    python benchmarks/speed/gpu_training.py --rehearse   on any device: a tiny model; writes nothing
 
-A Qwen3-MoE of 2.5 billion parameters, of which a token uses 0.2: four layers with the sizes of Qwen3-30B-A3B's experts,
-width 2,048, 128 experts of width 768, top 8. With gradients, the states of AdamW and activations it takes some 57 GiB.
-Blocks of 1,024 bytes of the sources of Python's standard library, AdamW (fused), clipped to norm 1, in bfloat16 under
-autocast. Contenders have the same weights at the start, and take turns in rounds; the clock runs from the end of step
-`--warmup` to the end of step `--warmup` + `--steps`. A contender that fails is a row that says why.
+A Qwen3-MoE with 2.5 billion parameters, 0.2 billion active: four layers, width 2,048, 128 experts of width 768, top 8,
+as in Qwen3-30B-A3B. With gradients, AdamW states and activations it needs about 57 GiB. Data are blocks of 1,024 bytes
+of the sources of Python's standard library. Training uses fused AdamW, clipping to norm 1 and bfloat16 autocast.
+Variants have the same initial weights and run in interleaved rounds; the clock runs from the end of step `--warmup` to
+the end of step `--warmup` + `--steps`. A failing variant has a row with its error.
 
-The rivals' experts are transformers' `grouped_mm`, the fastest that it has of its own. Autocast does not reach it, so
-under a Trainer with `bf16=True` it multiplies in float32: that is the row "as it comes". The others get its operands in
-bfloat16, by a few lines of ours.
+The baselines use transformers' `grouped_mm`, its fastest experts implementation. Autocast does not cover it, so under a
+Trainer with `bf16=True` it computes in float32: the row "as it comes". The other baselines cast its operands to
+bfloat16.
 
-MFU: three times the FLOPs of the products and the attention of a forward, as a share of the fastest square product that
-was measured in the same run. Of memory, activations are what remains of the peak after weights, gradients and the
-states of AdamW. Of ours the profiler says how long the GPU is idle in a step, and how often the host waits for it.
-Writes benchmarks/results/gpu_training.json; exit code 1 where ours is not 1.2 times as fast as Trainer.
+MFU is three times the FLOPs of matrix products and attention in a forward pass, relative to the fastest square product
+in the same run. Activation memory is the peak minus weights, gradients and AdamW states. For the toolkit, the profiler
+measures GPU idle time and host syncs per step. Writes benchmarks/results/gpu_training.json; exit code 1 if the toolkit
+has less than 1.2 times the throughput of Trainer.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ from toolkit.train.trainer import Trainer
 OURS, TRAINER, LOOP = "ours", "transformers Trainer", "loop by hand"
 AS_IT_COMES = "transformers Trainer, as it comes"
 STOCK, CAST = "grouped_mm", "grouped_mm_as_autocast_would"
-"""transformers' experts, as they are and in autocast's dtype."""
+"""transformers' experts, unmodified and in the dtype of autocast."""
 LOG_EVERY = 10
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 LEAST_TIMES_TRAINER = 1.2
-"""The target: tokens per second."""
+"""Target: relative tokens per second."""
 FORWARDS = 3
 """FLOPs of a step over those of its forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
 ATTENTION = {
@@ -119,7 +119,7 @@ class Sizes(NamedTuple):
     expert_hidden_size: int
     context: int
     batch: int
-    """Blocks in a step."""
+    """Blocks per step."""
 
 
 REAL = Sizes(2048, 4, 32, 128, 8, 768, 1024, 16)
@@ -155,7 +155,7 @@ class Job:
 
 
 class Clock:
-    """Seconds of the steps after the warm-up, on the device's own time, and its memory."""
+    """Seconds of the steps after the warm-up, synchronized with the device, and peak memory."""
 
     def __init__(self, job: Job):
         self.job, self.step, self.seconds = job, 0, 0.0
@@ -176,7 +176,7 @@ class Clock:
 
 
 class Cast:
-    """Experts of transformers whose weights are in autocast's dtype."""
+    """Experts of transformers with weights in the dtype of autocast."""
 
     def __init__(self, experts: nn.Module):
         self.experts = experts
@@ -187,7 +187,7 @@ class Cast:
 
 
 def use_cast_experts() -> None:
-    """Have transformers know `CAST`."""
+    """Register `CAST` with transformers."""
     multiply: Any = ALL_EXPERTS_FUNCTIONS[STOCK]
 
     def forward(experts: nn.Module, x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
@@ -197,8 +197,8 @@ def use_cast_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(CAST, forward)
 
 
-def ours(job: Job, *callbacks: Callback) -> Clock:
-    """As a recipe: metrics to a file, progress on the console."""
+def toolkit_trainer(job: Job, *callbacks: Callback) -> Clock:
+    """Train as a recipe does, with metrics in a file and progress on the console."""
     clock = Clock(job)
     with tempfile.TemporaryDirectory() as scratch:
         config = RunConfig(
@@ -226,8 +226,8 @@ def ours(job: Job, *callbacks: Callback) -> Clock:
     return clock
 
 
-def loop_by_hand(job: Job) -> Clock:
-    """The shortest loop there is: no metrics, no progress."""
+def plain_loop(job: Job) -> Clock:
+    """Train without metrics and progress."""
     model: Any = job.model(CAST)
     optimizer = job.adamw(model)
     clock = Clock(job)
@@ -244,7 +244,7 @@ def loop_by_hand(job: Job) -> Clock:
 
 
 def batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids, and those that follow them."""
+    """Yield input ids and next ids."""
     draws = torch.Generator().manual_seed(0)
     while True:
         for rows in torch.randperm(len(job.blocks), generator=draws).split(job.sizes.batch):
@@ -253,7 +253,7 @@ def batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
                 yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def under_transformers(job: Job, *, experts_implementation: str = CAST) -> Clock:
+def transformers_trainer(job: Job, *, experts_implementation: str = CAST) -> Clock:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -290,16 +290,16 @@ def under_transformers(job: Job, *, experts_implementation: str = CAST) -> Clock
     return clock
 
 
-CONTENDERS: dict[str, Callable[[Job], Clock]] = {
-    OURS: ours,
-    TRAINER: under_transformers,
-    LOOP: loop_by_hand,
-    AS_IT_COMES: partial(under_transformers, experts_implementation=STOCK),
+VARIANTS: dict[str, Callable[[Job], Clock]] = {
+    OURS: toolkit_trainer,
+    TRAINER: transformers_trainer,
+    LOOP: plain_loop,
+    AS_IT_COMES: partial(transformers_trainer, experts_implementation=STOCK),
 }
 
 
 def idle_and_waits(profile: Profile) -> tuple[float | None, float | None]:
-    """Returns the share of the profiled steps in which the GPU was idle, and how often a step waited for it."""
+    """Return the idle share of the GPU in the profiled steps, and host syncs per step."""
     assert profile.profiler is not None
     events = profile.profiler.key_averages()
     steps = [event for event in events if event.key.startswith("ProfilerStep") and event.device_type == DeviceType.CPU]
@@ -308,14 +308,14 @@ def idle_and_waits(profile: Profile) -> tuple[float | None, float | None]:
     kernels = [each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
     busy = sum(event.self_device_time_total for event in kernels)
     total = sum(event.cpu_time_total for event in steps)
-    # One is the profiler's, which waits for the device when it stops.
+    # The profiler syncs once when it stops.
     waits = max(0, sum(event.count for event in events if event.key in SYNCS) - 1)
     return max(0.0, 1 - busy / total), waits / STEPS
 
 
-def race(job: Job, rounds: int, rate: float) -> Iterator[list[dict[str, Any]]]:
-    """One row per contender, after each round that counts. The one before them warms up."""
-    clocks: dict[str, list[Clock]] = {name: [] for name in CONTENDERS}
+def time_variants(job: Job, rounds: int, rate: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield a row for each variant after each round; the first round is a warm-up."""
+    clocks: dict[str, list[Clock]] = {name: [] for name in VARIANTS}
     failed: dict[str, str] = {}
     tokens, flops = job.sizes.batch * job.sizes.context, flops_of_step(job)
     model = job.model(use_toolkit_kernel())
@@ -323,19 +323,19 @@ def race(job: Job, rounds: int, rate: float) -> Iterator[list[dict[str, Any]]]:
     del model
     profile, gpu_idle, host_waits = Profile(), None, None
     try:
-        quietly(lambda: ours(job, profile))
+        quietly(lambda: toolkit_trainer(job, profile))
         gpu_idle, host_waits = idle_and_waits(profile)
-    except Exception as reason:  # no rate depends on it
+    except Exception as reason:  # throughput does not depend on it
         print(f"not profiled: {one_line(reason)}", file=sys.stderr)
     for turn in range(rounds + 1):
-        for name, train in CONTENDERS.items():
+        for name, train in VARIANTS.items():
             if name in failed:
                 continue
             try:
                 clock = quietly(partial(train, job))
                 if turn:
                     clocks[name].append(clock)
-            except Exception as reason:  # each may miss something else: a package, a kernel, memory
+            except Exception as reason:  # a missing package or kernel, or out of memory
                 failed[name] = one_line(reason)
         rows = []
         for name, each in clocks.items() if turn else ():
@@ -345,8 +345,7 @@ def race(job: Job, rounds: int, rate: float) -> Iterator[list[dict[str, Any]]]:
                 step = statistics.median(clock.seconds for clock in each) / job.steps
                 found |= {"tokens per second": round(tokens / step), "MFU": round(flops / step / rate, 3)}
                 gib["activations"] = max(0, statistics.median(clock.peak for clock in each) - sum(gib.values()))
-            # Of rounds in which both ran.
-            ratios = [mine.seconds / other.seconds for mine, other in zip(each, clocks[OURS], strict=False)]
+            ratios = [own.seconds / toolkit.seconds for own, toolkit in zip(each, clocks[OURS], strict=False)]
             if ratios:
                 found["ours is faster by"] = round(statistics.median(ratios), 3)
             memory = ("weights", "gradients", "AdamW", "activations")
@@ -378,11 +377,11 @@ def check_losses(job: Job) -> None:
     try:
         with torch.no_grad():
             found = [job.model(each)(input_ids=ids, labels=ids).loss for each in (use_toolkit_kernel(), CAST, STOCK)]
-    except Exception as reason:  # a row will say what misses what
+    except Exception as reason:  # the row of the variant has the error
         print(f"losses not compared: {one_line(reason)}", file=sys.stderr)
         return
     if not all(torch.allclose(each, found[0], rtol=1e-3) for each in found):
-        raise RuntimeError(f"the contenders do not compute the same: {found}")
+        raise RuntimeError(f"losses of the variants differ: {found}")
 
 
 def quietly(run: Callable[[], Clock]) -> Clock:
@@ -396,27 +395,27 @@ def quietly(run: Callable[[], Clock]) -> Clock:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (3)")
-    parser.add_argument("--steps", type=int, default=30, help="timed steps per contender and round (30)")
-    parser.add_argument("--warmup", type=int, default=10, help="steps before the clock runs (10)")
-    parser.add_argument("--rehearse", action="store_true", help="a tiny model on whatever device there is")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds. Default: 3")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps per variant and round. Default: 30")
+    parser.add_argument("--warmup", type=int, default=10, help="warm-up steps. Default: 10")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model on any device; writes nothing")
     arguments = parser.parse_args()
-    # One GPU is measured, also of several, over which transformers' Trainer would spread a batch by itself.
+    # transformers' Trainer would use DataParallel with several GPUs.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     on_gpu = torch.cuda.is_available()
     if not arguments.rehearse and not on_gpu:
-        raise SystemExit("error: this machine has no GPU: use --rehearse to see that the benchmark runs.")
+        raise SystemExit("error: no GPU is available. Use --rehearse for a test run on the CPU.")
     device = torch.device("cuda" if on_gpu else "cpu")
     sizes = REHEARSAL if arguments.rehearse else REAL
     how: dict[str, Any] = {"tokenizer": "bytes", "block_size": sizes.context, "batch_size": sizes.batch}
     data = load_text(STDLIB, None, **how, on_main=lambda decide: decide())
     use_cast_experts()
-    disable_progress_bar()  # which would fill the page
+    disable_progress_bar()
     job = Job(sizes=sizes, blocks=data.train, device=device, warmup=arguments.warmup, steps=arguments.steps)
     rate = matrix_rate(device, torch.bfloat16, [64] if arguments.rehearse else [4096, 8192, 16384])
     check_losses(job)
-    for counted, rows in enumerate(race(job, arguments.rounds, rate), 1):
-        if not arguments.rehearse:  # after each round, so that who ends it has those before
+    for counted, rows in enumerate(time_variants(job, arguments.rounds, rate), 1):
+        if not arguments.rehearse:  # after each round, for interrupted runs
             write_report("gpu_training", rows, teraflops_per_second=round(rate / 1e12, 1), rounds=counted)
     if arguments.rehearse:
         print(*rows, sep="\n")
@@ -424,7 +423,7 @@ def main() -> int:
     reached = next(row["ours is faster by"] for row in rows if row["contender"] == TRAINER)
     if reached is not None and reached >= LEAST_TIMES_TRAINER:
         return 0
-    print(f"ours has {reached} times Trainer's tokens per second, wanted {LEAST_TIMES_TRAINER}")
+    print(f"{reached} times Trainer's tokens per second, target {LEAST_TIMES_TRAINER}")
     return 1
 
 

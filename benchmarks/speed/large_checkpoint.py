@@ -1,25 +1,25 @@
-"""Memory and time of loading an MoE checkpoint that does not fit on one process, into sharded experts.
+"""Memory and time of loading an MoE checkpoint into sharded experts, if one process is too small for it.
 
     python benchmarks/speed/large_checkpoint.py                      20 GB on disk, ten minutes; needs 24 GiB of memory
     python benchmarks/speed/large_checkpoint.py --gigabytes 2 --processes 1 2 4
     python benchmarks/speed/large_checkpoint.py --offload --leave 12       experts of 20 GB in 12 GB of memory
     python benchmarks/speed/large_checkpoint.py --save --gigabytes 5 --processes 4
-    python benchmarks/speed/large_checkpoint.py --transformers --gigabytes 5   and transformers' own sharded load
+    python benchmarks/speed/large_checkpoint.py --transformers --gigabytes 5   compared with transformers' sharded load
     python benchmarks/speed/large_checkpoint.py --audit --processes 1          `toolkit audit` of 20 GB
 
-The checkpoint has the shape of Qwen3-30B-A3B (width 2,048, 128 experts of 768, top 8, bf16, a tensor per expert), as
-many layers as `--gigabytes` needs, and random weights. It is written to a temporary folder, and each case runs in fresh
-processes. `ours` loads it with `experts_in_files()`, adds adapters of the experts, shards them and makes two training
-steps on 64 tokens; `stock` is `from_pretrained` on every rank. A process whose own memory exceeds its share of the
-machine's ends.
+The checkpoint has the shape of Qwen3-30B-A3B (width 2,048, 128 experts of width 768, top 8, bf16, one tensor per
+expert), random weights, and the number of layers that `--gigabytes` needs. It is written to a temporary folder, and
+each case runs in new processes. `ours` loads it with `experts_in_files()`, adds expert adapters, shards the experts and
+trains two steps on 64 tokens; `stock` is `from_pretrained` on every rank. A process ends if its memory exceeds its
+share of the machine's memory.
 
-Memory is the peak of a process's own (proportional set size, anonymous pages: pages of files can be dropped), minus
-that after its imports; `resident` counts pages of files, too. `expected` is by `toolkit plan`, from the configuration;
-for `stock`, all weights. A plain read reads all files once, without a page cache. With `--offload` experts stay in a
-file, and with `--leave` another process holds the free memory but for so many GB. With `--save` the model is loaded,
-sharded and saved again, in files of at most 3 GB, and each tensor is compared; expected is then the memory of a
-process, and on rank 0 that of a file's tensors. With `--transformers` both contenders train the norms only, for equal
-steps, and the second loads by `DistributedConfig(fsdp_size=world size, ep_size=world size)`.
+Memory is the peak of the private anonymous pages of a process (Pss_Anon) after its imports; `resident` includes pages
+of files. `expected` is the estimate of `toolkit plan` from the configuration, for `stock` the size of all weights. A
+plain read reads all files once, without the page cache. With `--offload` experts stay in a file. With `--leave` another
+process holds the free memory except for the given GB. With `--save` the model is loaded, sharded and saved in files of
+at most 3 GB, and each tensor is compared; expected is the memory of a process plus the tensors of one file. With
+`--transformers` both variants train only the norms, and the second loads with
+`DistributedConfig(fsdp_size=world size, ep_size=world size)`.
 Writes benchmarks/results/large_checkpoint*.json.
 """
 
@@ -65,12 +65,12 @@ CASES = {
     "audit": ("large_checkpoint_audited", (AUDITED,)),
     "transformers": ("large_checkpoint_sharded", (NORMS, SHARDED)),
 }
-"""The record and its contenders by flag."""
+"""Result file and variants by flag."""
 VERBS = {SAVED: "save", AUDITED: "audit"}
 
 
 def settings(layers: int) -> Any:
-    """The configuration of Qwen3-30B-A3B with fewer layers and a smaller vocabulary."""
+    """Return the configuration of Qwen3-30B-A3B with fewer layers and a smaller vocabulary."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -91,7 +91,7 @@ def settings(layers: int) -> Any:
 
 
 def write_checkpoint(folder: Path, layers: int) -> int:
-    """Write a file per layer, and return the bytes of all. The experts share random numbers, rolled and scaled."""
+    """Write a file per layer and return the total bytes. Experts share random numbers, rolled and scaled."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -109,7 +109,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
     weight_map: dict[str, str] = {}
     total = 0
     for part in list(files):
-        state = files.pop(part)  # a layer in memory at a time
+        state = files.pop(part)  # frees the layer
         for number in range(EXPERTS if part != "none" else 0):
             for name, value in expert.items():
                 scaled = value * (1 + int(part) / 64)
@@ -124,7 +124,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
     return total
 
 
-def forget_pages(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Drop the files in `folder` from the page cache."""
     os.sync()
     for path in folder.glob("*.safetensors"):
@@ -133,8 +133,8 @@ def forget_pages(folder: Path) -> None:
 
 
 def plain_read(folder: Path) -> float:
-    """Seconds to read all files."""
-    forget_pages(folder)
+    """Return the seconds to read all files."""
+    drop_page_cache(folder)
     start, block = time.perf_counter(), bytearray(1 << 24)
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
@@ -145,7 +145,7 @@ def plain_read(folder: Path) -> float:
 
 @contextmanager
 def all_but(gigabytes: float | None) -> Iterator[None]:
-    """Have a process hold all but `gigabytes` of the memory that is free; None holds nothing."""
+    """Hold the free memory except for `gigabytes` in a subprocess; None holds nothing."""
     if gigabytes is None:
         yield
         return
@@ -162,7 +162,7 @@ def all_but(gigabytes: float | None) -> Iterator[None]:
 
 
 class Watch:
-    """Follows the memory of this process, and ends it above `limit` bytes of its own."""
+    """Memory of this process, which ends above `limit` bytes of private memory."""
 
     def __init__(self, limit: float):
         self.limit, self.own, self.resident = limit, 0, 0
@@ -170,7 +170,7 @@ class Watch:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def peaks(self) -> tuple[float, float]:
-        """The most since the last call, in GB, of this process's own pages beyond those at first, and of all."""
+        """Return peak GB since the last call: private memory beyond the start, and resident memory."""
         own, resident = self.own - self.before, self.resident
         self.own = self.resident = 0
         return own / 1e9, resident / 1e9
@@ -190,7 +190,7 @@ class Watch:
 
 
 def adapted(model: Any) -> Any:
-    """The model with adapters of one matrix of its experts."""
+    """Add adapters to one matrix of the experts."""
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
@@ -198,7 +198,7 @@ def adapted(model: Any) -> Any:
 
 
 def with_norms_trained(model: Any) -> Any:
-    """The model with all but its norms frozen."""
+    """Freeze all parameters except norms."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
     return model
@@ -207,7 +207,7 @@ def with_norms_trained(model: Any) -> Any:
 def load_and_train(
     folder: Path, limit: float, *, offload: bool = False, adapt: Callable[[Any], Any] = adapted
 ) -> dict[str, float]:
-    """One rank of ours."""
+    """Load lazily, shard and train on one rank."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
@@ -229,7 +229,7 @@ def load_and_train(
 
 
 def load_sharded(folder: Path, limit: float) -> dict[str, float]:
-    """One rank of transformers' own sharded load."""
+    """Load with transformers' sharded load and train on one rank."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -243,7 +243,7 @@ def load_sharded(folder: Path, limit: float) -> dict[str, float]:
 
 
 def steps(model: Any, optimizer: Any, backward: Callable[[Tensor], object], watch: Watch) -> dict[str, float]:
-    """Make training steps, and return their seconds and the memory before and in them."""
+    """Train, and return the seconds of a step and the memory before and during training."""
     own, resident = watch.peaks()
     draws = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     start = time.perf_counter()
@@ -259,7 +259,7 @@ def steps(model: Any, optimizer: Any, backward: Callable[[Tensor], object], watc
 
 
 def load_and_save(folder: Path, limit: float) -> dict[str, float]:
-    """One rank of ours, of which rank 0 compares what it saved."""
+    """Load, shard and save on one rank; rank 0 compares the saved tensors."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
@@ -281,7 +281,7 @@ def load_and_save(folder: Path, limit: float) -> dict[str, float]:
 
 
 def compare(folder: Path, saved: Path) -> None:
-    """Raise AssertionError if the models in two folders do not have the same tensors."""
+    """Raise AssertionError if the tensors of two checkpoints differ."""
     from safetensors import safe_open
 
     places = [
@@ -298,7 +298,7 @@ def compare(folder: Path, saved: Path) -> None:
 
 
 def run_audit(folder: Path, limit: float) -> dict[str, float]:
-    """One process that audits."""
+    """Audit the checkpoint in one process."""
     from toolkit.audit.checks import audit
 
     watch, start = Watch(limit), time.perf_counter()
@@ -308,7 +308,7 @@ def run_audit(folder: Path, limit: float) -> dict[str, float]:
 
 
 def load_stock(folder: Path, limit: float) -> dict[str, float]:
-    """One rank of `from_pretrained`."""
+    """Load with `from_pretrained` on one rank."""
     from transformers import AutoModelForCausalLM
 
     watch, start = Watch(limit), time.perf_counter()
@@ -334,7 +334,7 @@ def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dic
     rank, expected = cases[name]
     trains = name in ("ours", OFFLOADED, NORMS, SHARDED)
     described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected / 1e9, 2)}
-    forget_pages(folder)
+    drop_page_cache(folder)
     limit = psutil.virtual_memory().total / processes
     try:
         ranks = run_distributed(rank, processes, folder, limit, timeout_s=2400)
@@ -355,32 +355,30 @@ def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dic
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=20.0, help="of the checkpoint, at least")
+    parser.add_argument("--gigabytes", type=float, default=20.0, help="minimum size of the checkpoint. Default: 20")
     parser.add_argument("--processes", type=int, nargs="+", default=[2])
     parser.add_argument("--offload", action="store_true", help="keep experts in a file")
-    parser.add_argument("--save", action="store_true", help="load and save again")
-    parser.add_argument("--transformers", action="store_true", help="compare with transformers' own sharded load")
+    parser.add_argument("--save", action="store_true", help="load, shard and save")
+    parser.add_argument("--transformers", action="store_true", help="compare with transformers' sharded load")
     parser.add_argument("--audit", action="store_true", help="toolkit audit")
-    parser.add_argument("--leave", type=float, metavar="GB", help="free memory; another process holds the rest")
-    parser.add_argument("--folder", help="folder of the checkpoint (default: that of temporary files)")
+    parser.add_argument("--leave", type=float, metavar="GB", help="free memory that another process does not hold")
+    parser.add_argument("--folder", help="folder of the checkpoint. Default: the folder of temporary files")
     options = parser.parse_args()
     layers = -int(-options.gigabytes * 1e9 // LAYER_BYTES)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        (total,) = run_distributed(write_checkpoint, 1, folder, layers, timeout_s=1200)  # whose memory ends with it
+        (total,) = run_distributed(write_checkpoint, 1, folder, layers, timeout_s=1200)  # frees its memory
         seconds = plain_read(folder)
         usual = "large_checkpoint" if len(options.processes) == 1 else "large_checkpoint_worlds", ("ours", "stock")
-        record, contenders = next((case for flag, case in CASES.items() if getattr(options, flag)), usual)
+        result, variants = next((case for flag, case in CASES.items() if getattr(options, flag)), usual)
         with all_but(options.leave):
-            rows = [
-                row(name, folder, processes, layers, total) for processes in options.processes for name in contenders
-            ]
+            rows = [row(name, folder, processes, layers, total) for processes in options.processes for name in variants]
     finally:
         shutil.rmtree(folder)
     columns = dict.fromkeys(key for each in rows for key in each)
     filled = [{key: each.get(key) for key in columns} for each in rows]
     write_report(
-        record, filled, gigabytes=round(total / 1e9, 2), layers=layers, seconds_of_a_plain_read=round(seconds, 1)
+        result, filled, gigabytes=round(total / 1e9, 2), layers=layers, seconds_of_a_plain_read=round(seconds, 1)
     )
     return 0
 

@@ -1,15 +1,14 @@
-"""What experts take in memory on each rank, and what it takes to move them.
+"""Memory of experts on each rank, and time and memory of migrations.
 
     python benchmarks/speed/migration.py                both tables, about 20 seconds on two cores
-    python benchmarks/speed/migration.py memory         bytes per rank with the experts spread over W ranks, or on each
+    python benchmarks/speed/migration.py memory         bytes per rank with sharded and with replicated experts
     python benchmarks/speed/migration.py moves          seconds, bytes and peak memory of migrations
 
-On gloo, one thread per rank, float32, AdamW. `memory` adds up the parameters, gradients and optimizer states of one
-layer's experts after a step of training, on each rank. `moves` migrates there and back: the seconds are medians over
-repetitions of the slowest rank's, and `x bare` compares them with a ring in which each rank sends as many bytes as
-the busiest rank of the migration moves, in one message, to the next, in the same round of the same run; peak memory
-is what torch's profiler saw allocated at one time beyond what was there. Writes
-benchmarks/results/migration_<table>.json; exit code 1 where a target is missed.
+On gloo, one thread per rank, float32, AdamW. `memory` is the size of parameters, gradients and optimizer states of the
+experts of one layer after a training step. `moves` migrates back and forth: times are medians over repetitions of the
+slowest rank. `x bare` compares them with a ring in the same round, in which each rank sends the bytes of the busiest
+rank to the next one in a single message. Peak memory is the additional allocation in torch's profiler. Writes
+benchmarks/results/migration_<table>.json; exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import write_report
 from benchmarks.support.peak_memory import peak_bytes
 from benchmarks.support.processes import run_distributed
-from tests.support.placements import by_slot
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
@@ -44,7 +42,7 @@ DIM, HIDDEN, EXPERTS, TOP_K = 256, 512, 16, 2
 WORLDS = (1, 2, 4)
 REPETITIONS = 7
 MOST_TIMES_EXPERT = 2.0
-"""The target: peak memory of a migration, in rows of one expert."""
+"""Target: peak memory of a migration, in units of one expert."""
 
 Row = dict[str, Any]
 
@@ -52,7 +50,7 @@ Row = dict[str, Any]
 def trained_layer(
     groups: ExpertGroups, placement: ExpertPlacement | InitialPlacement = "contiguous"
 ) -> tuple[MoE, torch.optim.AdamW, list[nn.Parameter]]:
-    """A layer after a step, gradients kept; its experts' parameters."""
+    """Return a layer after a training step with its gradients, its optimizer and its expert parameters."""
     layer = make_moe(DIM, HIDDEN, EXPERTS, TOP_K, groups=groups, placement=placement, activation="swiglu")
     optimizer = torch.optim.AdamW(layer.parameters())
     rows = list(layer.expert_stack.parameters.values())
@@ -63,7 +61,7 @@ def trained_layer(
 
 
 def nbytes(optimizer: torch.optim.Optimizer, rows: list[nn.Parameter]) -> tuple[int, int, int]:
-    """Of parameters, of gradients, of what the optimizer keeps by row."""
+    """Return the bytes of parameters, gradients and optimizer states of experts."""
     states = [value for p in rows for value in optimizer.state[p].values() if value.ndim]
     grads = [p.grad for p in rows if p.grad is not None]
     return sum(p.nbytes for p in rows), sum(g.nbytes for g in grads), sum(s.nbytes for s in states)
@@ -83,7 +81,7 @@ def memory() -> bool:
         (replicated, *_) = run_distributed(bytes_per_rank, world, 1)
         ranks = run_distributed(bytes_per_rank, world, world)
         most = max(ranks, key=sum)
-        met &= all(world * part == whole for part, whole in zip(most, replicated, strict=True))
+        met &= all(world * part == full for part, full in zip(most, replicated, strict=True))
         parts = dict(zip(("parameters", "gradients", "optimizer"), (round(n / 2**20, 2) for n in most), strict=True))
         share = sum(most) / sum(replicated)
         rows.append({"ranks": world, **{f"{k}, MiB": v for k, v in parts.items()}, "of the replicated run's": share})
@@ -95,14 +93,15 @@ def memory() -> bool:
 
 
 def placements(kind: str, ranks: int) -> tuple[ExpertPlacement, ExpertPlacement]:
-    """Before and after."""
+    """Return the placements before and after a migration."""
     start = contiguous(EXPERTS, ranks)
     order = list(range(EXPERTS))
     if kind == "one swap":
         order[0], order[-1] = order[-1], order[0]
     else:
         random.Random(0).shuffle(order)
-    after = by_slot(order, ranks)
+    per_rank = EXPERTS // ranks
+    after = ExpertPlacement(tuple(tuple(order[first : first + per_rank]) for first in range(0, EXPERTS, per_rank)))
     if kind == "all experts, spare slots":
         rows = tuple((-1, -1, *row) for row in after.slots)
         return with_spare_slots(start, 2), ExpertPlacement(rows)
@@ -141,7 +140,7 @@ def move(kind: str, ep_size: int) -> Row:
 
 
 def _ring(sent: torch.Tensor, received: torch.Tensor) -> float:
-    """Seconds on this rank."""
+    """Return the seconds of a ring exchange on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     started = time.perf_counter()
     operations = [
@@ -171,10 +170,10 @@ TABLES = {"memory": memory, "moves": moves}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", metavar="table", help=f"{' or '.join(TABLES)}; default: both")
+    parser.add_argument("tables", nargs="*", metavar="table", help=f"{' or '.join(TABLES)}. Default: both")
     chosen = parser.parse_args().tables or list(TABLES)
     if unknown := set(chosen) - TABLES.keys():
-        parser.error(f"no table {', '.join(sorted(unknown))}: there are {', '.join(TABLES)}")
+        parser.error(f"unknown table {', '.join(sorted(unknown))}. Choose from: {', '.join(TABLES)}")
     met = [TABLES[name]() for name in chosen]
     sys.exit(not all(met))
 

@@ -1,9 +1,9 @@
-"""Speed of the main job with everything counted: data, metrics, progress, evaluation, checkpoints.
+"""Throughput of the MNIST recipe, including data, metrics, progress, evaluation and checkpoints.
 
     python benchmarks/speed/mnist_throughput.py --data-dir DIR
 
-Runs `recipes/mnist_moe.py` for a few epochs on one thread and on two, each in a fresh process, and profiles a
-stretch of training steps on one thread. Samples per CPU-second count the CPU time of all threads.
+Runs `recipes/mnist_moe.py` for two epochs on one and on two threads, each in a new process, and profiles 400 steps on
+one thread. Samples per CPU-second count the CPU time of all threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EPOCHS = 2
 
 
 def child(preset: str, data_dir: str, folder: str, profile: bool) -> None:
-    """One run in this process; prints its figures as JSON on the last line."""
+    """Run the recipe in this process, and print the results as JSON on the last line."""
     import torch
 
     from recipes import mnist_moe
@@ -63,7 +63,7 @@ def child(preset: str, data_dir: str, folder: str, profile: bool) -> None:
 
 
 def run(preset: str, threads: int, data_dir: str, profile: bool = False) -> Any:
-    """`child` in a fresh process with `threads` threads."""
+    """Run `child` in a new process with `threads` threads."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--child", preset, "--data-dir", data_dir, "--folder", f"{folder}/run"]
         done = subprocess.run(
@@ -78,7 +78,7 @@ def run(preset: str, threads: int, data_dir: str, profile: bool = False) -> Any:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="", help="folder with MNIST; else $TOOLKIT_DATA_DIR or the Hub")
+    parser.add_argument("--data-dir", default="", help="folder with MNIST. Default: $TOOLKIT_DATA_DIR or the Hub")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

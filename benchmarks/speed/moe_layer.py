@@ -1,18 +1,16 @@
-"""What a mixture-of-experts layer costs beside a dense one of the same FLOPs, and beside transformers' Mixtral block.
+"""MoE layer compared with a dense layer of the same FLOPs and with transformers' Mixtral block on a CPU.
 
     python benchmarks/speed/moe_layer.py                   two threads and one; a minute when idle, ten when busy
 
-Forward and backward of the whole layer on a CPU in float32: router, dispatch, experts, combine; gradients of the input
-and of every weight, freshly allocated (`set_to_none`), for a random output gradient. SwiGLU, dim 256, hidden 512,
-top-2, 2,048 tokens: the dense floor is one SwiGLU network with hidden 1,024; beside it stands one with hidden 512 that
-gets each token twice, which is the same FLOPs and as many rows as a mixture has to move. Ours and Mixtral's hold the
-same weights, and must agree in output and gradients before anything is timed. A second job is the MNIST layer: 64
-tokens, ReLU, hidden 256, in ten times as many rounds.
+Forward and backward pass of the layer in float32: router, dispatch, experts, combine, and newly allocated gradients of
+input and weights (`set_to_none`). SwiGLU, dim 256, hidden 512, top 2, 2,048 tokens. The dense baseline has hidden
+1,024; a second one has hidden 512 and gets each token twice: the FLOPs and rows of the MoE layer. The toolkit's layer
+and the Mixtral blocks have the same weights; outputs and gradients are compared before timing. The second job is the
+MNIST layer: 64 tokens, ReLU, hidden 256, ten times the rounds.
 
-All contenders run in one process, in rounds in which each has its turn; figures are medians over rounds of the ratio to
-the dense floor in the same round. With one thread the clock is the process's CPU time, which other programs on the
-machine disturb little; with more it is wall time. glibc keeps freed memory for all contenders, as `start_run` tells it.
-Writes a table and benchmarks/results/moe_layer.json; exit code 1 where a target is missed.
+Variants run in one process in interleaved rounds; values are medians over rounds of the ratio to the dense baseline in
+the same round. With one thread the clock is CPU time, with more wall time. glibc keeps freed memory, as in
+`start_run`. Writes benchmarks/results/moe_layer.json; exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-
 from benchmarks.report import write_report
 from toolkit.experts.layer.grouped_experts import Activation
 from toolkit.experts.layer.moe_layer import MoE, make_moe
@@ -40,11 +37,11 @@ from toolkit.run.process_settings import process_settings
 
 DIM, TOP_K = 256, 2
 MOST_TIMES_DENSE = {8: 1.15, 16: 1.15, 64: 1.5}
-"""The target for each number of experts."""
+"""Target by number of experts."""
 SLOW, SLOW_ROUNDS = 4, 3
-"""Who takes this many times dense sits out after so many rounds."""
+"""A variant `SLOW` times slower than dense stops after `SLOW_ROUNDS`."""
 SMALL_ROUNDS = 10
-"""Factor of the rounds for the small layer: its rounds take milliseconds, so another program would disturb all."""
+"""Factor of the rounds for the small layer, whose rounds take only milliseconds."""
 
 
 class Dense(nn.Module):
@@ -76,21 +73,21 @@ class DensePerAssignment(nn.Module):
         return rows.sum(0, keepdim=True)
 
 
-def mixtral(ours: MoE, implementation: str) -> nn.Module:
-    """Return transformers' Mixtral block with the weights of `ours`."""
+def mixtral(layer: MoE, implementation: str) -> nn.Module:
+    """Return transformers' Mixtral block with the weights of `layer`."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    experts, dim, hidden_dim = ours.experts.down.shape[0], ours.experts.down.shape[2], ours.experts.down.shape[1]
+    experts, hidden_dim, dim = layer.experts.down.shape
     config = MixtralConfig(
         hidden_size=dim, intermediate_size=hidden_dim, num_local_experts=experts, num_experts_per_tok=TOP_K
     )
     config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config)
     with torch.no_grad():
-        block.gate.weight.copy_(ours.router.weight)
-        block.experts.gate_up_proj.copy_(ours.experts.up)
-        block.experts.down_proj.copy_(ours.experts.down.transpose(1, 2))
+        block.gate.weight.copy_(layer.router.weight)
+        block.experts.gate_up_proj.copy_(layer.experts.up)
+        block.experts.down_proj.copy_(layer.experts.down.transpose(1, 2))
     return block
 
 
@@ -101,7 +98,7 @@ def mixtral_implementations() -> list[str]:
 
 
 class Step:
-    """One forward and backward with the same input and output gradient for everybody."""
+    """Forward and backward pass with the same input and output gradient for all variants."""
 
     def __init__(self, tokens: int):
         draws = torch.Generator().manual_seed(0)
@@ -123,66 +120,66 @@ class Step:
         return (clock() - start) / repeats
 
 
-def relative_error(ours: MoE, block: nn.Module, step: Step) -> float:
-    """Return the largest relative difference of output and gradients between `ours` and `block`."""
+def relative_error(layer: MoE, block: nn.Module, step: Step) -> float:
+    """Return the largest relative difference of output and gradients between `layer` and `block`."""
 
     def results(module: Any, down: Tensor, router: Tensor) -> list[Tensor | None]:
         y = step(module)
         up = module.experts.up if isinstance(module, MoE) else module.experts.gate_up_proj
         return [y, step.x.grad, up.grad, down.grad, router.grad]
 
-    mine = results(ours, ours.experts.down, ours.router.weight)
+    found = results(layer, layer.experts.down, layer.router.weight)
     block_: Any = block
-    theirs = results(block, block_.experts.down_proj, block_.gate.weight)
-    assert mine[3] is not None
-    mine[3] = mine[3].transpose(1, 2)
+    expected = results(block, block_.experts.down_proj, block_.gate.weight)
+    assert found[3] is not None
+    found[3] = found[3].transpose(1, 2)
     errors = []
-    for one, other in zip(mine, theirs, strict=True):
+    for one, other in zip(found, expected, strict=True):
         assert one is not None
         assert other is not None
         errors.append(float((one - other).norm() / other.norm()))
     return max(errors)
 
 
-def enter(ours: MoE, step: Step, threads: int) -> dict[str, nn.Module]:
-    """Return every implementation of Mixtral's experts that runs here. Raises if one differs from `ours`."""
-    entered: dict[str, nn.Module] = {}
-    assignments, bytes_per_expert = step.x.shape[1] * TOP_K, 4 * ours.experts.up[0].numel()
+def mixtral_variants(layer: MoE, step: Step, threads: int) -> dict[str, nn.Module]:
+    """Return the Mixtral block with every available experts implementation. Raises if one differs from `layer`."""
+    blocks: dict[str, nn.Module] = {}
+    assignments, bytes_per_expert = step.x.shape[1] * TOP_K, 4 * layer.experts.up[0].numel()
     for name in mixtral_implementations():
-        # batched_mm copies an expert's weights for every assignment, and again for their gradient.
+        # batched_mm copies the expert's weights for every assignment, and again for the gradients.
         if name == "batched_mm" and 6 * assignments * bytes_per_expert > psutil.virtual_memory().available:
-            print(f"transformers {name} is left out: it would fill more than half of the memory with copies of weights")
+            print(f"transformers {name} is skipped: its copies of weights need more than half of the memory")
             continue
         torch.set_num_threads(threads)
-        block = mixtral(ours, name)
+        block = mixtral(layer, name)
         try:
-            error = relative_error(ours, block, step)
+            error = relative_error(layer, block, step)
         except Exception as problem:
-            print(f"transformers {name} does not run here: {str(problem).splitlines()[0][:100]}")
+            print(f"transformers {name} failed: {str(problem).splitlines()[0][:100]}")
             continue
         if error > 1e-5:
-            raise AssertionError(f"ours and transformers {name} differ by {error:.1e}")
-        entered[f"transformers {name}"] = block
-    return entered
+            raise AssertionError(f"toolkit and transformers {name} differ by {error:.1e}")
+        blocks[f"transformers {name}"] = block
+    return blocks
 
 
 def measure(
     tokens: int, experts: int, hidden_dim: int, activation: Activation, rounds: int, threads: int
 ) -> list[dict[str, Any]]:
-    """One row per contender; the first round is not counted."""
+    """Return a row for each variant; the first round is a warm-up."""
     torch.set_num_threads(threads)
-    step, ours = Step(tokens), make_moe(DIM, hidden_dim, experts, TOP_K, activation=activation)
-    contenders: dict[str, nn.Module] = {
+    step, layer = Step(tokens), make_moe(DIM, hidden_dim, experts, TOP_K, activation=activation)
+    variants: dict[str, nn.Module] = {
         "dense": Dense(TOP_K * hidden_dim, activation),
         "dense, a row per assignment": DensePerAssignment(hidden_dim, activation),
-        "ours": ours,
+        "ours": layer,
     }
     if activation == "swiglu":
-        contenders |= enter(ours, step, threads)
+        variants |= mixtral_variants(layer, step, threads)
     repeats = max(1, 1024 // tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
-        for name, module in contenders.items():
+        for name, module in variants.items():
             if turn > SLOW_ROUNDS and min(seconds[name]) > SLOW * min(seconds["dense"]):
                 continue
             taken = step.seconds(module, threads, repeats)
@@ -204,27 +201,27 @@ def measure(
             "fastest, times dense": round(min(seconds[name]) / min(seconds["dense"]), 3),
             "times ours": round(ratio(name, "ours"), 3),
         }
-        for name in contenders
+        for name in variants
     ]
 
 
 def judge(rows: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each target that was missed."""
+    """Return a message for each missed target."""
     missed = []
     for row in rows:
         place = f"{row['threads']} thread(s), {row['experts']} experts"
         limit = MOST_TIMES_DENSE.get(row["experts"], float("inf"))
         if row["tokens"] == 2048 and row["contender"] == "ours" and row["times dense"] > limit:
-            missed.append(f"{place}: ours is {row['times dense']} times dense, wanted {limit}")
+            missed.append(f"{place}: {row['times dense']} times dense, target {limit}")
         if row["contender"].startswith("transformers") and row["times ours"] < 1:
-            missed.append(f"{place}: {row['contender']} is faster, {row['times ours']} times ours")
+            missed.append(f"{place}: {row['contender']} is faster, {row['times ours']} times the toolkit's time")
     return missed
 
 
 @process_settings()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds that count")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds. Default: 15")
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 64])
     args = parser.parse_args()
@@ -236,7 +233,7 @@ def main() -> int:
         rows += measure(64, 8, 256, "relu", SMALL_ROUNDS * args.rounds, threads)
     write_report("moe_layer", rows, rounds=args.rounds, dim=DIM, top_k=TOP_K, malloc="freed memory is kept")
     missed = judge(rows)
-    print("\n".join(missed) or "every target is met")
+    print("\n".join(missed) or "all targets are met")
     return 1 if missed else 0
 
 

@@ -1,24 +1,23 @@
-"""Training steps on gloo with experts that move, compared with the same steps where they stay.
+"""Training steps with moving experts, compared with static placement, on gloo.
 
     python benchmarks/speed/moving_experts.py                           every load on 2, 4 and 8 processes, an hour
     python benchmarks/speed/moving_experts.py --loads steep --worlds 2
 
 The model has two blocks of a dense network and an MoE layer with 16 experts, top 2, in float32. A step is a forward and
-a backward pass, clipping and fused AdamW. The router's choices are drawn: by Zipf's law with the hottest experts on the
-first rank, or as often as in a language model without balance loss (`recorded`, from `record_traces.py`; needs
-$TOOLKIT_DATA_DIR). `drifting` loads walk at random in each step and layer. Planners run every 8 steps, and times
+a backward pass, clipping and fused AdamW. Router choices are drawn from Zipf's law with the hottest experts on the
+first rank, or from the loads of a language model without balance loss (`recorded`, from `record_traces.py`; needs
+$TOOLKIT_DATA_DIR). `drifting` loads follow a random walk in each step and layer. Planners run every 8 steps, and times
 include migrations. All variants of a load get the same draws in one launch, in turns of 16 steps. Each round has new
-models and draws. Rounds permute the order in which models are made and the order of turns, because a model's memory is
-worth up to 0.1 and the first one made is the slowest. `control` never moves experts either: its distance from 1 is the
-error.
+models and draws. Rounds permute the order in which models are created and the order of turns, because memory locations
+change ratios by up to 0.1 and the first model is the slowest. `control` does not move experts either: its distance from
+1 is the error.
 
-`eplb` is DeepSeek's published expert parallelism load balancer, which plans from the last window only. `oracle` starts
-from the optimal placement for the known loads and stays. Ratios compare a variant with `blocks, never moved`, by three
-measures over a round: wall time, which means something if each rank has a core; processor time of the rank that was
-busiest in a turn; and processor time of the rank that was busiest in each step. The table has their medians over rounds
-and their ranges.
+`eplb` is DeepSeek's published expert parallelism load balancer, which plans from the last window only. `oracle` is the
+static optimal placement for the known loads. Ratios compare a variant with `blocks, never moved` over a round, by wall
+time (meaningful if each rank has a core), by processor time of the busiest rank of a turn, and by processor time of the
+busiest rank of each step. The table has medians and ranges over rounds.
 
-The record's `example` has the loads and placements of one guarded run by turn, from which
+`example` in the result has the loads and placements of one guarded run by turn, from which
 `python benchmarks/speed/moving_experts_image.py` draws the README's animation.
 
 Writes benchmarks/results/moving_experts.json.
@@ -59,27 +58,27 @@ from toolkit.run.process_settings import process_settings
 
 EXPERTS, TOP_K, DIM, LAYERS, EVERY, TURN, TURNS = 16, 2, 256, 2, 8, 16, 5
 STEPS = TURNS * TURN
-"""Of a round."""
+"""Steps per round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """How often experts are chosen."""
+    """Expert loads and model sizes."""
 
     skew: float = 0.0
-    """The exponent of Zipf's law in the first step; 0: all alike."""
+    """Zipf exponent in the first step; 0 is uniform."""
     drift: float = 0.0
-    """The standard deviation by which an expert's logarithm changes in a step."""
+    """Standard deviation of the change of log popularity per step."""
     recorded: bool = False
-    """As often as in a recorded run, in place of a law."""
+    """Use the loads of a recorded run."""
     hidden: int = 512
     tokens: int = 1024
-    """In a step, over all processes."""
-    rivals: tuple[str, ...] | None = None
-    """None: all."""
+    """Tokens per step over all processes."""
+    variants: tuple[str, ...] | None = None
+    """Names of variants; None for all."""
 
     def log_popularity(self, seed: int) -> Tensor:
-        """(steps of a round, layers, E)"""
+        """Return log popularity by step of a round, layer and expert."""
         if self.recorded:
             return _recorded(seed)
         begin = -self.skew * torch.arange(1.0, EXPERTS + 1).log()
@@ -88,7 +87,7 @@ class Loads:
 
 
 def _recorded(seed: int) -> Tensor:
-    """The last steps of a language model that was trained without balance."""
+    """Return the last log loads of a language model trained without balance loss."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.npz"
         language_model(path, seed, balance_weight=0.0, steps=100 + STEPS)
@@ -99,19 +98,21 @@ def _recorded(seed: int) -> Tensor:
 STAY, CONTROL, GUARDED, SPARE = "blocks, never moved", "control", "swap", "swap, a spare slot"
 FEWER = (STAY, CONTROL, GUARDED, "swap, no guard", "eplb, no guard")
 LOADS = {
-    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, rivals=(*FEWER, SPARE, "replicate")),
-    "steep": Loads(skew=1.0, rivals=FEWER),
-    "balanced": Loads(rivals=FEWER),
-    "drifting": Loads(skew=0.5, drift=0.1, rivals=FEWER),
-    "mild": Loads(skew=0.5, rivals=FEWER),
-    "recorded": Loads(recorded=True, rivals=FEWER),
+    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, variants=(*FEWER, SPARE, "replicate")),
+    "steep": Loads(skew=1.0, variants=FEWER),
+    "balanced": Loads(variants=FEWER),
+    "drifting": Loads(skew=0.5, drift=0.1, variants=FEWER),
+    "mild": Loads(skew=0.5, variants=FEWER),
+    "recorded": Loads(recorded=True, variants=FEWER),
 }
 
 
 def eplb(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
-    """Returns the placement of DeepSeek's balancer for one group of experts: each spare slot to the expert whose
-    replicas have most load; then the heaviest replica first, each to the rank with the least load that has room.
-    Replicas of one expert are on different ranks here, and come first."""
+    """Return the placement of DeepSeek's balancer for one group of experts.
+
+    Each spare slot goes to the expert with the largest load per replica. Then the heaviest replica goes first, to the
+    least loaded rank with a free slot. Here, replicated experts are placed first, each replica on a different rank.
+    """
     load = np.asarray(load_E, dtype=float)
     replicas = np.ones(len(load), dtype=int)
     for _ in range(current.ranks * current.stride - len(load)):
@@ -131,8 +132,8 @@ def eplb(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rival:
-    """How one contender places its experts."""
+class Variant:
+    """Placement and rebalancing of a variant."""
 
     replan: ReplanOptions | None = None
     initial: str = "blocks"
@@ -143,16 +144,16 @@ def _moves(planner: Any, **options: Any) -> ReplanOptions:
     return ReplanOptions(planner=planner, every=EVERY, **options)
 
 
-RIVALS = {
-    STAY: Rival(),
-    CONTROL: Rival(),
-    "round robin, never moved": Rival(initial="round robin"),
-    GUARDED: Rival(replan=_moves("swap")),
-    "swap, no guard": Rival(replan=_moves("swap", guarded=False)),
-    SPARE: Rival(replan=_moves("swap"), spare_slots=1),
-    "replicate": Rival(replan=_moves("replicate"), spare_slots=1),
-    "eplb, no guard": Rival(replan=_moves(eplb, guarded=False)),
-    "oracle": Rival(initial="oracle"),
+VARIANTS = {
+    STAY: Variant(),
+    CONTROL: Variant(),
+    "round robin, never moved": Variant(initial="round robin"),
+    GUARDED: Variant(replan=_moves("swap")),
+    "swap, no guard": Variant(replan=_moves("swap", guarded=False)),
+    SPARE: Variant(replan=_moves("swap"), spare_slots=1),
+    "replicate": Variant(replan=_moves("replicate"), spare_slots=1),
+    "eplb, no guard": Variant(replan=_moves(eplb, guarded=False)),
+    "oracle": Variant(initial="oracle"),
 }
 
 
@@ -161,15 +162,15 @@ class Times(NamedTuple):
 
     wall: float
     turn: float
-    """Processor time of the rank that was busiest in the turn."""
+    """Processor time of the busiest rank of the turn."""
     step: float
-    """Processor time of the rank that was busiest in each step, summed over steps."""
+    """Processor time of the busiest rank of each step, summed over steps."""
 
 
 class Live:
-    """A model of one variant, as a user's loop trains it."""
+    """Model and training loop of one variant."""
 
-    def __init__(self, rival: Rival, loads: Loads, log_popularity: Tensor, seed: int):
+    def __init__(self, variant: Variant, loads: Loads, log_popularity: Tensor, seed: int):
         from accelerate import Accelerator
 
         self.accelerator = Accelerator(cpu=True)
@@ -179,12 +180,12 @@ class Live:
         model = nn.Sequential(*[Block(DIM, make_moe(*sizes, router_type=DrawnRouter)) for _ in range(LAYERS)])
         names = list(moe_layers(model))
         self.log_popularity, self.seed = log_popularity, seed
-        placements = [self._initial(rival, log) for log in log_popularity.mean(0)]
+        placements = [self._initial(variant, log) for log in log_popularity.mean(0)]
         self.experts = ExpertParallel(
             self.accelerator,
             ep_size=self.world,
-            replan=rival.replan,
-            spare_slots=rival.spare_slots,
+            replan=variant.replan,
+            spare_slots=variant.spare_slots,
             placement=lambda name, *_: placements[names.index(name)],
         )
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -195,12 +196,12 @@ class Live:
         self.turns: list[dict[str, Any]] = []
         """By turn, in the first layer: tokens per expert at its end and the rank of each expert at its beginning."""
 
-    def _initial(self, rival: Rival, log_popularity: Tensor) -> ExpertPlacement:
+    def _initial(self, variant: Variant, log_popularity: Tensor) -> ExpertPlacement:
         blocks = contiguous(EXPERTS, self.world)
         load_E = drawn(log_popularity, 20_000, 0).flatten().bincount(minlength=EXPERTS).numpy()
-        if rival.initial == "round robin":
+        if variant.initial == "round robin":
             return round_robin(load_E, blocks)
-        return lpt(load_E, blocks) if rival.initial == "oracle" else blocks
+        return lpt(load_E, blocks) if variant.initial == "oracle" else blocks
 
     def turn(self, number: int) -> Times:
         """Run the steps of a turn on all ranks."""
@@ -239,44 +240,44 @@ class Measured:
     times: list[Times] = field(default_factory=list)
     imbalance: list[float] = field(default_factory=list)
     moved: int = 0
-    refused: int = 0
+    rejected: int = 0
     turns: list[dict[str, Any]] = field(default_factory=list)
     """Turns of the first round, see `Live.turns`."""
 
 
 @process_settings()
-def race(loads: Loads, logs: list[Tensor]) -> dict[str, Measured]:
-    """What each contender took, in a round for each of `logs`."""
-    names = list(loads.rivals or RIVALS)
+def time_variants(loads: Loads, logs: list[Tensor]) -> dict[str, Measured]:
+    """Return the results of each variant, with a round for each of `logs`."""
+    names = list(loads.variants or VARIANTS)
     measured = {name: Measured() for name in names}
     for seed, log_popularity in enumerate(logs):
-        # Contenders beside each other change places, too: rounds begin at different ones and go either way.
+        # Rounds start at different variants and alternate the direction, so neighbours change.
         order = [*names[seed % len(names) :], *names[: seed % len(names)]][:: 1 if seed % 2 else -1]
-        runs = {name: Live(RIVALS[name], loads, log_popularity, seed) for name in order}
+        runs = {name: Live(VARIANTS[name], loads, log_popularity, seed) for name in order}
         times: dict[str, list[Times]] = {name: [] for name in order}
         for number in range(TURNS):
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 times[name].append(runs[name].turn(number))
         for name, live in runs.items():
-            mine = measured[name]
-            mine.times.append(Times(*map(float, np.sum(times[name], axis=0))))
-            mine.turns = mine.turns or live.turns
-            mine.imbalance.append(float(np.mean(live.imbalances)))
-            mine.moved += sum(migration.report.cost.experts for migration in live.experts.migrations)
-            mine.refused += live.experts.replanner.plans_refused if live.experts.replanner else 0
+            own = measured[name]
+            own.times.append(Times(*map(float, np.sum(times[name], axis=0))))
+            own.turns = own.turns or live.turns
+            own.imbalance.append(float(np.mean(live.imbalances)))
+            own.moved += sum(migration.report.cost.experts for migration in live.experts.migrations)
+            own.rejected += live.experts.replanner.plans_refused if live.experts.replanner else 0
     return measured
 
 
 def table(measured: dict[str, Measured]) -> list[dict[str, Any]]:
     """Return a row for each variant."""
     stays, rows = np.array(measured[STAY].times), []
-    for name, mine in measured.items():
-        times = np.array(mine.times)
+    for name, own in measured.items():
+        times = np.array(own.times)
         ratios = dict(zip(("wall", "busiest in a turn", "busiest in each step"), (stays / times).T, strict=True))
         rows.append(
             {
                 "contender": name,
-                "imbalance": round(statistics.mean(mine.imbalance), 2),
+                "imbalance": round(statistics.mean(own.imbalance), 2),
                 "ms a step": round(1e3 * float(np.median(times[:, 0])) / STEPS, 1),
                 **{f"x, {measure}": round(float(np.median(ratio)), 3) for measure, ratio in ratios.items()},
                 **{
@@ -284,8 +285,8 @@ def table(measured: dict[str, Measured]) -> list[dict[str, Any]]:
                     for measure, ratio in ratios.items()
                     for low, high in [(ratio.min(), ratio.max())]
                 },
-                "experts moved": mine.moved,
-                "plans refused": mine.refused,
+                "experts moved": own.moved,
+                "plans refused": own.rejected,
             }
         )
     return rows
@@ -303,11 +304,11 @@ def main() -> int:
         loads = LOADS[name]
         logs = [loads.log_popularity(seed) for seed in range(options.rounds)]
         for world in options.worlds:
-            measured = run_distributed(race, world, loads, logs, timeout_s=3000)[0]
+            measured = run_distributed(time_variants, world, loads, logs, timeout_s=3000)[0]
             rows += [{"processes": world, "loads": name, **row} for row in table(measured)]
             example = example or (measured[GUARDED].turns if world == 2 else [])
             facts = {"rounds": options.rounds, "steps_of_a_round": STEPS, "cores": os.cpu_count(), "example": example}
-            write_report("moving_experts", rows, **facts)  # what is done is kept
+            write_report("moving_experts", rows, **facts)  # after each world, for interrupted runs
     return 0
 
 

@@ -22,7 +22,7 @@ WIDTH, HEIGHT = 760, 330
 LEFT, PITCH, BAR = 96, 40, 30
 """Left end of the experts, distance between two of them and width of one, in pixels."""
 FLOORS, TALLEST = (142, 278), 82
-"""Where the bars of each rank stand, and the height of the busiest expert."""
+"""Baselines of the ranks' bars, and height of the busiest expert."""
 METER_LEFT, METER_WIDTH = 470, 250
 
 STYLE = """

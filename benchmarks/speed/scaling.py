@@ -1,12 +1,12 @@
-"""The main step of every recipe on 1, 2, 4 and 8 processes of one machine: rates, memory, share of communication.
+"""Throughput, memory and share of communication of every recipe on 1, 2, 4 and 8 processes of one machine.
 
     python benchmarks/speed/scaling.py --data-dir DIR              all recipes, a quarter of an hour on two cores
-    python benchmarks/speed/scaling.py --recipes mnist_moe har     some of them; writes nothing
+    python benchmarks/speed/scaling.py --recipes mnist_moe har     some recipes; writes nothing
 
-Each run is a recipe with its published preset and global batch, one thread per process, without plots and tracking, for
-some dozens of steps; the first lines of its metrics are left out. Processes beyond the cores take turns on them: their
-rows show what waiting costs, and not what more cores would bring. Writes benchmarks/results/scaling.json,
-docs/images/scaling.png and the table of docs/project/results.md.
+Each run has the published preset and global batch, one thread per process, no plots and no tracking. It has dozens of
+steps, and the first log steps are a warm-up. With more processes than cores, rows show the cost of waiting, not the
+speed-up of additional cores. Writes benchmarks/results/scaling.json, docs/images/scaling.png and the table of
+docs/project/results.md.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 WORLDS = (1, 2, 4, 8)
 LINES, WARM_UP = 8, 2
-"""Lines of metrics of each run, and those at its beginning that are left out."""
+"""Log steps of each run, and log steps of the warm-up."""
 
 
 class Main(NamedTuple):
-    """A recipe's published preset, and how many steps make a line of metrics of about a second."""
+    """Published preset of a recipe, and steps per log step of about a second."""
 
     preset: str
     steps_per_line: int
@@ -53,13 +53,13 @@ RECIPES = {
     "few_labels": Main("fixmatch_vat", 6, ("--dataset", "mnist")),
     "har": Main("full", 25),
     "lmu_speech": Main("fsdd", 6),
-    # The published batch of 100 cannot be cut into eight.
+    # The published batch size of 100 is not divisible by eight.
     "psmnist": Main("parallel", 6, ("--batch-size", "96")),
 }
 
 
 def measure(recipe: str, main: Main, processes: int, *flags: object) -> dict[str, Any]:
-    """Run the recipe on `processes` processes; return a row of the table, shares in percent of a step."""
+    """Run a recipe on `processes` processes and return a row of the table."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), main.preset, "--run-dir", folder]
@@ -88,7 +88,7 @@ def measure(recipe: str, main: Main, processes: int, *flags: object) -> dict[str
 
 
 def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
-    """Samples per second over those of one process; and the share of a step that is spent in collectives."""
+    """Plot the speed-up over one process and the share of collectives in a step."""
     figure.set_size_inches(11, 3.8)
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     rate, share = figure.subplots(1, 2)
@@ -99,7 +99,7 @@ def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
         share.plot(worlds, [row["collectives and waiting, %"] for row in line], color=colour, marker="o", ms=4)
     cores = os.cpu_count() or 1
     rate.plot(WORLDS, [min(world, cores) for world in WORLDS], color=GREY, ls="--", lw=1, label=f"{cores} cores")
-    for axes, title in ((rate, "samples per second / those of one process"), (share, "collectives, % of a step")):
+    for axes, title in ((rate, "speed-up over one process"), (share, "collectives, % of a step")):
         axes.set_title(title)
         axes.set_xscale("log", base=2)
         axes.set_xticks(WORLDS, [str(world) for world in WORLDS])
@@ -111,17 +111,17 @@ def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, help="folder with the data sets; else $TOOLKIT_DATA_DIR or the Hub")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all")
+    parser.add_argument("--data-dir", type=Path, help="folder with data. Default: $TOOLKIT_DATA_DIR or the Hub")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="Default: all")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     data = ("--data-dir", options.data_dir) if options.data_dir is not None else ()
     for recipe in options.recipes:
-        alone = 0.0
+        one_process = 0.0
         for processes in WORLDS:
             row = measure(recipe, RECIPES[recipe], processes, "--cpu", *data)
-            alone = alone or row["samples per second"]
-            rows.append(row | {"times one process": round(row["samples per second"] / alone, 2)})
+            one_process = one_process or row["samples per second"]
+            rows.append(row | {"times one process": round(row["samples per second"] / one_process, 2)})
             print(rows[-1], flush=True)
     if len(options.recipes) < len(RECIPES):
         print(markdown(rows))

@@ -24,7 +24,7 @@ def in_float64() -> Iterator[None]:
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    hook = register_module_forward_pre_hook(_widen)
+    hook = register_module_forward_pre_hook(_widen)  # type: ignore[arg-type]
     try:
         with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
             yield
