@@ -1,9 +1,33 @@
-"""A small MoE layer of another library: a linear router, and stacked experts in a loop."""
+"""Small MoE layers: of `make_moe`, and of another library with stacked experts in a loop."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.train.models.mlp import MLP
+
+
+def make_layer(
+    *sizes: int,
+    groups: ExpertGroups | None = None,
+    ep_size: int | None = None,
+    ep_stride: int = 1,
+    shared_expert: bool = False,
+    **options: Any,
+) -> MoE:
+    """Return a layer of `make_moe` with random router weights; its experts are sharded over all ranks by default."""
+    torch.manual_seed(1)
+    groups = groups or make_expert_groups(ep_size or world_size(), ep_stride=ep_stride)
+    shared = MLP(sizes[0], 8, sizes[0]) if shared_expert else None
+    layer = make_moe(*sizes, groups=groups, shared_expert=shared, **options)
+    nn.init.normal_(layer.router.weight)
+    return layer
 
 
 class StackedExperts(nn.Module):

@@ -1,4 +1,4 @@
-"""The experts against a plain network for each: as one autograd node, and step by step for odd types and widths."""
+"""Grouped matrix products and experts, fused and step by step, compared with one product or network per slot."""
 
 from __future__ import annotations
 
@@ -7,22 +7,103 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.helpers import run_distributed
+from toolkit.experts.layer import grouped_mm as grouped_mm_module
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts
+from toolkit.experts.layer.grouped_mm import ZeroEmptySlots, grouped_mm
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel import collectives
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
 
-COUNTS = {"ragged": [3, 0, 5, 1], "one expert takes all": [0, 9, 0, 0], "no rows": [0, 0, 0, 0]}
-both_paths = pytest.mark.parametrize("stepwise", [False, True], ids=["as called", "step by step"])
+COUNTS = {"ragged": [3, 0, 5, 1], "one slot": [0, 9, 0, 0], "no rows": [0, 0, 0, 0]}
+both_paths = pytest.mark.parametrize("stepwise", [False, True], ids=["fused", "stepwise"])
 both_activations = pytest.mark.parametrize("activation", ["relu", "swiglu"])
+
+
+def product_per_slot(x_ND: Tensor, weight_SDF: Tensor, rows_per_slot: Tensor) -> Tensor:
+    parts = x_ND.split(rows_per_slot.tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weight_SDF.unbind(), strict=True)])
+
+
+def operands(counts: list[int], dim: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x_ND = torch.randn(sum(counts), dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(len(counts), dim, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return x_ND, weight, torch.tensor(counts)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("dim", "width"), [(8, 16), (7, 16), (8, 5)], ids=["aligned", "odd dim", "odd width"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_grouped_mm_equals_one_product_per_slot_in_values_and_gradients(
+    counts: list[int], dim: int, width: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    x_ND, weight_SDF, rows_per_slot = operands(counts, dim, width, dtype)
+    actual, expected = grouped_mm(x_ND, weight_SDF, rows_per_slot), product_per_slot(x_ND, weight_SDF, rows_per_slot)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    random = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for grad in (random, torch.ones((), dtype=dtype).expand(expected.shape)):
+        grads, expected_grads = (
+            torch.autograd.grad(y_NF, (x_ND, weight_SDF), grad, retain_graph=True) for y_NF in (actual, expected)
+        )
+        torch.testing.assert_close(grads, expected_grads, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0, 0]], ids=["no slots", "no rows"])
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_experts_without_rows_or_slots_have_zero_gradients(counts: list[int], activation: Activation) -> None:
+    experts = GroupedExperts(8, 16, expert_ids=range(len(counts)), activation=activation)
+    x_ND = torch.zeros(0, 8, requires_grad=True)
+    experts(x_ND, torch.tensor(counts, dtype=torch.int64)).sum().backward()
+    for tensor in (x_ND, experts.up, experts.down):
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+def garbage_in_empty_slots(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+    """Compute `torch.nn.functional.grouped_mm` as on the GPUs of pytorch issue 172439."""
+    product = grouped_mm_of_torch(left, right, offs=offs)
+    if right.ndim == 2:
+        product[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+    return product
+
+
+grouped_mm_of_torch = torch.nn.functional.grouped_mm
+
+
+def test_gradients_of_empty_slots_are_zero_if_torch_leaves_them_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_mm_module, "leaves_empty_slots_unset", lambda _: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", garbage_in_empty_slots)
+    experts = GroupedExperts(8, 16, expert_ids=range(4))
+    experts(torch.randn(9, 8), torch.tensor([3, 0, 5, 1])).square().sum().backward()
+    for weight in experts.parameters():
+        assert [gradient.abs().sum().item() > 0 for gradient in weight.grad] == [True, False, True, True]
+        assert weight.grad.isfinite().all()
+
+    x_ND, weight_SDF, rows_per_slot = operands([3, 0, 5, 1], 8, 16, torch.float32)
+    product = grouped_mm(x_ND, weight_SDF, rows_per_slot)
+    torch.testing.assert_close(product, product_per_slot(x_ND, weight_SDF, rows_per_slot))
+    gradient = torch.full((4, 8, 16), torch.nan)
+    gradient[[0, 2, 3]] = 1.0
+    ends = rows_per_slot.cumsum(0, dtype=torch.int32)
+    (found,) = torch.autograd.grad(ZeroEmptySlots.apply(weight_SDF, ends), weight_SDF, gradient)
+    assert found.sum((1, 2)).tolist() == [128.0, 0.0, 128.0, 128.0]
+
+
+@pytest.mark.parametrize("width", [5, 16], ids=["padded", "grouped"])
+def test_grouped_mm_under_autocast_has_the_dtype_of_a_plain_product(width: int) -> None:
+    x_ND, weight_SDF, rows_per_slot = operands([3, 0, 5, 1], 8, width, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, expected = (product(x_ND, weight_SDF, rows_per_slot) for product in (grouped_mm, product_per_slot))
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected)
+    actual.float().square().sum().backward()
+    assert weight_SDF.grad.dtype == torch.float32
 
 
 def make_experts(activation: Activation, dim: int = 8, hidden_dim: int = 12, slots: int = 4) -> GroupedExperts:
@@ -35,8 +116,8 @@ def compute(experts: GroupedExperts, x_ND: Tensor, rows_per_slot: Tensor, stepwi
     return experts(x_ND, rows_per_slot)
 
 
-def one_by_one(experts: GroupedExperts, x_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
-    """Each expert by itself, as one would write it in a paper."""
+def reference(experts: GroupedExperts, x_ND: Tensor, rows_per_slot: Tensor) -> Tensor:
+    """Return the outputs of one plain network per slot."""
     results = []
     for x, up, down in zip(x_ND.split(rows_per_slot.tolist()), experts.up, experts.down, strict=True):
         hidden = x @ up.T
@@ -54,28 +135,20 @@ def one_by_one(experts: GroupedExperts, x_ND: Tensor, rows_per_slot: Tensor) -> 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize(("dim", "hidden_dim"), [(8, 12), (7, 5)], ids=["aligned", "odd sizes"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_experts_are_one_network_per_slot_in_values_and_gradients(
-    counts: list[int],
-    dim: int,
-    hidden_dim: int,
-    activation: Activation,
-    dtype: torch.dtype,
-    tolerance: float,
-    stepwise: bool,
-) -> None:
+def test_experts_equal_one_network_per_slot(counts, dim, hidden_dim, activation, dtype, tolerance, stepwise):
     experts = make_experts(activation, dim, hidden_dim).to(dtype)
     x_ND = torch.randn(sum(counts), dim, dtype=dtype, requires_grad=True)
     grad_ND = torch.randn(sum(counts), dim, dtype=dtype)
     leaves = (x_ND, experts.up, experts.down)
     rows_per_slot = torch.tensor(counts)
-    actual, expected = compute(experts, x_ND, rows_per_slot, stepwise), one_by_one(experts, x_ND, rows_per_slot)
+    actual, expected = compute(experts, x_ND, rows_per_slot, stepwise), reference(experts, x_ND, rows_per_slot)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-    ours, theirs = (torch.autograd.grad(y_ND, leaves, grad_ND) for y_ND in (actual, expected))
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    grads, expected_grads = (torch.autograd.grad(y_ND, leaves, grad_ND) for y_ND in (actual, expected))
+    torch.testing.assert_close(grads, expected_grads, rtol=tolerance, atol=tolerance)
 
 
 @both_activations
-def test_an_empty_expert_gets_a_gradient_of_zeros_whatever_lay_in_memory(activation: Activation) -> None:
+def test_slots_without_rows_get_zero_gradients_in_uninitialized_memory(activation: Activation) -> None:
     experts = make_experts(activation)
     torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
     try:
@@ -83,58 +156,44 @@ def test_an_empty_expert_gets_a_gradient_of_zeros_whatever_lay_in_memory(activat
     finally:
         torch.use_deterministic_algorithms(False)
     for parameter in (experts.up, experts.down):
-        assert parameter.grad is not None
         assert parameter.grad[0].any()
         assert not parameter.grad[1:].any()
 
 
 @both_paths
 @both_activations
-def test_the_expanded_gradient_of_a_bare_sum_is_taken(activation: Activation, stepwise: bool) -> None:
-    experts = make_experts(activation)
-    x_ND, rows_per_slot = torch.randn(9, 8, requires_grad=True), torch.tensor([3, 0, 5, 1])
-    leaves = (x_ND, experts.up, experts.down)
-    ours = torch.autograd.grad(compute(experts, x_ND, rows_per_slot, stepwise).sum(), leaves)
-    theirs = torch.autograd.grad(one_by_one(experts, x_ND, rows_per_slot).sum(), leaves)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@both_paths
-@both_activations
-def test_under_autocast_experts_compute_in_bfloat16_and_keep_float32_gradients(
-    activation: Activation, stepwise: bool
-) -> None:
+def test_experts_under_autocast_and_with_expanded_gradients(activation: Activation, stepwise: bool) -> None:
     experts = make_experts(activation)
     x_ND, rows_per_slot = torch.randn(9, 8, requires_grad=True), torch.tensor([3, 0, 5, 1])
     leaves = (x_ND, experts.up, experts.down)
     with torch.autocast("cpu", torch.bfloat16):
         actual = compute(experts, x_ND, rows_per_slot, stepwise)
-        # Rounded as ours: a hidden unit next to the bend of ReLU is on the same side of it.
-        expected = one_by_one(experts, x_ND, rows_per_slot)
-    exact = one_by_one(experts, x_ND, rows_per_slot)
+        # With equal rounding, a hidden unit near the kink of ReLU is on the same side.
+        expected = reference(experts, x_ND, rows_per_slot)
+    exact = reference(experts, x_ND, rows_per_slot)
     assert actual.dtype == torch.bfloat16
-    ours, theirs = (torch.autograd.grad(y_ND.float().sum(), leaves) for y_ND in (actual, expected))
-    assert [grad.dtype for grad in ours] == [torch.float32] * 3
+    grads, expected_grads = (torch.autograd.grad(y_ND.float().sum(), leaves) for y_ND in (actual, expected))
+    assert [grad.dtype for grad in grads] == [torch.float32] * 3
     # bfloat16 has 8 bits of precision: about 1 % after two products.
-    for one, other in [(actual.float(), exact), *zip(ours, theirs, strict=True)]:
-        assert (one - other).norm() <= 0.03 * other.norm()
+    for found, wanted in [(actual.float(), exact), *zip(grads, expected_grads, strict=True)]:
+        assert (found - wanted).norm() <= 0.03 * wanted.norm()
+    grads = torch.autograd.grad(compute(experts, x_ND, rows_per_slot, stepwise).sum(), leaves)
+    torch.testing.assert_close(grads, torch.autograd.grad(exact.sum(), leaves), rtol=1e-5, atol=1e-5)
 
 
 def test_initial_weights_depend_on_the_expert_and_not_on_its_placement() -> None:
-    all_of_them = GroupedExperts(4, 6, expert_ids=[0, 1, 2, 3], seed=7)
+    full = GroupedExperts(4, 6, expert_ids=[0, 1, 2, 3], seed=7)
     some = GroupedExperts(4, 6, expert_ids=[3, 1], seed=7)
-    assert torch.equal(some.up, all_of_them.up[[3, 1]])
-    assert torch.equal(some.down, all_of_them.down[[3, 1]])
+    assert torch.equal(some.up, full.up[[3, 1]])
+    assert torch.equal(some.down, full.down[[3, 1]])
     assert not torch.equal(some.up, GroupedExperts(4, 6, expert_ids=[3, 1], seed=8).up)
     assert not torch.equal(some.up[0], some.up[1])
 
 
-def second_derivatives_refused(activation: Activation) -> list[bool]:
-    """Of the experts' gradients by themselves, and where the router is trained, too."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    layer = make_moe(8, 16, 4, 2, activation=activation, groups=make_expert_groups(world))
+def double_backward_raises(activation: Activation) -> list[bool]:
+    layer = make_moe(8, 16, 4, 2, activation=activation, groups=make_expert_groups(collectives.world_size()))
     head = nn.Linear(8, 3)
-    refused = []
+    found = []
     for router_is_trained in (False, True):
         layer.router.requires_grad_(router_is_trained)
         loss = head(layer(torch.randn(12, 8))).square().sum()
@@ -142,21 +201,18 @@ def second_derivatives_refused(activation: Activation) -> list[bool]:
         for gradient in gradients[:2]:
             with pytest.raises(RuntimeError, match="once_differentiable"):
                 gradient.square().sum().backward(retain_graph=True)
-            refused.append(gradient.requires_grad)
-    return refused
+            found.append(gradient.requires_grad)
+    return found
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @both_activations
-def test_second_derivatives_are_refused_and_not_wrong(activation: Activation, world: int) -> None:
-    assert run_distributed(second_derivatives_refused, world, activation) == [[True] * 4] * world
+def test_double_backward_through_experts_raises(activation: Activation, world: int) -> None:
+    assert run_distributed(double_backward_raises, world, activation) == [[True] * 4] * world
 
 
-# torch.compile itself makes an instance of each autograd function that it traces, and asks tensors for their gradient.
-
-
-class GeneratorsStayOnTheirDevice(TorchDispatchMode):
-    """Raises, as CUDA does, when a tensor of another device is drawn with a generator."""
+class CheckGeneratorDevices(TorchDispatchMode):
+    """Raises, as CUDA does, for draws on a device other than the generator's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         generator = (kwargs or {}).get("generator")
@@ -165,13 +221,13 @@ class GeneratorsStayOnTheirDevice(TorchDispatchMode):
 
 
 def test_make_moe_with_default_device_draws_weights_on_the_cpu() -> None:
-    with GeneratorsStayOnTheirDevice(), torch.device("meta"):
+    with CheckGeneratorDevices(), torch.device("meta"):
         layer = make_moe(8, 4, 4, 2)
     assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
 
 
 class Scaling(nn.Module):
-    """One number per expert and unit."""
+    """Experts with one factor per unit."""
 
     def __init__(self, dim: int, hidden_dim: int, *, expert_ids: Sequence[int], **_: Any) -> None:  # noqa: ARG002
         super().__init__()
@@ -182,7 +238,7 @@ class Scaling(nn.Module):
         return x_ND * self.scale_SD.repeat_interleave(rows_per_slot, dim=0)
 
 
-def step_of_own_experts() -> tuple[Tensor, Tensor, list[int]]:
+def custom_experts_step() -> tuple[Tensor, Tensor, list[int]]:
     world, rank = collectives.world_size(), collectives.rank()
     torch.manual_seed(0)
     layer = make_moe(4, 8, 4, 2, groups=make_expert_groups(world), expert_type=Scaling).double()
@@ -194,9 +250,9 @@ def step_of_own_experts() -> tuple[Tensor, Tensor, list[int]]:
     return y_TD.detach(), world * layer.experts.scale_SD.detach(), list(layer.placement.slots[rank])
 
 
-def test_make_moe_with_own_experts_shards_and_moves_them():
-    ((expected, _, _),) = run_distributed(step_of_own_experts, 1)
-    ranks = run_distributed(step_of_own_experts, 2)
+def test_make_moe_with_custom_experts_shards_and_migrates_them():
+    ((expected, _, _),) = run_distributed(custom_experts_step, 1)
+    ranks = run_distributed(custom_experts_step, 2)
     torch.testing.assert_close(torch.cat([rank[0] for rank in ranks]), expected)
     for _, scale_SD, held in ranks:
         assert scale_SD[:, 0].tolist() == [2 * (1 + expert) for expert in held]

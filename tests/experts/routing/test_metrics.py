@@ -1,8 +1,10 @@
-"""Metrics from a trace, live metrics and what the all-to-alls sent are the same numbers."""
+"""Logged metrics, compared with metrics of a trace, with the bytes of all-to-alls, and with values by hand."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,18 +33,11 @@ from toolkit.experts.placement.placement_options import ExpertExchange
 from toolkit.experts.placement.traffic import migration_cost
 from toolkit.experts.routing.forwards import ModelForwards
 from toolkit.experts.routing.load_meter import LoadMeter
-from toolkit.experts.routing.metrics import (
-    Window,
-    balance_metrics,
-    count,
-    expert_metrics,
-    traffic_metrics,
-)
+from toolkit.experts.routing.metrics import Window, balance_metrics, count, expert_metrics, traffic_metrics
 from toolkit.experts.routing.traces import read_trace
 from toolkit.run.config.run import RunConfig
 from toolkit.run.run import start_run
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
@@ -50,24 +45,22 @@ from toolkit.train.optim import build_optimizer, warmup_cosine
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 
-DIM, EXPERTS, BATCH, STEPS, LINE, PLAN = 8, 6, 32, 9, 3, 4
+DIM, EXPERTS, BATCH, STEPS, LOG_EVERY, PLAN_EVERY = 8, 6, 32, 9, 3, 4
 RANKS_PER_NODE = 2
 
-# (processes, ep_size, stride of its ranks, accumulation, placement, planner, recompute)
 CASES = [
     (2, 2, 1, 1, "uneven", "lpt", False),
     (2, 2, 1, 2, "spare", "replicate", True),
     (4, 2, 1, 2, "replicas", "replicate", False),
     (4, 2, 2, 1, "uneven", "lpt", False),
 ]
-
-
-BY_NODE = len(CASES)
+"""(world size, ep_size, ep_stride, accumulation, placement, planner, recompute)."""
+HIERARCHICAL = len(CASES)
 BYTES = ("all_to_all", "cross_node")
 
 
 def place(name: str, ranks: int) -> ExpertPlacement:
-    """Four experts and two; contiguous with an empty slot; or that slot with a replica of expert 0."""
+    """Return four experts and two; contiguous with spare slots; or with a replica of expert 0 in one of these."""
     if name == "uneven":
         return ExpertPlacement(((2, 3, 4, 5), (0, 1)))
     rows = contiguous(EXPERTS, ranks, slots_per_rank=-(-EXPERTS // ranks)).slots
@@ -75,13 +68,13 @@ def place(name: str, ranks: int) -> ExpertPlacement:
     return ExpertPlacement((*(((*row, EMPTY_ROW)) for row in rows[:1]), *((*row, filler) for row in rows[1:])))
 
 
-class TwoMixtures(nn.Module):
+class TwoLayers(nn.Module):
     def __init__(self, groups: ExpertGroups, placement: ExpertPlacement, recompute: bool):
         super().__init__()
         layers = [make_moe(DIM, 4, EXPERTS, 2, groups=groups, placement=placement, seed=seed) for seed in (1, 2)]
         self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
         self.layers, self.recompute = nn.ModuleList(layers), recompute
-        for layer in layers:  # some experts are hot, so that there is something to plan
+        for layer in layers:  # makes some experts hot, so that plans differ
             layer.router.weight.data *= 40
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,37 +84,35 @@ class TwoMixtures(nn.Module):
         return self.head(x)
 
 
-class Meter(Callback):
-    """Counts what is sent to others where it is sent, and how many other nodes tokens visit."""
+class Meter:
+    """Counts bytes sent to other ranks and nodes, and visits of tokens to other nodes, in a context."""
 
     def __init__(self, ranks_per_node: int) -> None:
+        self.ranks_per_node, self.here = ranks_per_node, dist.get_rank() // ranks_per_node
         self.bytes = self.bytes_between_nodes = self.visits = 0
-        self.original = original = rows._Flight.begin
-        here = dist.get_rank() // ranks_per_node
+        self.begin, self.slots_of = rows._Flight.begin, dispatcher.AllToAllDispatcher.slots_of
 
-        def metered(flight: Any, sent: Tensor, sizes: Sizes) -> Any:
-            size = sent.shape[1] * sent.element_size()
-            self.bytes += (sum(sizes.sent) - sizes.sent[dist.get_rank(sizes.group)]) * size
-            for peer, many in zip(dist.get_process_group_ranks(sizes.group), sizes.sent, strict=True):
-                self.bytes_between_nodes += many * size * (peer // ranks_per_node != here)
-            return original(flight, sent, sizes)
+    def counted_begin(self, flight: Any, sent: Tensor, sizes: Sizes) -> Any:
+        size = sent.shape[1] * sent.element_size()
+        self.bytes += (sum(sizes.sent) - sizes.sent[dist.get_rank(sizes.group)]) * size
+        for peer, many in zip(dist.get_process_group_ranks(sizes.group), sizes.sent, strict=True):
+            self.bytes_between_nodes += many * size * (peer // self.ranks_per_node != self.here)
+        return self.begin(flight, sent, sizes)
 
-        rows._Flight.begin = metered  # type: ignore[method-assign]
-        self.original_slots_of = slots_of = dispatcher.AllToAllDispatcher.slots_of
+    def counted_slots_of(self, found: Any, ids_TK: Tensor) -> Tensor:
+        slots_TK = self.slots_of(found, ids_TK)
+        ranks = dist.get_process_group_ranks(found.groups.ep_group)
+        for slots in slots_TK.tolist():
+            self.visits += len({ranks[slot // found.stride] // self.ranks_per_node for slot in slots} - {self.here})
+        return slots_TK
 
-        def watched(found: Any, ids_TK: Tensor) -> Tensor:
-            slots_TK = slots_of(found, ids_TK)
-            ranks = dist.get_process_group_ranks(found.groups.ep_group)
-            for slots in slots_TK.tolist():
-                nodes = {ranks[slot // found.stride] // ranks_per_node for slot in slots}
-                self.visits += len(nodes - {here})
-            return slots_TK
-
-        dispatcher.AllToAllDispatcher.slots_of = watched  # type: ignore[method-assign]
-
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        rows._Flight.begin = self.original  # type: ignore[method-assign]
-        dispatcher.AllToAllDispatcher.slots_of = self.original_slots_of  # type: ignore[method-assign]
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        with (
+            mock.patch.object(rows._Flight, "begin", lambda *args: self.counted_begin(*args)),
+            mock.patch.object(dispatcher.AllToAllDispatcher, "slots_of", lambda *args: self.counted_slots_of(*args)),
+        ):
+            yield
 
 
 def train(
@@ -136,24 +127,18 @@ def train(
     ranks_per_node: int = RANKS_PER_NODE,
     exchange: ExpertExchange = "flat",
 ) -> Any:
-    config = RunConfig(
-        run_dir=folder,
-        cpu=True,
-        batch_size=BATCH,
-        log_every=LINE,
-        gradient_accumulation_steps=accumulation,
-    )
-    with start_run("metered", config) as run:
+    config = RunConfig(run_dir=folder, cpu=True, batch_size=BATCH, gradient_accumulation_steps=accumulation)
+    meter = Meter(ranks_per_node)
+    with start_run("metered", config) as run, meter.counting():
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
             groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange)
         torch.manual_seed(0)
-        model = TwoMixtures(groups, place(placement, ep_size), recompute)
+        model = TwoLayers(groups, place(placement, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
         table = TensorTable(
             input=torch.randn(BATCH * STEPS, DIM, generator=draws),
             label=torch.randint(3, (BATCH * STEPS,), generator=draws),
         )
-        meter = Meter(ranks_per_node)
         where = {"rank": run.rank, "world_size": run.world_size}
         trainer = Trainer(
             run,
@@ -163,12 +148,11 @@ def train(
             TrainBatches(table, batch_size=BATCH, seed=0, accumulation=accumulation, **where),
             max_steps=STEPS,
             schedule=warmup_cosine(max_steps=STEPS),
-            log_every=LINE,
+            log_every=LOG_EVERY,
             callbacks=[
                 ExpertLoad(model, ranks_per_node=ranks_per_node),
                 TraceRecorder(model),
-                Replan(model, ReplanOptions(planner=planner, every=PLAN, guarded=False)),
-                meter,
+                Replan(model, ReplanOptions(planner=planner, every=PLAN_EVERY, guarded=False)),
             ],
         )
         results = trainer.fit()
@@ -176,12 +160,17 @@ def train(
 
 
 def run_cases(folder: Path) -> dict[int, Any]:
-    """All cases of this world in one launch, and at last one with the hierarchical exchange between two nodes."""
+    """Run the cases of this world size, and one with the hierarchical exchange between two nodes."""
     world = dist.get_world_size()
-    mine = [index for index, case in enumerate(CASES) if case[0] == world]
-    found = {index: train(folder / str(index), *CASES[index][1:]) for index in mine}
-    by_node: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical"}
-    return found | {BY_NODE: train(folder / str(BY_NODE), world, 1, 1, "replicas", "replicate", False, **by_node)}
+    cases = [index for index, case in enumerate(CASES) if case[0] == world]
+    found = {index: train(folder / str(index), *CASES[index][1:]) for index in cases}
+    options: dict[str, Any] = {"ranks_per_node": world // 2, "exchange": "hierarchical"}
+    last = train(folder / str(HIERARCHICAL), world, 1, 1, "replicas", "replicate", False, **options)
+    return found | {HIERARCHICAL: last}
+
+
+def logged_metrics(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(folder / "metrics.jsonl") if "moe/rank_imbalance" in line]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -191,11 +180,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder, {index: [rank[index] for rank in ranks] for index in ranks[0]}
 
 
-def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
+def test_logged_metrics_equal_metrics_of_the_trace(runs):
     folder, by_case = runs
     for index, ranks in list(by_case.items())[:-1]:
         world, ep_size, stride, accumulation, *_, recompute = CASES[index]
-        # Of the EP groups one after the other: {0, 2} and {1, 3} where their ranks are two apart.
+        # Ranks of the EP groups in order: {0, 2} and {1, 3} for a stride of 2.
         order = [0, 2, 1, 3] if stride == 2 else list(range(world))
         trace = read_trace(folder / str(index) / "traces.npz")
         forwards = STEPS * accumulation
@@ -210,59 +199,52 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
             part = count(trace.load_FLSE[first:end], placements, sources=range(world), world_size=world)
             counts = part if counts is None else counts.then(part)
             for layer, (old, new) in enumerate(zip(placements, after or placements, strict=True)):
-                cost = migration_cost(
-                    old,
-                    new,
-                    weight_bytes=trace.metadata["weight_bytes"][layer],
-                    optimizer_bytes=trace.metadata["optimizer_bytes"][layer],
-                )
+                sizes = {key: trace.metadata[key][layer] for key in ("weight_bytes", "optimizer_bytes")}
+                cost = migration_cost(old, new, **sizes)
                 migrated += [cost.experts, cost.bytes]
-        assert counts is not None
         assert trace.row_bytes == [RowBytes(4 * DIM + 2 * (4 + 2), 4 * DIM)] * 2
-        # The live lines: three windows of three steps, across migrations.
-        lines = list(read_metrics(folder / str(index) / "metrics.jsonl"))
-        live = [line for line in lines if "moe/rank_imbalance" in line]
-        assert [line["step"] for line in live] == [3, 6, 9]
+        # Three windows of three steps, across migrations.
+        logged = logged_metrics(folder / str(index))
+        assert [each["step"] for each in logged] == [3, 6, 9]
         window = Window.of(counts)
-        per_line = LINE * accumulation
-        for number, line in enumerate(live):
-            part = window.imbalance_FL[number * per_line : (number + 1) * per_line]
-            assert line["moe/rank_imbalance"] == part.mean(1).mean()
-            assert line["moe/rank_imbalance_worst_layer"] == part.mean(0).max()
-            rows_LW = counts.received_FLW[number * per_line : (number + 1) * per_line].sum(0)
-            for layer, rows_W in enumerate(rows_LW):
-                shares = [line[f"moe/rank_load/layers.{layer}"][rank] for rank in order]
+        for number, each in enumerate(logged):
+            part = slice(number * LOG_EVERY * accumulation, (number + 1) * LOG_EVERY * accumulation)
+            assert each["moe/rank_imbalance"] == window.imbalance_FL[part].mean(1).mean()
+            assert each["moe/rank_imbalance_worst_layer"] == window.imbalance_FL[part].mean(0).max()
+            for layer, rows_W in enumerate(counts.received_FLW[part].sum(0)):
+                shares = [each[f"moe/rank_load/layers.{layer}"][rank] for rank in order]
                 assert shares == (rows_W / rows_W.sum()).tolist()
         sums = traffic_metrics(window, trace.row_bytes, steps=1, node_of_rank=[r // 2 for r in order])
         if not recompute:
-            sent = [round(sum(line[f"moe/{name}_bytes_per_step"] for line in live) * LINE) for name in BYTES]
+            sent = [round(sum(each[f"moe/{name}_bytes_per_step"] for each in logged) * LOG_EVERY) for name in BYTES]
             assert sent == [sum(sent for sent, *_ in ranks), sum(sent for *_, sent in ranks)]
-        assignments_of_line = 2 * 2 * BATCH * LINE
-        deduplicated = [line["moe/cross_node_fraction_deduplicated"] for line in live]
+        pairs_per_log_step = 2 * 2 * BATCH * LOG_EVERY
+        deduplicated = [each["moe/cross_node_fraction_deduplicated"] for each in logged]
         visits = sum(visits for *_, visits, _ in ranks)
-        assert sum(round(fraction * assignments_of_line) for fraction in deduplicated) == visits
-        every_assignment = [line["moe/cross_node_fraction"] for line in live]
-        assert sum(every_assignment) == pytest.approx(sums["moe/cross_node_fraction"] * len(live))
+        assert sum(round(fraction * pairs_per_log_step) for fraction in deduplicated) == visits
+        per_pair = [each["moe/cross_node_fraction"] for each in logged]
+        assert sum(per_pair) == pytest.approx(sums["moe/cross_node_fraction"] * len(logged))
         if ep_size * stride > RANKS_PER_NODE:
-            assert all(0 < once < each for once, each in zip(deduplicated, every_assignment, strict=True))
+            assert all(0 < low < high for low, high in zip(deduplicated, per_pair, strict=True))
         else:
-            assert deduplicated == every_assignment == [0.0] * len(live)
+            assert deduplicated == per_pair == [0.0] * len(logged)
         results = ranks[0][1]
-        assert sum(line["moe/migration_bytes"] for line in live) == migrated[1]
-        assert live[-1]["moe/migration_bytes_per_step"] == migrated[1] / STEPS
-        promised = []
+        assert sum(each["moe/migration_bytes"] for each in logged) == migrated[1]
+        assert logged[-1]["moe/migration_bytes_per_step"] == migrated[1] / STEPS
+        predicted = []
         for layer in range(2):
-            # The last time that this layer's placement changed, and the window of four steps that was planned for.
-            pairs = list(pairwise(trace.placements))
+            # The last change of this layer's placement, planned by the load of the four steps before it.
+            pairs = pairwise(trace.placements)
             first, new = [(at, to[layer]) for (_, of), (at, to) in pairs if of[layer] != to[layer]][-1]
-            window_FSE = trace.load_FLSE[first - PLAN * accumulation : first, layer]
-            promised.append(rank_imbalance(window_FSE.sum((0, 1)), new))
-        assert live[-1]["moe/predicted_imbalance"] == pytest.approx(np.mean(promised))
-        plans = range(PLAN, STEPS + 1, PLAN)
+            window_FSE = trace.load_FLSE[first - PLAN_EVERY * accumulation : first, layer]
+            predicted.append(rank_imbalance(window_FSE.sum((0, 1)), new))
+        assert logged[-1]["moe/predicted_imbalance"] == pytest.approx(np.mean(predicted))
+        plans = range(PLAN_EVERY, STEPS + 1, PLAN_EVERY)
         steps = sorted({at // accumulation for (_, of), (at, to) in pairwise(trace.placements) if of != to})
         assert (results["first_move_step"], results["last_move_step"]) == (steps[0], steps[-1])
         windows = {
-            step: trace.load_FLSE[(step - PLAN) * accumulation : step * accumulation].sum((0, 2)) for step in plans
+            step: trace.load_FLSE[(step - PLAN_EVERY) * accumulation : step * accumulation].sum((0, 2))
+            for step in plans
         }
         placed = {at // accumulation: to for at, to in trace.placements}
         imbalance = {
@@ -271,30 +253,30 @@ def test_the_lab_predicts_rows_bytes_and_imbalance_exactly(runs):
         }
         since = [imbalance[step] for step in plans if step > steps[-1]]
         assert results["imbalance_before_moves"] == pytest.approx(imbalance[steps[0]])
-        assert results["imbalance_after_moves"] == pytest.approx(np.mean(since or promised))
+        assert results["imbalance_after_moves"] == pytest.approx(np.mean(since or predicted))
         assert results["migrated_experts"] == migrated[0] > 0
         assert results["migration_bytes"] == migrated[1]
 
 
-def test_bytes_of_the_hierarchical_exchange_are_those_that_were_sent(runs):
+def test_logged_bytes_of_the_hierarchical_exchange_equal_bytes_sent(runs):
     folder, by_case = runs
-    ranks = by_case[BY_NODE]
-    live = [line for line in read_metrics(folder / str(BY_NODE) / "metrics.jsonl") if "moe/rank_imbalance" in line]
-    assert sum(line["moe/migrated_experts"] for line in live) > 0
-    total, between = (round(sum(line[f"moe/{name}_bytes_per_step"] for line in live) * LINE) for name in BYTES)
+    ranks = by_case[HIERARCHICAL]
+    logged = logged_metrics(folder / str(HIERARCHICAL))
+    assert sum(each["moe/migrated_experts"] for each in logged) > 0
+    total, between = (round(sum(each[f"moe/{name}_bytes_per_step"] for each in logged) * LOG_EVERY) for name in BYTES)
     assert total == sum(sent for sent, *_ in ranks)
-    # Dispatch and combine, forward and backward, of each pair of a token and another node; two weights each way of
-    # dispatch, and two slots with the row.
-    of_visit = 4 * DIM * 4 + 2 * 2 * 4 + 2 * 4
-    assert between == sum(sent for *_, sent in ranks) == of_visit * sum(visits for *_, visits, _ in ranks) > 0
-    assert total == between if len(ranks) == 2 else total > between, "ranks that are alone on their nodes"
-    assert all(line["moe/cross_node_fraction_deduplicated"] < line["moe/cross_node_fraction"] for line in live)
-    busiest = max(line["moe/all_to_all_bytes_per_step_busiest_rank"] for line in live)
-    assert total / STEPS / len(ranks) <= busiest <= total / LINE
+    # Per token and other node: a row in dispatch and combine, forward and backward; in dispatch also two weights,
+    # forward and backward, and two slots.
+    visit = 4 * DIM * 4 + 2 * 2 * 4 + 2 * 4
+    assert between == sum(sent for *_, sent in ranks) == visit * sum(visits for *_, visits, _ in ranks) > 0
+    assert total == between if len(ranks) == 2 else total > between
+    assert all(each["moe/cross_node_fraction_deduplicated"] < each["moe/cross_node_fraction"] for each in logged)
+    busiest = max(each["moe/all_to_all_bytes_per_step_busiest_rank"] for each in logged)
+    assert total / STEPS / len(ranks) <= busiest <= total / LOG_EVERY
 
 
 def test_metrics_of_a_window_by_hand():
-    # Two forwards, one layer, two ranks; experts 0 and 1 are on rank 0, expert 2 on rank 1.
+    # Two forward passes, one layer, two ranks; experts 0 and 1 are on rank 0, expert 2 on rank 1.
     placement = ExpertPlacement(((0, 1), (2, EMPTY_ROW)))
     sent = np.array([[[[3, 0, 1], [0, 0, 4]]], [[[0, 2, 0], [2, 2, 2]]]])
     visits = np.array([[[3, 2], [3, 6]]])
@@ -303,14 +285,14 @@ def test_metrics_of_a_window_by_hand():
     balance = balance_metrics(window, [placement])
     assert balance["moe/rank_imbalance"] == 1.375
     assert balance["moe/rank_balancedness"] == pytest.approx((4 / 5 + 4 / 6) / 2)
-    # Loads 5, 4, 7: rank 0 has 9 of 16, which is the least that one of two ranks can have.
+    # Loads 5, 4, 7: rank 0 has 9 of 16, the minimum of the busier rank.
     assert balance["moe/rank_imbalance_of_sum"] == 9 / 8
-    # Rank 0 sends 2 rows away and rank 1 sends 3, and each comes back; 8 bytes there, 16 back, and again backward.
+    # Ranks send 2 and 3 rows of 8 bytes and receive results of 16 bytes, and the same in the backward pass.
     bytes_ = traffic_metrics(window, [RowBytes(8, 16)], steps=2, node_of_rank=[0, 1])
     assert bytes_["moe/all_to_all_bytes_per_step"] == 2 * (5 * 8 + 5 * 16) / 2
     assert bytes_["moe/all_to_all_bytes_per_step_busiest_rank"] == 5 * 24 / 2
     assert bytes_["moe/local_bytes_per_step"] == 9 * 48 / 2
-    # Of 16 assignments rank 0 has 1 elsewhere, and rank 1 has 4.
+    # Of 16 pairs, rank 0 sends 1 and rank 1 sends 4.
     assert bytes_["moe/cross_node_fraction"] == 5 / 16
     assert traffic_metrics(window, [RowBytes(8, 16)], steps=2, node_of_rank=[0, 0])["moe/cross_node_fraction"] == 0
     experts = expert_metrics(window.load_LE)
@@ -320,7 +302,7 @@ def test_metrics_of_a_window_by_hand():
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 2, 3], [0, 0, 0, 0]])
-def test_a_token_that_visits_a_node_twice_crosses_once(nodes):
+def test_crossings_count_each_token_once_per_node(nodes):
     here = 2
     visits_TP = torch.rand(50, 4, generator=torch.Generator().manual_seed(1)) < 0.4
     visited = [{nodes[peer] for peer in row.nonzero().flatten().tolist()} - {nodes[here]} for row in visits_TP]
@@ -329,7 +311,7 @@ def test_a_token_that_visits_a_node_twice_crosses_once(nodes):
     assert crossed_M.any() or len(set(nodes)) == 1
 
 
-def test_forwards_count_dropped_pairs_apart() -> None:
+def test_dropped_pairs_are_counted_separately_and_in_the_load() -> None:
     layer = make_moe(4, 8, 3, 2, capacity_factor=0.5)
     forwards = ModelForwards(layer)
     layer(torch.randn(10, 4))
@@ -337,13 +319,10 @@ def test_forwards_count_dropped_pairs_apart() -> None:
     assert found.dropped_FLE.sum() > 0
     assert (found.sent_FLE + found.dropped_FLE)[0, 0].tolist() == layer.load_E.tolist()
     assert found.dropped_FLE[0, 0].tolist() == layer.expert_stack.log.dropped_E.tolist()
-
-
-def test_count_adds_dropped_pairs_to_the_load() -> None:
     sent_FLSE, dropped_LE = np.array([[[[1, 2]]]]), np.array([[3, 0]])
-    found = count(sent_FLSE, [contiguous(2, 1)], sources=[0], world_size=1, dropped_LE=dropped_LE)
-    assert found.load_LE.tolist() == [[4, 2]]
-    assert found.received_FLW.tolist() == [[[3]]]
+    counts = count(sent_FLSE, [contiguous(2, 1)], sources=[0], world_size=1, dropped_LE=dropped_LE)
+    assert counts.load_LE.tolist() == [[4, 2]]
+    assert counts.received_FLW.tolist() == [[[3]]]
 
 
 def nodes_of_peers() -> list[int] | None:
@@ -353,6 +332,6 @@ def nodes_of_peers() -> list[int] | None:
     return None if nodes is None else nodes.tolist()
 
 
-def test_load_meter_of_a_group_on_two_nodes_counts_crossings() -> None:
+def test_load_meter_has_nodes_of_peers_for_groups_on_two_nodes_only() -> None:
     # Groups {0, 1} and {2, 3}; ranks 0 to 2 are on the first node.
     assert run_distributed(nodes_of_peers, 4) == [None, None, [0, 1], [0, 1]]

@@ -1,4 +1,4 @@
-"""Weights of a model with sharded experts are gathered whole; a state dict of one rank's part raises."""
+"""State dicts of models with sharded experts: gathered with all experts, or an error for one rank's experts."""
 
 from __future__ import annotations
 
@@ -12,73 +12,72 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.experts.models import make_layer
 from tests.integrations.accelerate.test_expert_parallel import Model, place
 from tests.support.helpers import run_distributed
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
-def refusal(model: nn.Module) -> str:
+def error_of_state_dict(model: nn.Module) -> str:
     with pytest.raises(UserError) as error:
         model.state_dict()
     return str(error.value)
 
 
-def saved(folder: Path, kind: str, dense: Literal["ddp", "fsdp2"]) -> tuple[dict[str, Tensor], str]:
-    """What `get_state_dict` returns, and how `state_dict` is refused; `save_model` writes `folder`."""
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def save_with_accelerate(folder: Path, kind: str, dense: Literal["ddp", "fsdp2"]) -> tuple[dict[str, Tensor], str]:
+    """Save the model; return the result of `get_state_dict` and the error of `state_dict`."""
     accelerator, model = Accelerator(cpu=True), Model()
     experts = ExpertParallel(accelerator, placement=place(kind), spare_slots=1, dense=dense)
     prepared, _ = experts.prepare(model, torch.optim.SGD(model.parameters()))
-    if dense == "ddp":  # FSDP2's parameters take what was sharded only
+    if dense == "ddp":  # FSDP2's parameters load sharded values only
         for parameter in model.parameters():
             parameter.data.zero_()
         model.load_state_dict(Model().state_dict())
     accelerator.save_model(prepared, folder)
     other = nn.Linear(2, 2)
-    assert accelerator.get_state_dict(other).keys() == other.state_dict().keys(), "of a model that is not sharded"
-    return accelerator.get_state_dict(prepared), refusal(model)
+    assert accelerator.get_state_dict(other).keys() == other.state_dict().keys()
+    return accelerator.get_state_dict(prepared), error_of_state_dict(model)
 
 
 @pytest.mark.parametrize(
     ("world", "kind", "dense"), [(1, "shuffled", "ddp"), (2, "blocks", "fsdp2"), (2, "copies", "ddp")]
 )
-def test_accelerate_saves_the_whole_model(world: int, kind: str, dense: str, tmp_path: Path) -> None:
-    (state, said), *others = run_distributed(saved, world, tmp_path, kind, dense)
-    expected = Model().state_dict()
+def test_accelerate_saves_all_experts(world: int, kind: str, dense: str, tmp_path: Path) -> None:
+    (state, message), *others = run_distributed(save_with_accelerate, world, tmp_path, kind, dense)
     for found in (state, load_file(tmp_path / "model.safetensors")):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert all(other == ({}, said) for other in others)
-    assert "whole_state_dict(model)" in said
+        assert_equal(found, Model().state_dict())
+    assert all(other == ({}, message) for other in others)
+    assert "whole_state_dict(model)" in message
 
 
-def layer_of_ours(groups: ExpertGroups | None = None) -> nn.Module:
-    torch.manual_seed(0)
-    return make_moe(8, 16, 4, 2, groups=groups, placement="round_robin")
-
-
-def spread_layer_of_ours(stride: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    layer = layer_of_ours(make_expert_groups(2, ep_stride=stride))
+def states_of_layer(stride: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Load a sharded layer; return its full state, the part of this rank, and the error of `state_dict`."""
+    layer = make_layer(8, 16, 4, 2, ep_size=2, ep_stride=stride, placement="round_robin")
     layer.experts.up.data.zero_()
-    nn.ModuleList([layer]).load_state_dict(nn.ModuleList([layer_of_ours()]).state_dict())
+    nn.ModuleList([layer]).load_state_dict(nn.ModuleList([make_layer(8, 16, 4, 2, ep_size=1)]).state_dict())
     layer.load_state_dict(layer.state_dict(keep_vars=True))
     part = {name: value.detach().clone() for name, value in layer.state_dict(keep_vars=True).items()}
-    return whole_state_dict(layer), part, refusal(layer)
+    return whole_state_dict(layer), part, error_of_state_dict(layer)
 
 
 @pytest.mark.parametrize(("world", "stride"), [(2, 1), (4, 2)])
-def test_layer_is_gathered_whole_and_its_part_raises(world: int, stride: int) -> None:
-    expected = layer_of_ours().state_dict()
-    (whole, part, said), *others = run_distributed(spread_layer_of_ours, world, stride)
-    assert whole.keys() == expected.keys()
-    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+def test_whole_state_dict_gathers_all_experts_on_rank_0(world: int, stride: int) -> None:
+    expected = make_layer(8, 16, 4, 2).state_dict()
+    (state, part, message), *others = run_distributed(states_of_layer, world, stride)
+    assert_equal(state, expected)
     assert torch.equal(part["experts.up"], expected["experts.up"][[0, 2]])
-    assert all(nothing == {} for nothing, _, _ in others)
-    assert said.startswith("model.state_dict(): it would have the experts of this rank")
+    assert all(other == {} for other, _, _ in others)
+    assert message.startswith("model.state_dict(): it would have the experts of this rank")
 
 
 def save_after_unequal_steps(folder: Path) -> None:

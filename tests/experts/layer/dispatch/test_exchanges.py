@@ -1,12 +1,12 @@
-"""The flat exchange and the hierarchical one on emulated nodes: what one process computes, by as few rows as can be."""
+"""Flat and hierarchical all-to-all on emulated nodes: results of one process, and minimum numbers of rows."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.experts.layer.dispatch.test_dispatch import CASES, EXPERTS, draw, expert_weights, train
 from tests.support.equality import relative_difference
 from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
-from toolkit.experts.layer.dispatcher import Dispatched, LocalDispatcher, TokenDispatcher, make_dispatcher
+from toolkit.experts.layer.dispatcher import LocalDispatcher, make_dispatcher
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import rows_of_nodes
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 
-WORLD = 8
+CASES = ("even", "ragged", "no tokens on rank 0", "all to the last rank", "top-1 to the last rank", "no tokens")
+DIM, EXPERTS, TOP_K, WORLD = 5, 8, 2, 8
 LAYOUTS = [(8, 4), (8, 2), (4, 2)]
-"""(ep_size, processes of a node): two nodes of four, four nodes of two, two EP groups of two nodes of two."""
+"""(ep_size, processes per node): two nodes of four, four nodes of two, two EP groups of two nodes of two."""
 STEPS = [("blocks", case, torch.float64, False) for case in CASES]
 STEPS += [
     ("blocks", "even", torch.float32, False),
@@ -34,7 +34,39 @@ STEPS += [
     ("replicas", "ragged", torch.float64, False),
     ("replicas", "no tokens on rank 0", torch.float64, True),
 ]
-"""(placement, what tokens choose, dtype, whether assignments are dropped)."""
+"""(placement, case of `draw`, dtype, whether pairs are dropped)."""
+
+
+def draw(case: str, rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens, expert ids, weights and output gradient of one rank."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = {"ragged": 3 + 5 * rank, "no tokens on rank 0": 6 if rank else 0, "no tokens": 0}.get(case, 6)
+    top_k = 1 if case == "top-1 to the last rank" else TOP_K
+    ids_TK = torch.rand(tokens, EXPERTS, generator=generator).topk(top_k).indices
+    if case.endswith("to the last rank"):
+        per_rank = EXPERTS // world
+        ids_TK = EXPERTS - per_rank + ids_TK % per_rank
+    draws = (torch.randn(tokens, n, dtype=torch.float64, generator=generator) for n in (DIM, top_k, DIM))
+    x_TD, weights_TK, grad_TD = (draw.to(dtype) for draw in draws)
+    return x_TD, ids_TK, weights_TK, grad_TD
+
+
+def expert_weights(dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(99)
+    return torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def train(dispatcher: Any, inputs: Sequence[Tensor], experts: Tensor, kept_TK: Tensor | None) -> dict[str, Tensor]:
+    """Return output and gradients of sum_k w_k * x @ M_k, computed slot by slot."""
+    x_TD, ids_TK, weights_TK, grad_TD = (tensor.clone() for tensor in inputs)
+    leaves = [tensor.requires_grad_() for tensor in (x_TD, weights_TK, experts)]
+    rows, dispatched = dispatcher.dispatch(x_TD, ids_TK, weights_TK, kept_TK)
+    parts = rows.split(dispatched.rows_per_slot.tolist())
+    rows = torch.cat([part @ matrix for part, matrix in zip(parts, experts.unbind(), strict=True)])
+    y_TD = dispatcher.combine(rows, dispatched)
+    y_TD.backward(grad_TD)
+    grads = zip(("x", "weights", "experts"), (leaf.grad for leaf in leaves), strict=True)
+    return {"y": y_TD.detach(), **dict(grads), "load": dispatched.plan.load_E}
 
 
 def emulated_groups(ep_size: int, per_node: int) -> ExpertGroups:
@@ -43,7 +75,7 @@ def emulated_groups(ep_size: int, per_node: int) -> ExpertGroups:
 
 
 def placements(ranks: int) -> dict[str, ExpertPlacement]:
-    """Equal blocks; uneven and shuffled with empty slots; replicas of experts 0 and 7 on one node and on others."""
+    """Return contiguous, uneven with empty slots, and with replicas of experts 0 and 7 on one and on several nodes."""
     last = [(EMPTY_ROW,) for _ in range(ranks - 4)]
     return {
         "blocks": contiguous(EXPERTS, ranks),
@@ -52,28 +84,14 @@ def placements(ranks: int) -> dict[str, ExpertPlacement]:
     }
 
 
-@dataclass
-class Dropping:
-    """A dispatcher that does not send the assignments outside of `kept_TK`."""
-
-    dispatcher: TokenDispatcher
-    kept_TK: Tensor
-
-    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Dispatched]:
-        return self.dispatcher.dispatch(x_TD, ids_TK, weights_TK, self.kept_TK)
-
-    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        return self.dispatcher.combine(rows, dispatched)
-
-
 def kept(rank: int, tokens: int) -> Tensor:
-    """A mask as of a capacity, which drops two in five."""
+    """Return a mask that drops two of five pairs."""
     return torch.rand(tokens, 2, generator=torch.Generator().manual_seed(50 + rank)) < 0.6
 
 
 @contextmanager
 def rows_to_others() -> Iterator[dict[Any, int]]:
-    """Rows of tokens that this rank sends to others meanwhile, by process group."""
+    """Count the rows that this rank sends to others, by process group."""
     rows: dict[Any, int] = defaultdict(int)
     original = dist.all_to_all_single
 
@@ -87,7 +105,7 @@ def rows_to_others() -> Iterator[dict[Any, int]]:
 
 
 def both_exchanges() -> dict[Any, Any]:
-    """Of each case: what both exchanges compute on this rank, the rows that they send, and the slots that they want."""
+    """Return, for each case, the results of both exchanges, the rows that they send, and the destination ranks."""
     rank, found = dist.get_rank(), {}
     for ep_size, per_node in LAYOUTS:
         groups = emulated_groups(ep_size, per_node)
@@ -101,11 +119,9 @@ def both_exchanges() -> dict[Any, Any]:
             results: list[Any] = []
             rows: dict[Any, int] = {}
             for dispatcher in (flat, make_dispatcher(placement, groups)):
-                chosen: Any = dispatcher if kept_TK is None else Dropping(dispatcher, kept_TK)
                 of_flat = rows
                 with rows_to_others() as rows:
-                    fresh = [tensor.clone() for tensor in inputs]
-                    results.append(train(chosen, *fresh, expert_weights(dtype)[mine]))
+                    results.append(train(dispatcher, inputs, expert_weights(dtype)[mine], kept_TK))
             peers_TK = flat.slots_of(inputs[1]) // placement.stride  # type: ignore[attr-defined]
             found[ep_size, per_node, name, case, dtype, drops] = (
                 *results,
@@ -120,9 +136,9 @@ def ranks() -> list[dict[Any, Any]]:
     return run_distributed(both_exchanges, WORLD)
 
 
-def test_both_exchanges_compute_what_one_process_computes(ranks: list[dict[Any, Any]]):
+def test_both_exchanges_equal_one_process(ranks: list[dict[Any, Any]]):
     for key in ranks[0]:
-        ep_size, _, _, case, dtype, drops = key
+        ep_size, _, placement, case, dtype, drops = key
         tolerance = 1e-12 if dtype == torch.float64 else 1e-6
         results = [rank[key] for rank in ranks]
         for flat, hierarchical, *_ in results:
@@ -133,18 +149,22 @@ def test_both_exchanges_compute_what_one_process_computes(ranks: list[dict[Any, 
         for first in range(0, WORLD, ep_size):
             of_group = range(first, first + ep_size)
             inputs = [draw(case, rank, WORLD, dtype) for rank in of_group]
-            alone: Any = LocalDispatcher(contiguous(EXPERTS, 1))
-            if drops:
-                masks = [kept(rank, len(x_TD)) for rank, (x_TD, *_) in zip(of_group, inputs, strict=True)]
-                alone = Dropping(alone, torch.cat(masks))
-            expected = train(alone, *map(torch.cat, zip(*inputs, strict=True)), expert_weights(dtype))
-            for name in ("y", "x", "weights"):
-                found = torch.cat([results[rank][1][name] for rank in of_group])
-                assert relative_difference(found, expected[name]) <= tolerance, f"{name} of {key}"
+            masks = [kept(rank, len(x_TD)) for rank, (x_TD, *_) in zip(of_group, inputs, strict=True)]
+            inputs = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
+            kept_TK = torch.cat(masks) if drops else None
+            expected = train(LocalDispatcher(contiguous(EXPERTS, 1)), inputs, expert_weights(dtype), kept_TK)
+            found = {name: torch.cat([results[rank][1][name] for rank in of_group]) for name in ("y", "x", "weights")}
+            found["experts"] = torch.zeros_like(expected["experts"])
+            for rank, row in zip(of_group, placements(ep_size)[placement].slots, strict=True):
+                for slot, expert in enumerate(row):
+                    if expert != EMPTY_ROW:  # gradients are means over the ranks' batches
+                        found["experts"][expert] += ep_size * results[rank][1]["experts"][slot]
+            for name, value in found.items():
+                assert relative_difference(value, expected[name]) <= tolerance, f"{name} of {key}"
             assert torch.equal(sum(results[rank][1]["load"] for rank in of_group), expected["load"])
 
 
-def test_a_row_goes_once_to_each_rank_and_between_nodes_once_to_each_node(ranks: list[dict[Any, Any]]):
+def test_each_row_is_sent_once_per_rank_and_once_per_other_node(ranks: list[dict[Any, Any]]):
     for key in ranks[0]:
         ep_size, per_node, *_ = key
         between = inside = flat = 0
@@ -171,29 +191,28 @@ def test_a_row_goes_once_to_each_rank_and_between_nodes_once_to_each_node(ranks:
         ([0, 3, 6], 1, [[0], [3], [6]]),
     ],
 )
-def test_nodes_are_consecutive_ranks_of_the_world(ranks: list[int], per_node: int, rows: list[list[int]]):
+def test_rows_of_nodes_groups_consecutive_ranks(ranks: list[int], per_node: int, rows: list[list[int]]):
     assert rows_of_nodes(ranks, [per_node] * 8) == rows
 
 
 @pytest.mark.parametrize(("per_node", "parts"), [(4, "4 on nodes of 4"), (3, "3, 1 on nodes of 3")])
-def test_groups_on_one_node_or_with_unequal_parts_raise(per_node: int, parts: str):
+def test_rows_of_nodes_with_one_node_or_unequal_parts_raises(per_node: int, parts: str):
     with pytest.raises(UserError, match=f"the EP group of processes 0, 1, 2, 3 has {parts}"):
         rows_of_nodes([0, 1, 2, 3], [per_node] * 4)
 
 
-def refusals() -> list[str]:
-    said = []
+def hierarchical_errors() -> list[str]:
+    found = []
     for ep_size, per_node in ((2, 2), (2, 1 + dist.get_rank())):
-        try:
+        with pytest.raises(UserError) as error:
             emulated_groups(ep_size, per_node)
-        except UserError as error:
-            said.append(str(error))
-    return said
+        found.append(str(error.value))
+    return found
 
 
-def test_ranks_refuse_the_same_groups_together():
-    first, second = run_distributed(refusals, 2)
+def test_hierarchical_exchange_with_invalid_nodes_raises_on_all_ranks():
+    first, second = run_distributed(hierarchical_errors, 2)
     assert first == second
-    for sentence, expected in zip(first, ("has 2 on nodes of 2", "nodes of 1, 2"), strict=True):
-        assert sentence.startswith("exchange='hierarchical': ")
-        assert expected in sentence
+    for message, expected in zip(first, ("has 2 on nodes of 2", "nodes of 1, 2"), strict=True):
+        assert message.startswith("exchange='hierarchical': ")
+        assert expected in message
