@@ -1,4 +1,4 @@
-"""Adapters of small models as PEFT saves them, and copies with other tensors or settings."""
+"""Adapters of small models as PEFT saves them, and edited copies."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.integrations.peft.models import config
+from tests.integrations.peft.models import MATRICES, add_adapters, config
 from toolkit.integrations.transformers import causal_lm
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-TARGETS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 Tensors = dict[str, Tensor]
+Edit = Callable[[Tensors], object]
 
 
 def save_adapter(folder: Path, family: str, **settings: Any) -> Any:
-    """Save a base and random float64 adapters of it, and return the model of PEFT."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
+    """Save a base and random float64 adapters of it, and return the PEFT model."""
     base = causal_lm(config(family)).double()
     base.save_pretrained(folder / "base")
-    usual: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": list(TARGETS)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, for what PEFT asks
-        warnings.filterwarnings("ignore", "The following rank_pattern keys")  # PEFT 0.21 uses them all the same
-        model: Any = get_peft_model(base, LoraConfig(**usual | settings))
+        warnings.simplefilter("ignore", FutureWarning)  # raised by transformers for a call of PEFT
+        warnings.filterwarnings("ignore", "The following rank_pattern keys")  # PEFT 0.21 applies them nevertheless
+        model = add_adapters(base, **{"r": 4, "lora_alpha": 8, "target_parameters": MATRICES} | settings)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_()
@@ -40,12 +35,36 @@ def save_adapter(folder: Path, family: str, **settings: Any) -> Any:
     return model
 
 
-def changed(folder: Path, target: Path, edit: Callable[[Tensors], object] | None = None, **settings: Any) -> Path:
-    """Copy an adapter with other tensors or settings."""
+def changed(folder: Path, target: Path, *edits: Edit, **settings: Any) -> Path:
+    """Copy an adapter with edited tensors and settings."""
     shutil.copytree(folder, target)
     (target / SETTINGS).write_text(json.dumps(json.loads((folder / SETTINGS).read_text()) | settings))
-    if edit:
-        tensors = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / WEIGHTS)
+    for edit in edits:
         edit(tensors)
-        save_file(tensors, target / WEIGHTS)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, target / WEIGHTS)
     return target
+
+
+def replace(*parts: str, by: Callable[[Tensor], Tensor | None]) -> Edit:
+    """Return an edit that replaces tensors whose names contain `parts` by `by(tensor)`, or deletes them if None."""
+
+    def edit(tensors: Tensors) -> None:
+        for name in [name for name in tensors if all(part in name for part in parts)]:
+            value = by(tensors.pop(name))
+            if value is not None:
+                tensors[name] = value.clone()
+
+    return edit
+
+
+def delete(*parts: str) -> Edit:
+    return replace(*parts, by=lambda _: None)
+
+
+def rename(old: str, new: str) -> Edit:
+    def edit(tensors: Tensors) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return edit

@@ -8,7 +8,7 @@ from toolkit.audit.convert import convert
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters of the same values in each layout, and their base."""
+    """Equal adapters in each layout, and their base."""
     folder = tmp_path_factory.mktemp("layouts")
     save_adapter(folder, "qwen3_moe")
     for layout in ("vllm", "sglang"):

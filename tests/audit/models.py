@@ -1,4 +1,4 @@
-"""Small checkpoints of four families, with their experts as each family writes them."""
+"""Small checkpoints of four families, with experts in the layout of each family."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(family: str, seed: int = 0) -> State:
-    """Return the tensors of a model of `family`."""
-    draw = torch.Generator().manual_seed(seed)
+def build(family: str) -> State:
+    draw = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw)
@@ -58,11 +57,10 @@ def build(family: str, seed: int = 0) -> State:
 def write(folder: Path, family: str, state: State, shards: int = 3, **config: Any) -> Path:
     """Write `state` to `shards` files with an index, and the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = list(state)
     weight_map = {}
     for number in range(shards):
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: state[name].contiguous() for name in names[number::shards]}
+        part = {name: state[name].contiguous() for name in list(state)[number::shards]}
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -71,7 +69,7 @@ def write(folder: Path, family: str, state: State, shards: int = 3, **config: An
 
 
 def experts_of(state: State, layer: int = 0) -> dict[str, Callable[[int], Tensor]]:
-    """Return, by matrix of a layer, a function that gives the values of an expert: a view that can be changed."""
+    """Return, by matrix of a layer, a function from expert to a view of its values."""
     at = f"model.layers.{layer}."
     views: dict[str, Callable[[int], Tensor]] = {}
     for name, value in state.items():
@@ -83,3 +81,12 @@ def experts_of(state: State, layer: int = 0) -> dict[str, Callable[[int], Tensor
         elif ".experts." not in name or not name.split(".experts.")[1][0].isdigit():
             views[name.removeprefix(at)] = lambda expert, value=value: value[expert]  # type: ignore[misc]
     return views
+
+
+def copy_experts(state: State, layer: int, source_of: dict[int, int]) -> State:
+    """Overwrite each expert in `source_of` with the old values of its source."""
+    for matrix in experts_of(state, layer).values():
+        old = {source: matrix(source).clone() for source in source_of.values()}
+        for expert, source in source_of.items():
+            matrix(expert).copy_(old[source])
+    return state

@@ -1,21 +1,20 @@
-"""`toolkit audit` of adapters: faults that users of other stacks reported are named, and good files have none."""
+"""Audits of adapters, with faults that users of other stacks reported."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.audit.adapters import WEIGHTS as WEIGHTS_FILE
-from tests.audit.adapters import Tensors, changed, save_adapter
-from tests.integrations.peft.faults import MATRICES, SETTINGS, WEIGHTS
-from tests.integrations.peft.models import config
-from tests.integrations.transformers.families import awaken, tokens
+from tests.audit.adapters import WEIGHTS, Edit, Tensors, changed, delete, rename, replace, save_adapter
+from tests.integrations.peft.models import add_adapters, config
+from tests.integrations.transformers.families import EXPERTS, randomize_routers
+from tests.integrations.transformers.training import prepare, train_step
 from tests.support.helpers import run_distributed
 from toolkit.audit import checks
 from toolkit.audit.convert import convert
@@ -24,55 +23,41 @@ from toolkit.commands import main
 from toolkit.integrations.transformers import causal_lm, save_pretrained
 
 FAMILY = "olmoe"
-Edit = Callable[[Tensors], object]
 
 
-def trained(folder: Path, shared: bool) -> None:
-    """A few steps on two processes; not `shared`: each then has its own adapters of attention."""
-    from accelerate import Accelerator
-    from peft import LoraConfig, get_peft_model
-
-    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-
-    torch.manual_seed(0)
-    settings = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"], target_parameters=MATRICES)
-    model: Any = get_peft_model(causal_lm(folder / "base"), settings)
-    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    accelerator: Any = Accelerator(cpu=True)
-    wrapped, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+def train(folder: Path) -> None:
+    """Save adapters of two processes after two steps, with a trained base, and with other values on each rank."""
+    model, rank = add_adapters(causal_lm(folder / "base"), r=4, lora_alpha=64), dist.get_rank()
+    experts, wrapped, optimizer = prepare(model, lr=0.1)
     for step in range(2):
-        ids = tokens(step + 7 * accelerator.process_index, 16)
-        accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    if not shared and accelerator.process_index == 1:  # the engine would refuse to train them so
-        for name, parameter in model.named_parameters():
-            if "q_proj.lora" in name:
-                parameter.data += 0.1
-    save_pretrained(wrapped, folder / ("adapter" if shared else "each its own"))
-    if shared:
-        model.base_model.model.lm_head.requires_grad_(True)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            save_pretrained(wrapped, folder / "with its base")
-        of_base = [str(each.message) for each in said if "of the base are trained" in str(each.message)]
-        assert len(of_base) == (accelerator.process_index == 0)
+        train_step(experts.accelerator, wrapped, optimizer, step, samples=32)
+    save_pretrained(wrapped, folder / "adapter")
+    head = model.base_model.model.lm_head.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save_pretrained(wrapped, folder / "trained base")
+    about_base = [each for each in caught if "of the base are trained" in str(each.message)]
+    assert len(about_base) == (rank == 0)
+    head.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "q_proj.lora" in name:
+            parameter.data += 0.1 * rank
+    save_pretrained(wrapped, folder / "different ranks")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     torch.manual_seed(3)
-    awaken(causal_lm(config(FAMILY))).save_pretrained(folder / "base")
-    run_distributed(trained, 2, folder, True)
-    run_distributed(trained, 2, folder, False)
+    randomize_routers(causal_lm(config(FAMILY))).save_pretrained(folder / "base")
+    run_distributed(train, 2, folder)
     return folder
 
 
 def audit(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
     code = main(["audit", *map(str, words)])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
 
 
 @pytest.mark.parametrize("layout", ["peft", "vllm", "sglang"])
@@ -80,100 +65,122 @@ def test_audit_of_saved_adapters_finds_nothing(
     layout: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     convert(saved / "adapter", tmp_path / layout, layout, saved / "base")
-    code, said = audit(capsys, tmp_path / layout, "--against", saved / "base")
-    assert (code, "finding" in said) == (0, False)
-    assert "2 layers fit the base" in said
+    code, text = audit(capsys, tmp_path / layout, "--against", saved / "base")
+    assert (code, "finding" in text) == (0, False)
+    assert "2 layers fit the base" in text
 
 
-@pytest.mark.parametrize("name", [*WEIGHTS, *SETTINGS])
-def test_audit_of_faulty_adapters_names_the_fault(
-    name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def zero(*parts: str) -> Edit:
+    return replace(*parts, by=torch.zeros_like)
+
+
+def by_expert(matrix: str, by: Any) -> Edit:
+    """Return an edit of lora_A or lora_B by a function of their values with experts first."""
+    if matrix == "lora_A":
+        return replace("experts", matrix, by=lambda a: by(a.view(EXPERTS, -1, a.shape[1])).view_as(a))
+    return replace(
+        "experts", matrix, by=lambda b: by(b.view(len(b), -1, EXPERTS).movedim(2, 0)).movedim(0, 2).flatten(1)
+    )
+
+
+def keep(*experts: int) -> Any:
+    mask = torch.zeros(EXPERTS, 1, 1)
+    mask[list(experts)] = 1
+    return lambda rows: rows * mask
+
+
+def swap(rows: torch.Tensor) -> torch.Tensor:
+    return rows[[1, 0, *range(2, EXPERTS)]]
+
+
+EDITS: dict[str, list[Edit]] = {
+    "gate_up_proj.lora_A is zero in expert(s) 1-7": [by_expert("lora_A", keep(0)), by_expert("lora_B", keep(0))],
+    "lora_B is zero in every expert": [zero("experts", "lora_B")],
+    "down_proj.lora_B is zero in expert(s) 5": [by_expert("lora_B", keep(0, 1, 2, 3, 4, 6, 7))],
+    "norms are not those of what the ranks had": [
+        replace("experts", "lora_B", by=lambda b: b.view(len(b), -1, EXPERTS).mT.reshape(len(b), -1))
+    ],
+    "experts are in another order than the ranks had": [by_expert("lora_A", swap), by_expert("lora_B", swap)],
+    "expert(s) 4-7 repeats a matrix of expert(s) 0-3": [
+        replace("experts", "lora_A", by=lambda a: torch.cat([a[: len(a) // 2]] * 2))
+    ],
+    "layers.0.mlp.experts has 1 adapters for 2 target_parameters": [delete("experts.lora_")],
+    "has NaN in expert(s) 7": [
+        replace("experts", "lora_A", by=lambda a: a.index_fill(0, torch.tensor(len(a) - 1), torch.nan))
+    ],
+    "has lora_A or lora_B alone in expert(s) 4-7": [replace("experts", "lora_A", by=lambda a: a[: len(a) // 2])],
+    "does not begin with base_model.model.": [rename("base_model.model.", "module.base_model.model.")],
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "was 16 in training, and is 1 by adapter_config.json": {"lora_alpha": 4},
+    "was 16 in training, and is 32": {"use_rslora": True},
+    "another order of experts than PEFT": {"lora_B_layout": "grouped_by_expert"},  # written by Unsloth
+    "inputs and outputs of experts swapped": {"peft_version": "0.18.1"},
+    "which rank 3 does not divide": {"r": 3},
+}
+
+
+@pytest.mark.parametrize("message", [*EDITS, *SETTINGS])
+def test_audit_of_faulty_adapters_reports_fault(
+    message: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    edit, settings, words = (WEIGHTS[name][0], {}, WEIGHTS[name][1]) if name in WEIGHTS else (None, *SETTINGS[name])
-    code, said = audit(capsys, changed(saved / "adapter", tmp_path / "faulty", edit, **settings))
+    edits, settings = EDITS.get(message, []), SETTINGS.get(message, {})
+    code, text = audit(capsys, changed(saved / "adapter", tmp_path / "faulty", *edits, **settings))
     assert code == 1
-    assert words in said
+    assert message in text
 
 
 AT = "base_model.model.model.layers.1.mlp.experts"
 
 
-def zero(*parts: str) -> Edit:
-    return lambda tensors: [value.zero_() for name, value in tensors.items() if all(part in name for part in parts)]
-
-
-def drop(*parts: str) -> Edit:
-    return lambda tensors: [tensors.pop(name) for name in list(tensors) if all(part in name for part in parts)]
-
-
 def add_expert(tensors: Tensors) -> None:
-    for name in [name for name in tensors if ".experts.7." in name]:
-        tensors[name.replace(".experts.7.", ".experts.8.")] = tensors[name] + 1
-
-
-def rename(tensors: Tensors) -> None:
-    for name in [name for name in tensors if ".down_proj." in name]:
-        tensors[name.replace(".down_proj.", ".out_proj.")] = tensors.pop(name)
-
-
-def move_layer(tensors: Tensors) -> None:
-    for name in [name for name in tensors if ".layers.1." in name]:
-        tensors[name.replace(".layers.1.", ".layers.2.")] = tensors.pop(name)
-
-
-def widen(tensors: Tensors) -> None:
-    tensors[f"{AT}.down_proj.lora_A.weight"] = torch.ones(8, 4, 25).normal_()
-
-
-def other_rank(tensors: Tensors) -> None:
-    tensors[f"{AT}.2.down_proj.lora_A.weight"] = tensors[f"{AT}.2.down_proj.lora_A.weight"][:2].clone()
-
-
-def flatten(tensors: Tensors) -> None:
-    tensors[f"{AT}.2.down_proj.lora_A.weight"] = tensors[f"{AT}.2.down_proj.lora_A.weight"].flatten()
+    tensors |= {name.replace(".7.", ".8."): value + 1 for name, value in tensors.items() if ".experts.7." in name}
 
 
 def repeat(tensors: Tensors) -> None:
     tensors[f"{AT}.down_proj.lora_A.weight"][6] = tensors[f"{AT}.down_proj.lora_A.weight"][1]
 
 
-def broken(tensors: Tensors) -> None:
+def set_infinity(tensors: Tensors) -> None:
     tensors[f"{AT}.down_proj.lora_B.weight"][3, 0, 0] = float("inf")
 
 
+DOWN = f"{AT}.2.down_proj.lora_A"
+WIDE = torch.randn(8, 4, 25)
+
+
 @pytest.mark.parametrize(
-    ("layout", "edit", "words", "tensor"),
+    ("layout", "edit", "tensor", "message"),
     [
-        ("peft", zero("layers.1", "experts.lora_B"), "down_proj.lora_B is zero in every expert", "lora_B.weight"),
-        ("peft", zero("layers.1", "experts.lora_A"), "down_proj.lora_A is zero in every expert", "lora_A.weight"),
-        ("vllm", zero(".5.gate_proj.lora_A"), "gate_proj.lora_A is zero in expert(s) 5", "5.gate_proj.lora_A.weight"),
-        ("vllm", zero("lora_B"), "lora_B is zero in every expert: they were frozen", "0.down_proj.lora_B.weight"),
-        ("vllm", drop(".experts.7."), "of 1 of 8 experts is missing: expert(s) 7", "0.up_proj.lora_B.weight"),
-        ("vllm", add_expert, "of experts beyond 8: expert(s) 8", "8.up_proj.lora_B.weight"),
+        ("peft", zero("layers.1", "experts.lora_B"), "lora_B", "down_proj.lora_B is zero in every expert"),
+        ("peft", zero("layers.1", "experts.lora_A"), "lora_A", "down_proj.lora_A is zero in every expert"),
+        ("vllm", zero(".5.gate_proj.lora_A"), "5.gate_proj.lora_A", "gate_proj.lora_A is zero in expert(s) 5"),
+        ("vllm", zero("lora_B"), "0.down_proj.lora_B", "lora_B is zero in every expert: they were frozen"),
+        ("vllm", delete(".experts.7."), "0.up_proj.lora_B", "of 1 of 8 experts is missing: expert(s) 7"),
+        ("vllm", add_expert, "8.up_proj.lora_B", "of experts beyond 8: expert(s) 8"),
+        ("vllm", delete(".3.up_proj.lora_B"), "3.up_proj.lora_A", "has lora_A or lora_B alone in expert(s) 3"),
+        ("vllm", rename(".down_proj.", ".out_proj."), "0.out_proj.lora_A", "out_proj is not a matrix of the base's"),
+        ("vllm", rename("layers.1.", "layers.2."), "0.down_proj.lora_A", "2.mlp.experts: down_proj is not a matrix"),
+        ("vllm", replace(DOWN, by=lambda a: a[:2]), "2.down_proj.lora_A", "down_proj.lora_A has another rank than 4"),
+        ("vllm", replace(DOWN, by=torch.flatten), "2.down_proj.lora_A", "down_proj.lora_A has another rank than 4"),
         (
-            "vllm",
-            drop(".3.up_proj.lora_B"),
-            "up_proj has lora_A or lora_B alone in expert(s) 3",
-            "3.up_proj.lora_A.weight",
+            "sglang",
+            replace(f"{AT}.down_proj.lora_A", by=lambda _: WIDE),
+            "down_proj.lora_A",
+            "16 outputs and 25 inputs",
         ),
-        ("vllm", rename, "out_proj is not a matrix of the base's experts", "0.out_proj.lora_A.weight"),
-        ("vllm", move_layer, "2.mlp.experts: down_proj is not a matrix of", "0.down_proj.lora_A.weight"),
-        ("vllm", other_rank, "down_proj.lora_A has another rank than 4", "2.down_proj.lora_A.weight"),
-        ("vllm", flatten, "down_proj.lora_A has another rank than 4", "2.down_proj.lora_A.weight"),
-        ("sglang", widen, "down_proj has 16 outputs and 25 inputs, which does not fit", "down_proj.lora_A.weight"),
-        ("sglang", repeat, "expert(s) 6 repeats a matrix of expert(s) 1", "down_proj.lora_A.weight"),
-        ("sglang", broken, "down_proj.lora_B has infinity in expert(s) 3", "down_proj.lora_B.weight"),
+        ("sglang", repeat, "down_proj.lora_A", "expert(s) 6 repeats a matrix of expert(s) 1"),
+        ("sglang", set_infinity, "down_proj.lora_B", "down_proj.lora_B has infinity in expert(s) 3"),
     ],
 )
-def test_audit_of_a_planted_fault_names_experts_and_tensors(
-    layout: str, edit: Edit, words: str, tensor: str, layouts: Path, tmp_path: Path
+def test_audit_of_planted_fault_in_layout_reports_experts_and_tensors(
+    layout: str, edit: Edit, tensor: str, message: str, layouts: Path, tmp_path: Path
 ):
-    assert not checks.audit(layouts / layout, layouts / "base").findings
     found = checks.audit(changed(layouts / layout, tmp_path / "faulty", edit), layouts / "base").findings
-    said = [each for each in found if words in each.message]
-    assert said, [each.message for each in found]
-    written = {*load_file(tmp_path / "faulty" / WEIGHTS_FILE)}
-    assert any(name.endswith(tensor) for each in said for name in each.tensors)
+    reported = [each for each in found if message in each.message]
+    assert reported, [each.message for each in found]
+    written = {*load_file(tmp_path / "faulty" / WEIGHTS)}
+    assert any(name.endswith(f"{tensor}.weight") for each in reported for name in each.tensors)
     assert all(name in written for each in found for name in each.tensors)
 
 
@@ -182,16 +189,16 @@ def share(tensors: Tensors) -> None:
         tensors[name] = tensors[name][:1].clone()
 
 
-def list_experts(tensors: Tensors) -> None:
+def separate_experts(tensors: Tensors) -> None:
     for name in [name for name in tensors if ".experts." in name]:
         value, (head, tail) = tensors.pop(name), name.split(".experts.")
         for expert, row in enumerate(value):
             tensors[f"{head}.experts.{tail.replace('_proj.', f'_projs.{expert}.')}"] = row.clone()
 
 
-@pytest.mark.parametrize("edit", [share, list_experts])
-def test_audit_of_shared_and_listed_matrices_finds_nothing(edit: Edit, layouts: Path, tmp_path: Path):
-    found = checks.audit(changed(layouts / "sglang", tmp_path / "other", edit), layouts / "base")
+@pytest.mark.parametrize("edits", [[], [share], [separate_experts]])
+def test_audit_of_shared_and_separate_matrices_finds_nothing(edits: list[Edit], layouts: Path, tmp_path: Path):
+    found = checks.audit(changed(layouts / "sglang", tmp_path / "other", *edits), layouts / "base")
     assert not found.findings
     assert "2 layers with 8 experts, none missing" in found.facts
 
@@ -206,7 +213,7 @@ def test_audit_of_shared_and_listed_matrices_finds_nothing(edit: Edit, layouts: 
         {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
     ],
 )
-def test_audit_of_any_settings_of_peft_finds_nothing(settings: dict[str, Any], tmp_path: Path):
+def test_audit_of_adapters_with_peft_settings_finds_nothing(settings: dict[str, Any], tmp_path: Path):
     save_adapter(tmp_path, "qwen3_moe", **settings)
     found = checks.audit(tmp_path / "peft", tmp_path / "base")
     assert not found.findings
@@ -216,37 +223,37 @@ def test_audit_of_any_settings_of_peft_finds_nothing(settings: dict[str, Any], t
     assert all(shape[2] in (16, 24) for name, shape in sizes.items() if "lora_A" in name)
 
 
-def test_audit_of_adapters_of_attention_says_that_experts_have_none(tmp_path: Path):
+def test_audit_of_attention_adapters_reports_missing_experts(tmp_path: Path):
     save_adapter(tmp_path, "qwen3_moe", target_parameters=None)
     found = checks.audit(tmp_path / "peft", tmp_path / "base")
     assert [each.message for each in found.findings] == ["no tensor is an expert's"]
     assert not [fact for fact in found.facts if "each expert has" in fact or "fit the base" in fact]
 
 
-def test_audit_of_adapters_of_another_base_names_the_sizes(
+def test_audit_of_adapters_against_another_base_reports_sizes(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     other = config(FAMILY)
     other.hidden_size *= 2
     causal_lm(other).save_pretrained(tmp_path / "base")
-    code, said = audit(capsys, saved / "adapter", "--against", tmp_path / "base")
+    code, text = audit(capsys, saved / "adapter", "--against", tmp_path / "base")
     assert code == 1
-    assert "which does not fit the base" in said
+    assert "which does not fit the base" in text
 
 
 @pytest.mark.parametrize(
-    ("folder", "words"),
+    ("folder", "message"),
     [
-        ("each its own", "ranks had different values of"),
-        ("with its base", "1 parameters of the base were trained, such as base_model.model.lm_head.weight"),
+        ("different ranks", "ranks had different values of"),
+        ("trained base", "1 parameters of the base were trained, such as base_model.model.lm_head.weight"),
     ],
 )
-def test_audit_of_adapters_reads_the_record_of_the_ranks(
-    folder: str, words: str, saved: Path, capsys: pytest.CaptureFixture[str]
+def test_audit_of_adapters_reads_record_of_ranks(
+    folder: str, message: str, saved: Path, capsys: pytest.CaptureFixture[str]
 ):
-    code, said = audit(capsys, saved / folder)
+    code, text = audit(capsys, saved / folder)
     assert code == 1
-    assert words in said
+    assert message in text
 
 
 @pytest.mark.parametrize(
@@ -267,12 +274,12 @@ def test_audit_of_adapters_reads_the_record_of_the_ranks(
         ("adapter_model.safetensors", "cut"),
     ],
 )
-def test_audit_of_damaged_adapters_is_one_line(
+def test_audit_of_damaged_adapters_exits_with_one_line(
     name: str, text: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = changed(saved / "adapter", tmp_path / "faulty")
     (folder / name).write_text(text)
-    code, said = audit(capsys, folder)
+    code, printed = audit(capsys, folder)
     assert code == 2
-    assert said.startswith("error: ")
-    assert len(said.splitlines()) == 1
+    assert printed.startswith("error: ")
+    assert len(printed.splitlines()) == 1

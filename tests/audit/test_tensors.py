@@ -1,4 +1,4 @@
-"""Input that is damaged or hostile ends in one error that names the file, and runs nothing."""
+"""Damaged or hostile checkpoints raise one error, and run no code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Writes:
-    """A pickle that writes a file when it is read."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -48,9 +48,9 @@ def replace_by_pipe(path: Path) -> None:
 
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "no safetensors": lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")],
-    "header beyond the file": lambda folder: (folder / FILE).write_bytes(header(b"{}", 2**62)),
-    "header is no JSON": lambda folder: (folder / FILE).write_bytes(header(b"[[[[")),
-    "offsets beyond the file": lambda folder: (folder / FILE).write_bytes(
+    "long header": lambda folder: (folder / FILE).write_bytes(header(b"{}", 2**62)),
+    "invalid header": lambda folder: (folder / FILE).write_bytes(header(b"[[[[")),
+    "long offsets": lambda folder: (folder / FILE).write_bytes(
         header(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}')
     ),
     "huge shape": lambda folder: (folder / FILE).write_bytes(
@@ -58,9 +58,9 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     ),
     "empty file": lambda folder: (folder / FILE).write_bytes(b""),
     "pipe": lambda folder: replace_by_pipe(folder / FILE),
-    "pipe as config": lambda folder: replace_by_pipe(folder / "config.json"),
+    "config is a pipe": lambda folder: replace_by_pipe(folder / "config.json"),
     "deep JSON": lambda folder: (folder / "config.json").write_text("[" * 200_000),
-    "no object": lambda folder: (folder / "config.json").write_text("3"),
+    "number as config": lambda folder: (folder / "config.json").write_text("3"),
     "index outside": lambda folder: entries(folder, {"a": "../../etc/passwd"}),
     "index absolute": lambda folder: entries(folder, {"a": "/etc/passwd"}),
     "index of numbers": lambda folder: entries(folder, {"a": 3}),
@@ -73,7 +73,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
-def test_audit_of_hostile_input_ends_with_one_line_and_runs_nothing(
+def test_audit_of_hostile_files_exits_with_one_line(
     tmp_path: Path, damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
 ):
     folder = write(tmp_path / "model", "mixtral", build("mixtral"))
@@ -84,19 +84,19 @@ def test_audit_of_hostile_input_ends_with_one_line_and_runs_nothing(
     assert not (folder / "ran").exists()
 
 
-def test_audit_of_a_tensor_without_elements_is_bounded(tmp_path: Path):
+def test_audit_of_huge_empty_tensor_finds_nothing(tmp_path: Path):
     state = build("qwen3_moe") | {"model.layers.0.mlp.experts.extra": torch.empty(10**9, 0)}
     assert not audit(write(tmp_path, "qwen3_moe", state)).findings
 
 
-def test_audit_of_a_billion_configured_experts_is_bounded(tmp_path: Path):
+def test_audit_of_billion_configured_experts_reports_missing(tmp_path: Path):
     write(tmp_path, "qwen3_moe", build("qwen3_moe"), num_experts=10**9)
     assert "999,999,992 of 1,000,000,000 experts is missing" in audit(tmp_path).findings[0].message
 
 
-def test_metadata_that_names_a_file_outside_raises(tmp_path: Path):
+def test_audit_of_metadata_with_file_outside_raises(tmp_path: Path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one process
+        warnings.simplefilter("ignore")  # about one process
         dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     path = tmp_path / ".metadata"
     path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp"))

@@ -1,7 +1,4 @@
-"""Adapters of experts train as stock PEFT trains them in one process, wherever the experts are.
-
-Two clipped AdamW steps in float64. Each world runs all of its cases in one launch.
-"""
+"""Adapters of sharded experts equal unmodified PEFT on one process over two clipped AdamW steps in float64."""
 
 from __future__ import annotations
 
@@ -9,15 +6,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from accelerate import Accelerator
 
-from tests.integrations.peft.models import adapted, rows
+from tests.integrations.peft.models import adapted, rows, together
 from tests.integrations.transformers.families import tokens
 from tests.support.equality import assert_equal_rows, in_float64, relative_difference
 from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import recompute_blocks
 
 STEPS, SAMPLES, TOLERANCE = 2, 8, 1e-6
@@ -40,14 +38,14 @@ class Case(NamedTuple):
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "rslora of several ranks": {
+    "rslora with two ranks": {
         "use_rslora": True,
         "rank_pattern": {"mlp.experts.down_proj": 5},
         "alpha_pattern": {"mlp.experts.down_proj": 7},
     },
     "one layer": {"target_parameters": ["layers.1.mlp.experts.down_proj"]},
-    "experts and a head": {"target_modules": [], "modules_to_save": ["lm_head"]},
-    "with the router": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.gate.weight"]},
+    "head": {"target_modules": [], "modules_to_save": ["lm_head"]},
+    "router": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.gate.weight"]},
     "recomputed": {},
     "adagrad": {},
 }
@@ -62,7 +60,7 @@ CASES += [Case(4, 4, "mixtral", "moving", trains_base=True), Case(4, 4, "nemotro
 
 
 def place(name: str, ranks: int) -> ExpertPlacement:
-    """In blocks; equal counts in any order; a replica of expert 3 on each rank that has none."""
+    """Return a contiguous or shuffled placement, or one with a replica of expert 3 on each rank without it."""
     if name in ("contiguous", "moving"):
         return contiguous(len(ORDER), ranks)
     shuffled = by_slot(ORDER, ranks)
@@ -72,11 +70,7 @@ def place(name: str, ranks: int) -> ExpertPlacement:
 
 
 def train(case: Case) -> dict[str, Any]:
-    """Of stock PEFT under plain Accelerate where `ep_size` is 0."""
-    from accelerate import Accelerator
-
-    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-
+    """Train a case; `ep_size` 0 is unmodified PEFT under Accelerate."""
     model = adapted(case.family, **ADAPTERS[case.kind])
     if case.trains_base:
         model.requires_grad_(True)
@@ -124,7 +118,7 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[Case, list[dict[str, Any]]]:
-    """What each rank recorded, by case."""
+    """Results of each rank by case, from one launch per world size."""
     found = {}
     everything = [*CASES, *dict.fromkeys(case.reference for case in CASES)]
     for world in (1, 2, 4):
@@ -134,20 +128,16 @@ def runs() -> dict[Case, list[dict[str, Any]]]:
     return found
 
 
-def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: row for rank in ranks for name, row in rank.items()}
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
-def test_adapters_learn_what_stock_peft_learns_in_one_process(case: Case, runs: dict[Case, list[dict[str, Any]]]):
+def test_adapters_equal_unmodified_peft_on_one_process(case: Case, runs: dict[Case, list[dict[str, Any]]]):
     ranks, (expected,) = runs[case], runs[case.reference]
     for rank in ranks:
         for numbers in ("losses", "norms"):
-            found, wanted = torch.tensor(rank[numbers]), torch.tensor(expected[numbers])
-            assert relative_difference(found, wanted) < TOLERANCE, numbers
-    assert min(expected["norms"]) > 0.03, "nothing was clipped"
+            found, reference = torch.tensor(rank[numbers]), torch.tensor(expected[numbers])
+            assert relative_difference(found, reference) < TOLERANCE, numbers
+    assert min(expected["norms"]) > 0.03
     for step in range(STEPS):
         assert_equal_rows(together([rank["grads"][step] for rank in ranks]), expected["grads"][step], TOLERANCE)
     assert_equal_rows(together([rank["weights"] for rank in ranks]), expected["weights"], TOLERANCE)
     if case.placement == "moving":
-        assert ranks[0]["moved"] > 0, "nothing moved, so nothing was shown"
+        assert ranks[0]["moved"] > 0

@@ -121,12 +121,14 @@ def _model_class(settings: Any) -> Any:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-    for ending in ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model"):
-        for each in vars(module).values():
-            if isinstance(each, type) and getattr(each, "config_class", None) is type(settings):
-                if each.__name__.endswith(ending) and not each.__name__.endswith("PreTrainedModel"):
-                    return each
-    raise LookupError(f"no model in {name}")
+    models = {
+        each.__name__: each
+        for each in vars(module).values()
+        if isinstance(each, type) and getattr(each, "config_class", None) is type(settings)
+    }
+    endings = ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model")
+    names = (name for ending in endings for name in models if name.endswith(ending))
+    return models[next(name for name in names if not name.endswith("PreTrainedModel"))]
 
 
 def build(family: str) -> nn.Module:

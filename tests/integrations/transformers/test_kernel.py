@@ -1,4 +1,4 @@
-"""Our experts implementation computes what transformers' own loop over experts computes."""
+"""The toolkit's experts implementation equals transformers' loop over experts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.transformers.families import EXPERTS, FAMILIES, awaken, config
+from tests.integrations.transformers.families import EXPERTS, FAMILIES, config, randomize_routers
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.sharding.call import slots_of_rows
 from toolkit.integrations.transformers import causal_lm, experts_modules, use_toolkit_kernel
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
+ROWS, IDS, WEIGHTS = torch.randn(8, 16), torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5)
 
 
-def experts_of(family: str, dtype: torch.dtype) -> Any:
+def experts_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the last layer's experts, with the toolkit's implementation."""
     use_toolkit_kernel()
     torch.manual_seed(0)
-    model = awaken(causal_lm(config(family), dtype=dtype))
-    return list(experts_modules(model).values())[-1]
+    experts = list(experts_modules(randomize_routers(causal_lm(config(family), dtype=dtype))).values())[-1]
+    experts.config._experts_implementation = "toolkit"
+    return experts
 
 
 def run(experts: Any, implementation: str, x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
-    """The output and all gradients."""
+    """Return the output and all gradients."""
     experts.config._experts_implementation = implementation
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     experts.zero_grad()
@@ -36,14 +39,14 @@ def run(experts: Any, implementation: str, x: Tensor, ids: Tensor, weights: Tens
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
-        assert theirs.norm() > 0
-        assert (mine - theirs).norm() <= tolerance * theirs.norm()
+    for value, other in zip(found, expected, strict=True):
+        assert other.norm() > 0
+        assert (value - other).norm() <= tolerance * other.norm()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_equals_the_loop_over_experts(family: str, dtype: torch.dtype):
+def test_toolkit_kernel_equals_eager_experts(family: str, dtype: torch.dtype):
     experts, draws = experts_of(family, dtype), torch.Generator().manual_seed(1)
     x = torch.randn(21, 16, dtype=dtype, generator=draws)
     ids = torch.stack([torch.randperm(EXPERTS - 1, generator=draws)[:2] for _ in range(21)])  # the last one gets none
@@ -52,43 +55,38 @@ def test_it_equals_the_loop_over_experts(family: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_that_say_how_many_each_slot_has_are_not_sorted(family: str):
-    experts = experts_of(family, torch.float32)
-    rows_per_slot = torch.tensor([3, 0, 4, 1, 2, 0, 5, 1])
-    slots = slots_of_rows(rows_per_slot, 16)
+def test_toolkit_kernel_with_counted_rows_equals_eager_experts(family: str):
+    experts = experts_of(family)
+    slots = slots_of_rows(torch.tensor([3, 0, 4, 1, 2, 0, 5, 1]), 16)
     x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
     expected = run(experts, "eager", x, slots.clone(), torch.ones(16, 1))
     assert_close(run(experts, "toolkit", x, slots, torch.ones(16, 1)), expected[:-1], 1e-6)
 
 
 @pytest.mark.parametrize(("family", "fused"), [("mixtral", True), ("gpt_oss", False)])
-def test_plain_experts_run_as_one_node(family: str, fused: bool, monkeypatch: pytest.MonkeyPatch):
+def test_toolkit_kernel_fuses_experts_without_biases(family: str, fused: bool, monkeypatch: pytest.MonkeyPatch):
     calls = []
     apply = GroupedFeedForward.apply
     monkeypatch.setattr(GroupedFeedForward, "apply", lambda *args: calls.append(1) or apply(*args))
-    experts = experts_of(family, torch.float32)
-    experts.config._experts_implementation = "toolkit"
-    experts(torch.randn(4, 16), torch.tensor([[0, 1]] * 4), torch.ones(4, 2))
+    experts_of(family)(ROWS, IDS, WEIGHTS)
     assert bool(calls) is fused
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_autocast_computes_in_bfloat16_and_returns_what_came(family: str):
-    experts = experts_of(family, torch.float32)
-    x, ids, weights = torch.randn(8, 16), torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5)
-    expected = run(experts, "eager", x, ids, weights)[0]
+def test_toolkit_kernel_under_autocast_computes_in_bfloat16(family: str):
+    experts = experts_of(family)
+    expected = run(experts, "eager", ROWS, IDS, WEIGHTS)[0]
+    experts.config._experts_implementation = "toolkit"
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        experts.config._experts_implementation = "toolkit"
-        found = experts(x, ids, weights)
+        found = experts(ROWS, IDS, WEIGHTS)
     assert found.dtype == torch.float32
     assert 0 < (found - expected).norm() <= 0.03 * expected.norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_rows_at_all_leave_every_gradient_zero(family: str):
-    experts = experts_of(family, torch.float32)
-    experts.config._experts_implementation = "toolkit"
-    y = experts(torch.randn(0, 16, requires_grad=True), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+def test_toolkit_kernel_without_rows_has_zero_gradients(family: str):
+    experts = experts_of(family)
+    y = experts(ROWS[:0].clone().requires_grad_(), IDS[:0], WEIGHTS[:0])
     y.sum().backward()
     assert y.shape == (0, 16)
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())

@@ -1,4 +1,4 @@
-"""Code in a model folder does not run, whatever the user answers to transformers' question."""
+"""Remote code in a model folder does not run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from toolkit.data.tokenizer import PretrainedTokenizer
 from toolkit.integrations.transformers import causal_lm
 from toolkit.integrations.transformers.language_models import read_config
 
-CODE = """
-from pathlib import Path
-Path(__file__).with_name("ran").touch()
-"""
+CODE = '__import__("pathlib").Path(__file__).with_name("ran").touch()'
 
 
 @pytest.mark.parametrize("load", [causal_lm, read_config, PretrainedTokenizer])
-def test_code_in_a_model_folder_does_not_run(
+def test_load_of_folder_with_custom_code_raises(
     load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    names = {
-        "AutoConfig": "code.Config",
-        "AutoModelForCausalLM": "code.Model",
-        "AutoTokenizer": ["code.Tokenizer", None],
-    }
-    config = {"model_type": "unheard_of", "auto_map": names, "tokenizer_class": "Unheard"}
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    names |= {"AutoTokenizer": ["code.Tokenizer", None]}
+    config = {"model_type": "unknown", "auto_map": names, "tokenizer_class": "Unknown"}
     (tmp_path / "code.py").write_text(CODE)
     for file in ("config.json", "tokenizer_config.json"):
         (tmp_path / file).write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""An upcycled model starts with the loss of the dense model."""
+"""Upcycled models start with the loss of the dense model."""
 
 from __future__ import annotations
 
@@ -15,30 +15,22 @@ from toolkit.integrations.transformers import causal_lm, experts_modules, upcycl
 def dense(kind: str, **more: Any) -> Any:
     from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
-    config = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config}[kind](
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        **more,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    config = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config}[kind]
     torch.manual_seed(0)
-    return causal_lm(config, dtype=torch.float64)
+    return causal_lm(config(**sizes, num_attention_heads=2, num_key_value_heads=1, **more), dtype=torch.float64)
 
 
 def loss(model: Any) -> float:
     ids = tokens(0, 4)
     if experts_modules(model):
-        model.set_experts_implementation("batched_mm")  # grouped products know no float64
+        model.set_experts_implementation("batched_mm")  # grouped_mm does not support float64
     return model(input_ids=ids, labels=ids).loss.item()
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize(("top_k", "shards"), [(2, 1), (4, 2)])
-def test_upcycle_first_loss_equals_the_dense_loss(kind: str, top_k: int, shards: int):
+def test_upcycle_first_loss_equals_dense_loss(kind: str, top_k: int, shards: int):
     model = dense(kind)
     sparse = upcycle(model, num_experts=8, top_k=top_k, shards=shards)
     assert loss(sparse) == pytest.approx(loss(model), rel=1e-12)
@@ -46,12 +38,12 @@ def test_upcycle_first_loss_equals_the_dense_loss(kind: str, top_k: int, shards:
     assert widths == {(8, 16, 24 // shards)}
 
 
-def test_upcycle_of_tied_embeddings_stays_tied():
+def test_upcycle_keeps_tied_embeddings():
     sparse = upcycle(dense("qwen3", tie_word_embeddings=True), num_experts=4, top_k=2)
     assert sparse.lm_head.weight is sparse.model.embed_tokens.weight
 
 
-def test_upcycle_with_redraw_changes_its_units_only():
+def test_upcycle_with_redraw_changes_redrawn_units_only():
     sparse = upcycle(dense("qwen3"), num_experts=4, top_k=2, redraw=0.5)
     down = next(iter(experts_modules(sparse).values())).down_proj
     original = upcycle(dense("qwen3"), num_experts=4, top_k=2)
@@ -60,19 +52,11 @@ def test_upcycle_with_redraw_changes_its_units_only():
     assert not torch.equal(down[0], down[1])
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "words"),
-    [
-        ({"kind": "llama", "mlp_bias": True}, {"num_experts": 4, "top_k": 2}, "mlp.gate_proj.bias"),
-        ({"kind": "qwen3"}, {"num_experts": 4, "top_k": 2, "shards": 4}, "shards: 4"),
-    ],
-)
-def test_upcycle_of_other_shapes_raises(model: dict[str, Any], settings: dict[str, Any], words: str):
-    with pytest.raises(UserError, match=words):
-        upcycle(dense(**model), **settings)
-
-
-def test_upcycle_of_another_family_raises():
-    sparse = upcycle(dense("llama"), num_experts=4, top_k=2)
-    with pytest.raises(UserError, match="'mixtral' cannot be upcycled"):
-        upcycle(sparse, num_experts=4, top_k=2)
+def test_upcycle_of_unsupported_model_raises():
+    for model, shards, message in (
+        (dense("llama", mlp_bias=True), 1, "mlp.gate_proj.bias"),
+        (dense("qwen3"), 4, "shards: 4"),
+        (upcycle(dense("llama"), num_experts=4, top_k=2), 1, "'mixtral' cannot be upcycled"),
+    ):
+        with pytest.raises(UserError, match=message):
+            upcycle(model, num_experts=4, top_k=2, shards=shards)

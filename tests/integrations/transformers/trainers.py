@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer and of TRL's trainers with spread experts, on data that are made here."""
+"""Runs of transformers' Trainer and TRL's trainers with sharded experts, on generated data."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from tests.support.equality import in_float64
 from toolkit.integrations.transformers.expert_trainer import expert_trainer
 
 STEPS, SAMPLES = 3, 8
-ALL = ("Trainer", "SFTTrainer", "GRPOTrainer")
 
 
 def tokenizer() -> Any:
-    """Of words w3 to w63."""
+    """Return a tokenizer of the words w3 to w63."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCAB)}
-    whole = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=whole, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    model = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def sequences(number: int = 96) -> dict[str, list[list[int]]]:
-    """Of 12, 5 or 9 tokens, so that batches are padded; the second half of each is the completion."""
-    ids = [tokens(row, 1)[0, : (12, 5, 9)[row % 3]].tolist() for row in range(number)]
-    return {
-        "input_ids": ids,
-        "completion_mask": [[int(place >= len(row) // 2) for place in range(len(row))] for row in ids],
-    }
+def dataset(kind: str, number: int = 96) -> Any:
+    from datasets import Dataset
+
+    ids = [tokens(row, 1)[0].tolist() for row in range(number)]
+    if kind == "Trainer":
+        return Dataset.from_dict({"input_ids": ids, "labels": ids})
+    if kind == "GRPOTrainer":
+        return Dataset.from_dict({"prompt": ["w5 w9 w7", "w11", "w3 w3 w8 w20", "w50 w4"] * (number // 4)})
+    ids = [row[: (12, 5, 9)[place % 3]] for place, row in enumerate(ids)]  # unequal, so that batches are padded
+    masks = [[int(place >= len(row) // 2) for place in range(len(row))] for row in ids]
+    return Dataset.from_dict({"input_ids": ids, "completion_mask": masks})
 
 
-def adapters() -> Any:
+def lora_config() -> Any:
     from peft import LoraConfig
 
     return LoraConfig(
@@ -56,26 +59,19 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def make(kind: str, folder: Path, model: Any, *, spread: dict[str, Any] | None = None, **given: Any) -> Any:
-    """A trainer of `kind`, with spread experts unless `spread`, the options of `expert_trainer`, is None.
+def make(kind: str, folder: Path, model: Any, *, options: dict[str, Any] | None = None, **given: Any) -> Any:
+    """Return a trainer of `kind` under `expert_trainer` with `options`, or unmodified if they are None.
 
-    Of `given`, what its configuration does not know is the trainer's.
+    Values in `given` are for its configuration if that has such a field, or for the trainer.
     """
     import transformers
     import trl
-    from datasets import Dataset
 
     library = transformers if kind == "Trainer" else trl
     trainer = getattr(library, kind)
     config = getattr(library, "TrainingArguments" if kind == "Trainer" else kind.replace("Trainer", "Config"))
-    if spread is not None:
-        trainer = expert_trainer(trainer, **spread)
-    columns: dict[str, Any] = sequences()
-    if kind == "Trainer":
-        ids = [tokens(row, 1)[0].tolist() for row in range(96)]
-        columns = {"input_ids": ids, "labels": ids}
-    elif kind == "GRPOTrainer":
-        columns = {"prompt": ["w5 w9 w7", "w11", "w3 w3 w8 w20", "w50 w4"] * 24}
+    if options is not None:
+        trainer = expert_trainer(trainer, **options)
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -90,7 +86,7 @@ def make(kind: str, folder: Path, model: Any, *, spread: dict[str, Any] | None =
         "disable_tqdm": True,
         "seed": 0,
     }
-    more: dict[str, Any] = {"train_dataset": Dataset.from_dict(columns)}
+    more: dict[str, Any] = {"train_dataset": dataset(kind)}
     if "eval_strategy" in given:
         more["eval_dataset"] = more["train_dataset"].select(range(SAMPLES))
     if kind != "Trainer":
@@ -98,7 +94,7 @@ def make(kind: str, folder: Path, model: Any, *, spread: dict[str, Any] | None =
         more["processing_class"] = tokenizer()
     if kind == "GRPOTrainer":
         settings |= {"num_generations": 2, "max_completion_length": 6}
-        more["reward_funcs"] = [different_words]
+        more["reward_funcs"] = [unique_words]
     for name, value in given.items():
         (settings if name in config.__dataclass_fields__ else more)[name] = value
     made = trainer(model, args=config(**settings), **more)
@@ -106,8 +102,8 @@ def make(kind: str, folder: Path, model: Any, *, spread: dict[str, Any] | None =
     return made
 
 
-def usage_by_hand(loads: Sequence[Sequence[float]]) -> dict[str, float]:
-    """What a line of Trainer's logs says of the load of each layer's experts."""
+def expected_usage(loads: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the metrics of a log step from the load of each layer's experts."""
     shares = [[load / sum(layer) for load in layer] for layer in loads]
     entropies = [sum(-share * math.log(share, len(layer)) for share in layer if share) for layer in shares]
     return {
@@ -119,19 +115,18 @@ def usage_by_hand(loads: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
-def usage_of(line: dict[str, float]) -> dict[str, float]:
-    """What a line of Trainer's logs has that Trainer and TRL do not write."""
+def usage(line: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of a log step that neither Trainer nor TRL writes."""
     return {name: value for name, value in line.items() if name.startswith(("expert_usage/", "moe/"))}
 
 
-def different_words(completions: list[str], **_: Any) -> list[float]:
-    """A reward."""
+def unique_words(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(completion.split()))) for completion in completions]
 
 
 @contextmanager
 def quiet_float64() -> Iterator[None]:
-    """`in_float64`, for TRL's loss as well, which names the float32 of its sums."""
+    """Extend `in_float64` to TRL's loss, which names the float32 of its sums."""
     from datasets import disable_progress_bars
     from transformers.utils import logging
     from trl.kernels import chunked_logprob

@@ -1,1 +1,0 @@
-from tests.integrations.transformers.test_families import MOVED, PLACED, difference
