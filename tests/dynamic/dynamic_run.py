@@ -1,8 +1,6 @@
-"""A small run in which experts are split, merged and pruned, on any number of ranks: what the tests here train."""
+"""A small run that splits, merges and prunes experts, for any world size."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,23 +10,18 @@ from torch import Tensor, nn
 
 import toolkit as tk
 from tests.support.orders import TaskAfterTask
-from toolkit.data.batches import Augment, EvalBatches, TrainBatches
+from tests.support.trainers import standard_trainer
+from toolkit.data.batches import Augment
 from toolkit.data.replay_memory import ReplayMemory
-from toolkit.data.table import TensorTable
 from toolkit.dynamic.callback import Lifecycle
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.dynamic.lifecycle_options import DynamicRunConfig, LifecycleOptions
 from toolkit.dynamic.remember import Remember
 from toolkit.dynamic.report import LifecycleReport
-from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.train.callbacks.checkpointing import Checkpointing
-from toolkit.train.callbacks.evaluation import Evaluation
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.train.callbacks.expert_balance import WholeStepBalance
-from toolkit.train.callbacks.expert_load import ExpertLoad
-from toolkit.train.optim import build_optimizer, constant
 
-DIM, CLASSES, TASKS, PER_TASK, BATCH, EPOCHS_PER_TASK = 6, 4, 2, 120, 12, 5
-STEPS = TASKS * EPOCHS_PER_TASK * PER_TASK // BATCH
+DIM, CLASSES, TASKS, PER_TASK, BATCH = 6, 4, 2, 120, 12
 
 EVENTFUL = LifecycleOptions(
     check_every=3,
@@ -45,7 +38,7 @@ EVENTFUL = LifecycleOptions(
     merge_similarity=0.3,
     undo_above=1.0,
 )
-"""In 100 steps: growths, merges, prunes, at least five sleeps, and something undone."""
+"""Options that give growths, merges, prunes, at least five sleeps and an undone change in 100 steps."""
 
 
 class DynamicModel(nn.Module):
@@ -60,18 +53,19 @@ class DynamicModel(nn.Module):
         return self.head(h + self.moe(h))
 
 
-def dynamic_table() -> TensorTable:
-    """Two tasks: four clouds each, those of the second elsewhere and with other labels."""
+def dynamic_table() -> tk.TensorTable:
+    """Return two tasks of four clusters each, with different centres and labels."""
     draws = torch.Generator().manual_seed(3)
     label = torch.arange(TASKS * PER_TASK) % CLASSES
     task = torch.arange(TASKS * PER_TASK) // PER_TASK
     centres = 2 * torch.randn(TASKS, CLASSES, DIM, generator=draws, dtype=torch.float64)
     noise = torch.randn(len(label), DIM, generator=draws, dtype=torch.float64)
-    return TensorTable(input=centres[task, (label + task) % CLASSES] + 0.6 * noise, label=label, task=task)
+    return tk.TensorTable(input=centres[task, (label + task) % CLASSES] + 0.6 * noise, label=label, task=task)
 
 
 def dynamic_config(folder: Path, *, lifecycle: LifecycleOptions = EVENTFUL, **settings: Any) -> DynamicRunConfig:
     settings = {"experts": 3, "max_experts": 8, "batch_size": BATCH, "lr": 0.01, "log_every": 4} | settings
+    settings["schedule"] = tk.ScheduleOptions(kind="constant")
     return DynamicRunConfig(run_dir=folder, tracker="none", cpu=True, lifecycle=lifecycle, **settings)
 
 
@@ -80,58 +74,27 @@ def dynamic_trainer(
     config: DynamicRunConfig,
     *,
     ep_size: int = 1,
-    callbacks: tuple[tk.Callback, ...] = (),
+    callbacks: Sequence[tk.Callback] = (),
     reported: bool = False,
     augment: Augment | None = None,
 ) -> Iterator[tuple[tk.Trainer, Lifecycle]]:
-    with tk.start_run("dynamic", config) as run:
+    with tk.start_run("dynamic", config.replace(ep_size=ep_size)) as run:
         torch.manual_seed(0)
-        model = DynamicModel(make_expert_groups(ep_size), config.experts, config.logical_experts).double()
-        table, where = dynamic_table(), {"rank": run.rank, "world_size": run.world_size}
+        model = DynamicModel(run.expert_groups, config.experts, config.logical_experts).double()
+        table = dynamic_table()
         penalty = tk.experts.RouterPenalty(model, balance_weight=0.001)
-        task, balance = tk.Classification(penalty=penalty), WholeStepBalance(penalty)
+        task = tk.Classification(penalty=penalty)
         memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
         lifecycle = Lifecycle(model, task, memory, config.lifecycle)
+        report = [LifecycleReport(model, lifecycle=lifecycle, num_classes=CLASSES)] if reported else []
         order = TaskAfterTask(
-            tasks=TASKS,
-            samples_per_task=PER_TASK,
-            batch_size=BATCH,
-            seed=config.seed,
-            epochs_per_task=EPOCHS_PER_TASK,
+            tasks=TASKS, samples_per_task=PER_TASK, batch_size=BATCH, seed=config.seed, epochs_per_task=5
         )
-        yield (
-            tk.Trainer(
-                run,
-                task,
-                model,
-                build_optimizer(model, config),
-                TrainBatches(
-                    table,
-                    batch_size=BATCH,
-                    seed=config.seed,
-                    order=order,
-                    accumulation=config.gradient_accumulation_steps,
-                    augment=augment,
-                    **where,
-                ),
-                max_steps=config.max_steps or STEPS,
-                schedule=constant(),
-                log_every=config.log_every,
-                callbacks=[
-                    balance,
-                    ExpertLoad(model),
-                    Remember(memory, every=2),
-                    lifecycle,
-                    *([LifecycleReport(model, lifecycle=lifecycle, num_classes=CLASSES)] if reported else []),
-                    Evaluation(EvalBatches(table, batch_size=50, **where)),
-                    Checkpointing(config.checkpoint),
-                    *callbacks,
-                ],
-            ),
-            lifecycle,
-        )
+        first = [WholeStepBalance(penalty), Remember(memory, every=2), lifecycle, *report, *callbacks]
+        settings = {"order": order, "augment": augment, "callbacks": first}
+        yield standard_trainer(run, task, model, train=table, test=table, **settings), lifecycle
 
 
 def history_of(lifecycle: Lifecycle) -> list[tuple[int, str, tuple[int, ...]]]:
-    """(step, kind, uids) of each event."""
+    """Return (step, kind, uids) of each event."""
     return [(event.step, event.kind, event.uids) for event in lifecycle.history]

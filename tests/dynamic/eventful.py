@@ -1,6 +1,4 @@
-"""Made-up records of a layer with dynamic experts: what pictures and the report's files are tested with."""
-
-from __future__ import annotations
+"""Synthetic lifecycle.jsonl and metrics.jsonl of a layer with dynamic experts."""
 
 import json
 from dataclasses import asdict
@@ -15,7 +13,7 @@ STEPS_PER_EPOCH = 100
 
 
 def eventful() -> list[tuple[int, ExpertRoster, list[LifecycleEvent]]]:
-    """(step, roster, events since the last one) at the end of four epochs."""
+    """Return (step, roster, events of the epoch) at the end of each of four epochs."""
     first = ExpertRoster.initial(4, 8)
     second = first.grow(4, step=120, parent=1).grow(5, step=150)
     third = second.merge(3, into=2, step=230)
@@ -37,7 +35,7 @@ def eventful() -> list[tuple[int, ExpertRoster, list[LifecycleEvent]]]:
 
 
 def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
-    """lifecycle.jsonl and metrics.jsonl with these events, of one process or several."""
+    """Write lifecycle.jsonl and metrics.jsonl with the events of `eventful`."""
     draws = np.random.default_rng(0)
     graph, lines, first_step = KnowledgeGraph(), [], 0
     for step, roster, events in eventful():

@@ -1,6 +1,4 @@
-"""The coverage alarm: silent on noise and while learning, fast on shifts, slow on plateaus."""
-
-from __future__ import annotations
+"""The coverage alarm on noise, learning curves, shifts and plateaus."""
 
 import random
 
@@ -20,14 +18,14 @@ def learning(checks: int, last: float = 0.03) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_model_that_learns_raises_no_alarm(seed: int) -> None:
+def test_learning_curve_raises_no_alarm(seed):
     alarm = CoverageAlarm()
     assert not any(alarm.observe(u, SAMPLES) for u in readings(random.Random(seed), learning(200)))
 
 
 @pytest.mark.parametrize("level", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_shift_is_reported_within_three_checks_and_once(level: float, seed: int) -> None:
+def test_shift_raises_one_alarm_within_three_checks(level, seed):
     draws, alarm = random.Random(seed), CoverageAlarm()
     for uncovered in readings(draws, learning(60)):
         alarm.observe(uncovered, SAMPLES)
@@ -36,17 +34,17 @@ def test_a_shift_is_reported_within_three_checks_and_once(level: float, seed: in
     assert sum(lack is not None for lack in after) == 1
 
 
-def test_a_lasting_lack_of_coverage_is_reported_as_a_plateau() -> None:
+def test_lasting_lack_of_coverage_raises_a_plateau_alarm():
     draws, alarm = random.Random(0), CoverageAlarm()
     reported = [alarm.observe(u, SAMPLES) for u in readings(draws, learning(120, last=0.25))]
     assert "plateau" in reported
     assert "shift" not in reported
 
 
-def test_state_dict_continues_the_alarm() -> None:
+def test_state_dict_continues_the_alarm():
     levels = readings(random.Random(3), learning(50) + [0.6] * 5)
-    whole, first, second = CoverageAlarm(), CoverageAlarm(), CoverageAlarm()
-    expected = [whole.observe(u, SAMPLES) for u in levels]
+    reference, first, second = CoverageAlarm(), CoverageAlarm(), CoverageAlarm()
+    expected = [reference.observe(u, SAMPLES) for u in levels]
     reported = [first.observe(u, SAMPLES) for u in levels[:30]]
     second.load_state_dict(first.state_dict())
     assert reported + [second.observe(u, SAMPLES) for u in levels[30:]] == expected

@@ -1,6 +1,4 @@
-"""The knowledge graph: updates, decay, queries and files."""
-
-from __future__ import annotations
+"""The knowledge graph: updates, decay and queries."""
 
 import numpy as np
 import pytest
@@ -12,13 +10,15 @@ TOGETHER = np.array([[100, 60, 0], [60, 100, 20], [0, 20, 400]])
 CLASSES = np.array([[100, 0], [50, 50], [100, 300]])
 
 
-def known(experts: int = 3) -> KnowledgeGraph:
+@pytest.fixture
+def graph():
     graph = KnowledgeGraph()
-    graph.observe_roster(ExpertRoster.initial(experts, experts), step=10)
+    graph.observe_roster(ExpertRoster.initial(3, 3), step=10)
+    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES, {0: 0, 1: 0, 2: 1})
     return graph
 
 
-def test_specialisation_by_hand():
+def test_specialisation_equals_formula():
     assert specialisation(np.array([5, 5, 5, 5])) == 0.0
     assert specialisation(np.array([0, 9, 0, 0])) == 1.0
     # Half and half of four classes: H = log 2, so 1 - log 2 / log 4.
@@ -28,9 +28,7 @@ def test_specialisation_by_hand():
     assert specialisation(np.zeros(4)) == specialisation(np.array([3])) == 0.0
 
 
-def test_counts_become_shares_and_coactivation():
-    graph = known()
-    graph.observe_routing((0, 1, 2), TOGETHER, CLASSES, {0: 0, 1: 0, 2: 1})
+def test_counts_become_shares_and_coactivation(graph):
     nodes = graph.graph.nodes
     assert [nodes[uid]["share"] for uid in range(3)] == pytest.approx([1 / 6, 1 / 6, 2 / 3])
     assert nodes[2]["classes"] == [0.25, 0.75]
@@ -43,7 +41,7 @@ def test_counts_become_shares_and_coactivation():
     assert graph.weight("coactivation", 0, 2) == 0.0
 
 
-def test_split_edges_go_from_parent_to_child_and_merge_edges_to_the_remaining_expert():
+def test_split_and_merge_edges_point_to_the_remaining_expert():
     roster = ExpertRoster.initial(2, 4).grow(2, step=20, parent=1).merge(0, into=2, step=30)
     graph = KnowledgeGraph()
     graph.observe_roster(roster, step=50)
@@ -54,7 +52,7 @@ def test_split_edges_go_from_parent_to_child_and_merge_edges_to_the_remaining_ex
     assert graph.active == [1, 2]
 
 
-def test_measured_edges_fade_and_are_removed_but_split_edges_stay():
+def test_measured_edges_decay_and_split_edges_stay():
     graph = KnowledgeGraph()
     graph.observe_roster(ExpertRoster.initial(2, 3).grow(2, step=1, parent=0), step=1)
     graph.observe_similarity({(0, 1): Similarity(0.4, 0.9)})
@@ -67,16 +65,9 @@ def test_measured_edges_fade_and_are_removed_but_split_edges_stay():
     assert graph.weight("split", 0, 2) == 0.1
 
 
-def test_experts_with_many_common_tokens_are_often_coactivated():
-    graph = known()
-    graph.observe_routing((0, 1, 2), TOGETHER)
+def test_queries_go_by_common_tokens(graph):
     assert graph.often_coactivated(1, 0)
     assert not graph.often_coactivated(1, 2)
     assert not graph.often_coactivated(0, 2)
-
-
-def test_affinity_is_by_logical_id_and_zero_for_inactive_experts():
-    graph = known()
-    graph.observe_routing((0, 1, 2), TOGETHER)
     together = graph.affinity((1, None, 2, 0))
     assert together.tolist() == [[0, 0, 20, 60], [0, 0, 0, 0], [20, 0, 0, 0], [60, 0, 0, 0]]

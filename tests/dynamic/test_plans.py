@@ -1,6 +1,4 @@
-"""Plans to grow, merge, prune and move experts: pure functions of what was measured."""
-
-from __future__ import annotations
+"""Plans to grow, merge, prune and move experts."""
 
 import random
 
@@ -9,21 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dynamic.test_roster import random_history
-from toolkit.dynamic.plans import (
-    free_logical_id,
-    plan_growth,
-    plan_merges,
-    plan_placement,
-    plan_prunes,
-    plan_sleep,
-)
+from toolkit.dynamic.plans import free_logical_id, plan_growth, plan_merges, plan_placement, plan_prunes, plan_sleep
 from toolkit.dynamic.roster import ExpertRecord, ExpertRoster
 from toolkit.experts.placement.placement import initial_placement
 
 ROUND_ROBIN = initial_placement(8, 2, "round_robin")
 
 
-def test_a_new_expert_goes_to_the_rank_with_the_fewest_active_ones() -> None:
+def test_free_logical_id_is_on_the_rank_with_the_fewest_active_experts():
     roster = ExpertRoster.initial(4, 8)  # logical experts 0 and 2 on rank 0, 1 and 3 on rank 1
     assert free_logical_id(roster, ROUND_ROBIN) == 4
     assert free_logical_id(roster.grow(4, step=1), ROUND_ROBIN) == 5
@@ -31,7 +22,7 @@ def test_a_new_expert_goes_to_the_rank_with_the_fewest_active_ones() -> None:
     assert free_logical_id(ExpertRoster.initial(8, 8), ROUND_ROBIN) is None
 
 
-def test_the_expert_with_the_most_uncovered_weight_is_split() -> None:
+def test_plan_growth_splits_the_expert_with_the_most_uncovered_weight():
     roster = ExpertRoster.initial(4, 8)
     plan = plan_growth(roster, ROUND_ROBIN, {0: 1.0, 2: 3.5, 3: 3.5})
     assert plan is not None
@@ -40,7 +31,7 @@ def test_the_expert_with_the_most_uncovered_weight_is_split() -> None:
     assert plan_growth(ExpertRoster.initial(8, 8), ROUND_ROBIN, {0: 1.0}) is None
 
 
-def test_pairs_merge_closest_first_and_each_expert_once() -> None:
+def test_plan_merges_takes_the_closest_pairs_first_and_each_expert_once():
     roster = ExpertRoster.initial(5, 5)
     distance = {(0, 1): 0.1, (0, 2): 0.05, (1, 2): 0.2, (3, 4): 0.9}
     alike = dict.fromkeys(distance, 0.95)
@@ -53,7 +44,7 @@ def test_pairs_merge_closest_first_and_each_expert_once() -> None:
     assert plan_merges(roster, distance, unlike, load, min_experts=2, **limits) == []
 
 
-def test_the_lowest_load_is_pruned_first_and_young_or_excluded_experts_never() -> None:
+def test_plan_prunes_takes_the_lowest_load_first_and_skips_young_experts():
     roster = ExpertRoster.initial(5, 6).grow(5, step=90)
     load = {0: 100.0, 1: 1.0, 2: 0.0, 3: 2.0, 4: 100.0, 5: 0.0}
     limits = {"step": 100, "below": 0.1, "min_age": 20}
@@ -65,13 +56,13 @@ def test_the_lowest_load_is_pruned_first_and_young_or_excluded_experts_never() -
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.sampled_from([1, 2, 4]))
-def test_ranks_get_equally_many_active_experts_by_the_fewest_moves(seed: int, ranks: int) -> None:
+def test_plan_placement_balances_active_experts_with_the_fewest_moves(seed, ranks):
     draws = random.Random(seed)
     roster, placement = random_history(draws, 8, 30)[-1], initial_placement(8, ranks, "round_robin")
     used = {record.logical_id for record in roster.active}
 
-    def active(places: object) -> list[int]:
-        return [len(used & set(row)) for row in places.slots]  # type: ignore[attr-defined]
+    def active(places):
+        return [len(used & set(row)) for row in places.slots]
 
     together = np.array([[draws.random() for _ in range(8)] for _ in range(8)])
     after = plan_placement(roster, placement, together + together.T)
@@ -86,7 +77,7 @@ def test_ranks_get_equally_many_active_experts_by_the_fewest_moves(seed: int, ra
     assert moved == max(surplus, lack)
 
 
-def test_the_expert_with_the_least_affinity_moves() -> None:
+def test_plan_placement_moves_the_expert_with_the_least_affinity():
     at = (0, 2, 4, 1, 6)  # four on rank 0, one on rank 1
     roster = ExpertRoster(8, tuple(ExpertRecord(uid, logical_id) for uid, logical_id in enumerate(at)))
     together = np.zeros((8, 8))
@@ -97,7 +88,7 @@ def test_the_expert_with_the_least_affinity_moves() -> None:
     assert [after.owner(logical_id).rank for logical_id in (0, 2, 4, 1)] == [0, 0, 0, 1]
 
 
-def test_plan_sleep_with_more_than_twice_the_initial_experts_shortens_the_interval() -> None:
+def test_plan_sleep_with_more_than_twice_the_initial_experts_shortens_the_interval():
     def steps(active: int, least: int | None = 500) -> int:
         return plan_sleep(active, 4, every=1000, least=least)
 

@@ -1,6 +1,4 @@
-"""Pictures and the summary of dynamic experts: which there are, what they say, how many go to trackers."""
-
-from __future__ import annotations
+"""Figures and summary of dynamic experts."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,15 +12,15 @@ from toolkit.dynamic.plots import draw_dynamic_run, draw_lifecycle, for_trackers
 from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.pictures.plots import spread
 
-PICTURES = ["training_metrics", "expert_activations", "expert_device_distribution"]
+FIGURES = ["training_metrics", "expert_activations", "expert_device_distribution"]
 GRAPHS = [f"knowledge_graph_epoch_00{epoch}" for epoch in (1, 2, 3, 4)]
 
 
-def test_a_run_gets_its_pictures(tmp_path):
+def test_draw_lifecycle_writes_all_figures(tmp_path):
     write_lifecycle(tmp_path, ranks=2)
-    pictures = draw_lifecycle(tmp_path)
-    assert list(pictures) == [*PICTURES, *GRAPHS]
-    for name, path in pictures.items():
+    paths = draw_lifecycle(tmp_path)
+    assert list(paths) == [*FIGURES, *GRAPHS]
+    for name, path in paths.items():
         assert path == tmp_path / f"{name}.png"
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB")).astype(int)
@@ -45,8 +43,8 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
     lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axes.get_lines()}
     steps = {label: points[np.isfinite(points[:, 1]), 0].tolist() for label, points in lines.items()}
     assert list(steps) == ["0", "1", "2", "3", "4", "5", "6", "fair: 20 %"]
-    assert steps["3"] == list(range(20, 240, 20)), "which was merged away after step 230"
-    assert steps["6"] == [400], "which got the logical id of 3 after step 390"
+    assert steps["3"] == list(range(20, 240, 20)), "merged after step 230"
+    assert steps["6"] == [400], "reuses the logical id of 3 from step 390 on"
     before, axes = figures["expert_placement"].axes
     assert [text.get_text() for text in before.texts] == ["0", "1", "2", "6"]
     assert [text.get_text() for text in axes.texts] == ["0", "1", "2", "6", "4"]
@@ -56,18 +54,18 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
     assert {box.get_facecolor() for box in shares.patches} == {colours[str(uid)] for uid in range(7)}
 
 
-def test_experts_are_next_to_those_they_were_split_from(tmp_path):
+def test_positions_on_circle_put_children_after_parents(tmp_path):
     write_lifecycle(tmp_path)
     states = [epoch.layers["moe"] for epoch in read_lifecycle(tmp_path)]
     positions = positions_on_circle(states)
-    # 4 was split from 1, and 6 from 4: they follow each other around the circle.
+    # 4 was split from 1, and 6 from 4.
     assert list(positions) == [0, 1, 4, 6, 2, 3, 5]
     assert len(set(positions.values())) == 7
 
 
-def test_the_summary_says_what_happened_and_where_it_lies(tmp_path):
+def test_performance_summary_lists_events_ranks_and_figures(tmp_path):
     write_lifecycle(tmp_path, ranks=2)
-    for name in [*PICTURES, *GRAPHS]:
+    for name in [*FIGURES, *GRAPHS]:
         (tmp_path / f"{name}.png").touch()
     (tmp_path / "summary.txt").write_text("test accuracy  97.00%\n")
     text = performance_summary(tmp_path)
@@ -75,17 +73,17 @@ def test_the_summary_says_what_happened_and_where_it_lies(tmp_path):
     assert "97.00%" in text
     assert "390  6 split from 4" in text
     assert "rank 1: 1 experts (4)" in text
-    assert all(f"{name}.png\n" in text for name in [*PICTURES, *GRAPHS])
+    assert all(f"{name}.png\n" in text for name in [*FIGURES, *GRAPHS])
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
-def test_a_long_run_draws_and_logs_a_bounded_number_of_graphs(tmp_path, monkeypatch):
+def test_long_run_draws_and_logs_a_bounded_number_of_graphs(tmp_path, monkeypatch):
     assert spread(list(range(100)), 5) == [0, 25, 50, 74, 99]
     assert spread([1, 2], 5) == [1, 2]
     monkeypatch.setattr(plots, "MOST_GRAPHS", 2)
     write_lifecycle(tmp_path)
-    assert list(draw_lifecycle(tmp_path)) == [*PICTURES, GRAPHS[0], GRAPHS[3]]
-    many = dict.fromkeys([*PICTURES, *(f"knowledge_graph_epoch_{i:03d}" for i in range(40))], tmp_path)
+    assert list(draw_lifecycle(tmp_path)) == [*FIGURES, GRAPHS[0], GRAPHS[3]]
+    many = dict.fromkeys([*FIGURES, *(f"knowledge_graph_epoch_{i:03d}" for i in range(40))], tmp_path)
     logged = list(for_trackers(many))
-    assert len(logged) == len(PICTURES) + plots.MOST_LOGGED
+    assert len(logged) == len(FIGURES) + plots.MOST_LOGGED
     assert logged[-1] == "knowledge_graph_epoch_039"

@@ -1,4 +1,4 @@
-"""What a sleep judges a change by."""
+"""The comparison of losses before and after a change."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ def probe(losses: Tensor) -> Probe:
 
 
 def losses(mean: float, spread: float, samples: int = 512) -> Tensor:
-    """Of which half are below the mean by `spread`, and half above it."""
+    """Return losses of which half are `spread` below the mean and half above."""
     return mean + spread * torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(samples // 2)
 
 
@@ -32,23 +32,23 @@ BEFORE = probe(losses(1.0, 0.0))
         (losses(1.11, 0.0), True),
         (losses(1.2, 2.3), False),  # a rise of 0.2 with a standard error of 0.1017
         (losses(1.21, 2.3), True),
-        (losses(1.6, 20.0), False),  # 0.6 with one of 0.88
+        (losses(1.6, 20.0), False),  # a rise of 0.6 with a standard error of 0.88
         (losses(1.7, 20.0), True),  # more than ln 2
-        (torch.cat([losses(1.0, 0.0, 510), losses(5e5, 0.0, 2)]), True),  # 2 of 512 samples, far out
+        (torch.cat([losses(1.0, 0.0, 510), losses(5e5, 0.0, 2)]), True),  # 2 outliers in 512 samples
         (losses(math.nan, 0.0), True),
         (losses(math.inf, 0.0), True),
     ],
 )
-def test_a_change_is_worse_beyond_what_is_allowed_and_what_chance_makes(after: Tensor, worse: bool) -> None:
+def test_is_worse_needs_a_rise_beyond_tolerance_and_standard_error(after, worse):
     assert probe(after).is_worse(BEFORE, 0.1) is worse
 
 
 def judged_on_ranks() -> list[bool]:
     rank, world = dist.get_rank(), dist.get_world_size()
     before = replace(BEFORE, losses_T=BEFORE.losses_T[rank::world])
-    wholes = [probe(losses(mean, 2.3)) for mean in (1.2, 1.21)]
-    return [replace(whole, losses_T=whole.losses_T[rank::world]).is_worse(before, 0.1) for whole in wholes]
+    after = [probe(losses(mean, 2.3)) for mean in (1.2, 1.21)]
+    return [replace(each, losses_T=each.losses_T[rank::world]).is_worse(before, 0.1) for each in after]
 
 
-def test_ranks_that_hold_parts_of_the_samples_agree_with_one_that_holds_all() -> None:
+def test_is_worse_on_two_ranks_equals_one_process():
     assert run_distributed(judged_on_ranks, 2) == [[False, True]] * 2

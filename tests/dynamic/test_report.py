@@ -1,8 +1,7 @@
-"""lifecycle.jsonl and knowledge graphs: equal for a resumed run and for two processes."""
-
-from __future__ import annotations
+"""lifecycle.jsonl and knowledge graphs of complete, resumed and distributed runs."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import toolkit as tk
 from tests.dynamic.dynamic_run import dynamic_config, dynamic_trainer
 from tests.support.helpers import run_distributed
+from tests.support.trainers import in_hook
 from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.config.callback_options import CheckpointOptions
@@ -21,37 +21,30 @@ STEPS = 66
 """The second task starts after 50."""
 
 
-class Fails(tk.Callback):
-    def on_step_end(self, trainer: tk.Trainer) -> None:
-        if trainer.state.step == 58:
-            raise RuntimeError("out of luck")
+def fail(_: tk.Trainer) -> None:
+    raise RuntimeError("out of luck")
 
 
-def train(folder: Path, *callbacks: tk.Callback, ep_size: int = 1) -> None:
+def train(folder: Path, ep_size: int = 1, callbacks: Sequence[tk.Callback] = ()) -> None:
     config = dynamic_config(folder, max_steps=STEPS, checkpoint=CheckpointOptions(every_steps=52))
     with dynamic_trainer(config, ep_size=ep_size, callbacks=callbacks, reported=True) as (trainer, _):
         trainer.fit()
 
 
-def train_on_two(folder: Path) -> None:
-    train(folder, ep_size=2)
-
-
 def record(folder: Path) -> list[dict[str, Any]]:
-    """lifecycle.jsonl without times."""
+    """Return lifecycle.jsonl without times."""
     return [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder / "lifecycle.jsonl")]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    (folder / ".lock").touch()  # else it is not a folder of a run
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference") / "run"
     train(folder)
     return folder
 
 
-def test_the_record_has_events_loads_and_classes(whole):
-    (epoch,) = read_lifecycle(whole)
+def test_record_has_events_loads_and_classes(reference):
+    (epoch,) = read_lifecycle(reference)
     assert epoch.step == STEPS
     assert epoch.seconds > 0
     assert {"grow", "sleep"} <= {event["kind"] for event in epoch.events}
@@ -63,32 +56,32 @@ def test_the_record_has_events_loads_and_classes(whole):
     assert all(sum(node["classes"]) == pytest.approx(1, abs=1e-3) for node in state.nodes.values() if node["share"])
     kinds = {edge["kind"] for edge in state.edges}
     assert {"coactivation", "split"} <= kinds
-    graph = nx.node_link_graph(json.loads((whole / "knowledge_graph.json").read_text()), edges="edges")
+    graph = nx.node_link_graph(json.loads((reference / "knowledge_graph.json").read_text()), edges="edges")
     assert set(graph.nodes) == set(state.nodes)
-    (last,) = (line for line in read_metrics(whole / "metrics.jsonl") if line["step"] == STEPS)
+    (last,) = (line for line in read_metrics(reference / "metrics.jsonl") if line["step"] == STEPS)
     assert 0 < last["moe/specialisation/moe"] < 1
 
 
-def test_draw_dynamic_run_writes_plots_and_the_summary(whole):
-    (whole / "summary.txt").write_text("")  # which `Run.finish` leaves
-    draw_dynamic_run(whole, {})
-    assert (whole / "expert_load.png").exists()
-    assert "Devices" in (whole / "performance_summary.txt").read_text()
+def test_draw_dynamic_run_writes_plots_and_the_summary(reference):
+    (reference / "summary.txt").write_text("")
+    draw_dynamic_run(reference, {})
+    assert (reference / "expert_load.png").exists()
+    assert "Devices" in (reference / "performance_summary.txt").read_text()
 
 
-def test_a_resumed_run_has_the_same_record(whole, tmp_path):
+def test_resumed_run_has_the_same_record(reference, tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
-        train(tmp_path, Fails())
+        train(tmp_path, callbacks=[in_hook("on_step_end", fail, 58)])
     train(tmp_path)
-    assert record(tmp_path) == record(whole)
-    graph, expected = (json.loads((folder / "knowledge_graph.json").read_text()) for folder in (tmp_path, whole))
+    assert record(tmp_path) == record(reference)
+    graph, expected = (json.loads((folder / "knowledge_graph.json").read_text()) for folder in (tmp_path, reference))
     assert graph == expected
 
 
-def test_two_processes_have_the_same_record_except_for_placement(whole, tmp_path):
-    run_distributed(train_on_two, 2, tmp_path)
-    alone, both = record(whole), record(tmp_path)
-    for line in (alone[0], both[0]):
+def test_two_processes_have_the_same_record_except_for_placement(reference, tmp_path):
+    run_distributed(train, 2, tmp_path, 2)
+    expected, found = record(reference), record(tmp_path)
+    for line in (expected[0], found[0]):
         line.pop("world_size")
         layer = line["layers"]["moe"]
         layer.pop("logical_on_ranks")
@@ -97,4 +90,4 @@ def test_two_processes_have_the_same_record_except_for_placement(whole, tmp_path
             node.pop("rank"), node.pop("logical_id")
         for event in line["events"]:
             event["detail"] = {k: v for k, v in event["detail"].items() if isinstance(v, (str, list))}
-    assert both == alone
+    assert found == expected

@@ -1,8 +1,7 @@
-"""Rosters: uids are never used again, logical ids never shared, and impossible events raise."""
-
-from __future__ import annotations
+"""Invariants of rosters over random events."""
 
 import random
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from toolkit.dynamic.roster import ExpertRoster
 
 
 def random_history(draws: random.Random, logical_experts: int, events: int) -> list[ExpertRoster]:
-    """Rosters after random events, one after another."""
+    """Return the rosters before and after each random event."""
     rosters = [ExpertRoster.initial(draws.randint(1, logical_experts), logical_experts)]
     for step in range(1, events + 1):
         now = rosters[-1]
@@ -34,11 +33,9 @@ def random_history(draws: random.Random, logical_experts: int, events: int) -> l
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), logical_experts=st.integers(1, 9))
-def test_uids_are_never_used_again_and_logical_ids_never_shared(seed: int, logical_experts: int) -> None:
+def test_roster_never_reuses_uids_or_shares_logical_ids(seed, logical_experts):
     removed: set[int] = set()
-    for before, after in zip(
-        (lifecycle := random_history(random.Random(seed), logical_experts, 30)), lifecycle[1:], strict=False
-    ):
+    for before, after in pairwise(random_history(random.Random(seed), logical_experts, 30)):
         removed |= {record.uid for record in before.records} - {record.uid for record in before.active}
         assert not removed & {record.uid for record in after.active}
         assert 1 <= len(after) <= logical_experts

@@ -1,13 +1,14 @@
-"""Counts of classes and pairs per expert: by hand, by uid, on one rank and on two."""
+"""Counts of classes and pairs per expert."""
 
-from __future__ import annotations
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import toolkit as tk
 from tests.support.helpers import run_distributed
-from toolkit.dynamic import routing_statistics as statistics
+from toolkit.dynamic import routing_statistics
 from toolkit.dynamic.routing_statistics import RoutingCounts, RoutingStatistics
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.parallel.groups import make_expert_groups
@@ -15,13 +16,12 @@ from toolkit.experts.parallel.groups import make_expert_groups
 DIM, EXPERTS, CLASSES = 6, 4, 3
 
 
-def model(ep_size: int = 1) -> torch.nn.Module:
+def counted_layer(
+    ep_size: int = 1, uids: Callable[[Any], Sequence[int]] = lambda _: range(EXPERTS)
+) -> tuple[torch.nn.Module, RoutingStatistics]:
     torch.manual_seed(0)
-    return torch.nn.Sequential(tk.experts.make_moe(DIM, 5, EXPERTS, 2, groups=make_expert_groups(ep_size)))
-
-
-def counting(net: torch.nn.Module, ids=(0, 1, 2, 3)) -> RoutingStatistics:
-    return RoutingStatistics(net, num_classes=CLASSES, uids_of_logical=lambda layer: ids)  # noqa: ARG005
+    net = torch.nn.Sequential(tk.experts.make_moe(DIM, 5, EXPERTS, 2, groups=make_expert_groups(ep_size)))
+    return net, RoutingStatistics(net, num_classes=CLASSES, uids_of_logical=uids)
 
 
 def batch(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,8 +29,7 @@ def batch(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, DIM, generator=draws), torch.randint(CLASSES, (tokens,), generator=draws)
 
 
-def by_hand(choices: list[list[int]], labels: list[int]) -> RoutingCounts:
-    none = RoutingCounts.none(CLASSES)
+def reference_counts(choices: list[list[int]], labels: list[int]) -> RoutingCounts:
     together = [[0] * EXPERTS for _ in range(EXPERTS)]
     classes = [[0] * CLASSES for _ in range(EXPERTS)]
     for chosen, label in zip(choices, labels, strict=True):
@@ -39,23 +38,21 @@ def by_hand(choices: list[list[int]], labels: list[int]) -> RoutingCounts:
             for f in chosen:
                 together[e][f] += 1
     values = {"ids": list(range(EXPERTS)), "together": together, "classes": classes}
-    return none + RoutingCounts.from_dict(values, CLASSES)
+    return RoutingCounts.none(CLASSES) + RoutingCounts.from_dict(values, CLASSES)
 
 
-def test_a_step_is_counted_as_by_hand():
-    net = model()
-    count = counting(net)
+def test_counts_of_a_step_equal_a_loop_over_tokens():
+    net, count = counted_layer()
     x, labels = batch(20, 1)
     count.begin_step([labels])
     net(x)
     choices = next(iter(moe_layers(net).values())).routing.expert_ids_TK.tolist()
-    assert count.take()["0"].to_dict() == by_hand(choices, labels.tolist()).to_dict()
+    assert count.take()["0"].to_dict() == reference_counts(choices, labels.tolist()).to_dict()
     assert count.take()["0"].ids == ()
 
 
-def test_only_training_forwards_of_a_step_are_counted():
-    net = model()
-    count = counting(net)
+def test_only_training_forward_passes_of_a_step_are_counted():
+    net, count = counted_layer()
     x, labels = batch(20, 1)
     net(x)
     count.begin_step([labels])
@@ -68,9 +65,9 @@ def test_only_training_forwards_of_a_step_are_counted():
     assert count.take()["0"].together_EE.trace() == 20 * 2
 
 
-def test_counts_follow_uids_when_a_logical_expert_gets_another():
-    net, uids = model(), [(0, 1, 2, 3)]
-    count = RoutingStatistics(net, num_classes=CLASSES, uids_of_logical=lambda layer: uids[-1])  # noqa: ARG005
+def test_counts_follow_uids_when_a_logical_id_is_reused():
+    uids = [(0, 1, 2, 3)]
+    net, count = counted_layer(uids=lambda _: uids[-1])
     x, labels = batch(20, 1)
     for ids in ((0, 1, 2, 3), (0, 1, 9, 3)):
         uids.append(ids)
@@ -83,9 +80,8 @@ def test_counts_follow_uids_when_a_logical_expert_gets_another():
     assert counts.together_EE[2, 4] == 0
 
 
-def test_tokens_of_a_sequence_share_its_class_and_no_class_is_no_column():
-    net = model()
-    count = counting(net)
+def test_tokens_of_a_sequence_share_its_class_and_may_have_none():
+    net, count = counted_layer()
     x, _ = batch(12, 1)
     count.begin_step([torch.tensor([0, 2, 2]), None])
     net(x.view(3, 4, DIM))
@@ -95,40 +91,32 @@ def test_tokens_of_a_sequence_share_its_class_and_no_class_is_no_column():
     assert counts.together_EE.trace() == 2 * 12 * 2
 
 
-def test_many_forwards_are_added_up_and_their_state_continues(monkeypatch):
-    whole, net = {}, model()
+def test_counts_do_not_depend_on_buffer_size_and_continue_from_state(monkeypatch):
+    totals = {}
     for most in (1000, 30):
-        monkeypatch.setattr(statistics, "MOST_ASSIGNMENTS", most)
-        count = counting(net)
+        monkeypatch.setattr(routing_statistics, "MOST_ASSIGNMENTS", most)
+        net, count = counted_layer()
         for seed in range(8):
             if seed == 5 and most == 30:
                 state = count.state_dict()
-                count = counting(net)
+                net, count = counted_layer()
                 count.load_state_dict(state)
             x, labels = batch(7, seed)
             count.begin_step([labels])
             net(x)
-        whole[most] = count.take()["0"].to_dict()
-    assert whole[30] == whole[1000]
+        totals[most] = count.take()["0"].to_dict()
+    assert totals[30] == totals[1000]
 
 
-def share_of_rank() -> dict:
-    net = model(ep_size=dist.get_world_size())
-    count = counting(net)
-    for seed, tokens in ((1, 20), (2, 1)):  # rank 1 gets nothing of the second
-        x, labels = batch(tokens, seed)
-        mine = slice(*((0, tokens - tokens // 2), (tokens - tokens // 2, tokens))[dist.get_rank()])
-        count.begin_step([labels[mine]])
-        net(x[mine])
+def counts_of_two_steps() -> dict:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    net, count = counted_layer(ep_size=world)
+    for seed, tokens in ((1, 20), (2, 1)):  # rank 1 gets no token of the second step
+        x, labels = (column.tensor_split(world)[rank] for column in batch(tokens, seed))
+        count.begin_step([labels])
+        net(x)
     return count.take()["0"].to_dict()
 
 
-def test_two_ranks_count_what_one_counts():
-    net = model()
-    count = counting(net)
-    for seed, tokens in ((1, 20), (2, 1)):
-        x, labels = batch(tokens, seed)
-        count.begin_step([labels])
-        net(x)
-    alone = count.take()["0"].to_dict()
-    assert run_distributed(share_of_rank, 2) == [alone, alone]
+def test_counts_of_two_ranks_equal_one_process():
+    assert run_distributed(counts_of_two_steps, 2) == [counts_of_two_steps()] * 2
