@@ -1,4 +1,4 @@
-"""Each benchmark starts: its arguments are parsed, and those that take seconds run their smallest case."""
+"""Arguments of the benchmark scripts, and the smallest case of scripts that take seconds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from benchmarks.support.processes import ROOT
 from tests.support.forked_python import run_forked
-from tests.support.helpers import ROOT
 
-ALONE = {"report.py"}
 SCRIPTS = sorted(
-    path.relative_to(ROOT)
-    for path in (ROOT / "benchmarks").rglob("*.py")
-    if path.name not in ALONE and "parse_args()" in path.read_text() and path.parent.name != "matrix"
+    path.relative_to(ROOT) for path in (ROOT / "benchmarks").rglob("*.py") if "parse_args()" in path.read_text()
 )
 SMALLEST = {
     "learning/lmu_psmnist.py": "--work runs --report",
@@ -27,10 +24,12 @@ SMALLEST = {
 PROGRAM = """
 import runpy, sys
 sys.path[:] = [path for path in sys.path if not path.startswith({root!r}) or "site-packages" in path]
+for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+    del sys.modules[name]
 sys.argv = {words!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""A script in a process whose path is not that of pytest, which has recipes/."""
+"""Runs a script as in a new process: without the path of pytest and preloaded benchmarks."""
 
 
 def run_script(script: Path, *words: str) -> CompletedProcess[str]:
@@ -45,7 +44,7 @@ def test_benchmark_arguments_are_parsed(script: Path):
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_benchmark_smallest_case_runs(name: str, tmp_path: Path):
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")  # a record is written next to the scripts
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")  # results are written next to the scripts
     for package in ("toolkit", "recipes"):
         (tmp_path / package).symlink_to(ROOT / package)
     done = run_script(tmp_path / "benchmarks" / name, *SMALLEST[name].split())
