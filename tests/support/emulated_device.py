@@ -1,26 +1,27 @@
-"""A device emulated on the CPU, to which the rules of a GPU apply: for tests without a GPU.
+"""A device emulated on the CPU with constraints of a GPU, for tests without a GPU.
 
-    def on_the_device() -> None:              # in a process of its own: `emulate` cannot be undone
+    def on_the_device() -> None:              # in a separate process: `emulate` cannot be undone
         device = emulate()
         with device:
             model.to(device.device)
             ...
         assert device.waits == []
 
-The CPU computes its tensors, so results equal CPU results. Constraints of a GPU are checked or noted:
+The CPU computes, so results equal CPU results. Constraints of a GPU:
 
 - Operations on tensors of two devices raise, except for CPU scalars and CPU indices.
-- Host syncs are noted, with the file that causes them: reading a value, copying from or to memory that is not pinned
-  unless it is `non_blocking`, operations whose result size depends on values.
+- Host syncs are recorded with the file that causes them: reading a value, blocking copies from or to other devices,
+  and operations with a result size that depends on values.
 
-It has no kernels, streams, memory or random numbers of its own, and autocast casts only as the toolkit does. torch's
-interfaces for a backend written in Python are experimental.
+There are no kernels, streams, device memory or device random numbers, and autocast casts only as the toolkit does.
+torch's interfaces for backends in Python are experimental.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,13 +43,13 @@ WAITS = {
     aten.unique_dim.default,
     aten._unique2.default,
 }
-"""Operations whose result or its size the host reads. `_waits` has further operations, for some arguments."""
+"""Operations that always sync; `_waits` lists more for some arguments."""
 COPIES = {aten._to_copy.default, aten.copy_.default}
 BY_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 class EmulatedTensor(Tensor):
-    """A tensor of the emulated device, held by the CPU."""
+    """Tensor of the emulated device with data on the CPU."""
 
     on_cpu: Tensor
 
@@ -81,7 +82,7 @@ class EmulatedTensor(Tensor):
         return self.on_cpu.untyped_storage()
 
     def numpy(self, **_: Any) -> Any:
-        raise TypeError("a tensor of the emulated device has no array: use .cpu() first")
+        raise TypeError("tensors of the emulated device have no array: use .cpu() first")
 
     def __repr__(self, **_: Any) -> str:
         return f"EmulatedTensor({self.on_cpu!r})"
@@ -92,41 +93,40 @@ class EmulatedTensor(Tensor):
 
 
 class EmulatedDevice(TorchDispatchMode):
-    """The device, while it is entered. `waits`: the host syncs so far."""
+    """The device while it is entered; `waits` lists host syncs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("emulated", 0)
         self.waits: list[HostWait] = []
-        self.keep: list[torch.library.Library] = []
-        """Kept alive for their registrations."""
+        self.libraries: list[torch.library.Library] = []  # registrations end with the object
 
     def note(self, operation: Any) -> None:
         place = innermost_place()
         if not place and operation is aten.copy_.default:
-            return  # by DDP, of gloo's results, which are CPU tensors
+            return  # DDP copies gloo's results, which are CPU tensors
         self.waits.append(HostWait(str(operation), place))
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        ours = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
+        emulated = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
         target = kwargs.get("device")
-        to_us = bool(ours) if target is None else torch.device(target).type == "emulated"
-        if not ours and not to_us:
+        to_device = bool(emulated) if target is None else torch.device(target).type == "emulated"
+        if not emulated and not to_device:
             return operation(*args, **kwargs)
-        _refuse_two_devices(operation, tensors, args)
-        if _waits(operation, args, kwargs, ours):
+        _check_devices(operation, tensors, args)
+        if _waits(operation, args, kwargs, emulated):
             self.note(operation)
-        if to_us and target is not None:
+        if to_device and target is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
-        held = {id(tensor.on_cpu): tensor for tensor in ours}
+        held = {id(tensor.on_cpu): tensor for tensor in emulated}
         result = operation(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
 
         def placed(value: Any) -> Any:
-            if not isinstance(value, Tensor) or (id(value) not in held and not to_us):
+            if not isinstance(value, Tensor) or (id(value) not in held and not to_device):
                 return value
             return held[id(value)] if id(value) in held else EmulatedTensor(value)
 
@@ -137,7 +137,7 @@ def _on_cpu(value: Any) -> Any:
     return value.on_cpu if isinstance(value, EmulatedTensor) else value
 
 
-def _refuse_two_devices(operation: Any, tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
+def _check_devices(operation: Any, tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
     others = [tensor for tensor in tensors if not isinstance(tensor, EmulatedTensor)]
     if len(others) == len(tensors) or operation in COPIES:
         return
@@ -149,62 +149,41 @@ def _refuse_two_devices(operation: Any, tensors: Sequence[Tensor], args: Sequenc
         raise RuntimeError(f"{operation}: expected all tensors on one device, found {shapes} on the CPU")
 
 
-def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours: Sequence[Tensor]) -> bool:
+def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], emulated: Sequence[Tensor]) -> bool:
     if operation in WAITS:
         return True
     if operation is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    if operation in BY_INDICES:  # a mask is counted first, and indices of the CPU are copied
+    if operation in BY_INDICES:  # masks are counted, CPU indices are copied
         given = [index for index in args[1] if index is not None]
         return any(index.dtype == torch.bool or not isinstance(index, EmulatedTensor) for index in given)
     if operation is aten._to_copy.default:
-        between = (not ours) or torch.device(kwargs.get("device") or "emulated").type != "emulated"
+        between = not emulated or torch.device(kwargs.get("device") or "emulated").type != "emulated"
         return between and not kwargs.get("non_blocking")
     if operation is aten.copy_.default:
-        between = len(ours) == 1
+        between = len(emulated) == 1
         return between and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
     return False
 
 
-class _Backend:
-    """Interface of a device module in torch, `torch.emulated`."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def get_rng_state(self, device: Any = None) -> Tensor:  # noqa: ARG002
-        return torch.zeros(1, dtype=torch.uint8)
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        pass
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
+BACKEND = SimpleNamespace(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    is_bf16_supported=lambda: True,
+    get_rng_state=lambda *_, **__: torch.zeros(1, dtype=torch.uint8),
+    set_rng_state=lambda *_, **__: None,
+    manual_seed=lambda _: None,
+    manual_seed_all=lambda _: None,
+    _is_in_bad_fork=lambda: False,
+)
+"""Device module `torch.emulated`."""
 
 
 class _Event:
-    """A point in time of the host, which the device never lags behind."""
+    """Event at the current time of the host: the device is synchronous."""
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False) -> None:
         pass
@@ -220,16 +199,16 @@ class _Event:
 
 
 def emulate() -> EmulatedDevice:
-    """Have Accelerate use the emulated device from now on. For a process of its own, once, before any backward."""
+    """Make Accelerate use the emulated device. Call it once in a separate process, before any backward pass."""
     from accelerate.state import AcceleratorState, PartialState
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend("emulated", _Backend())
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes it on the CPU and copies it
+    _setup_privateuseone_for_python_backend("emulated", BACKEND)
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` creates CPU tensors and copies
     device = EmulatedDevice()
     without_casts = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     without_casts.fallback(torch.library.fallthrough_kernel)
-    device.keep.append(without_casts)
+    device.libraries.append(without_casts)
     torch_: Any = torch
     torch_.Event = _Event
     torch_.accelerator.synchronize = lambda *_: device.note("synchronize")
@@ -238,14 +217,14 @@ def emulate() -> EmulatedDevice:
     states: list[Any] = [PartialState, AcceleratorState]
     for state in states:
         state.device = property(lambda _: device.device, lambda *_: None)
-        state._check_initialized = lambda *_, **__: None  # it raises for devices other than the CPU
+        state._check_initialized = lambda *_, **__: None  # raises for devices other than the CPU
     if dist.is_initialized():
         restart_process_group("cpu:gloo,emulated:gloo")
     return device
 
 
 def _keeping_attributes(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """Have `swap` keep the first tensor's attributes and hooks, as setting its `data` does."""
+    """Make `swap` keep attributes and hooks of the first tensor, as an assignment to `data` does."""
 
     def swap_tensors(first: Any, second: Any) -> None:
         kept = {name: value for name, value in vars(first).items() if name != "on_cpu"}

@@ -1,7 +1,7 @@
-"""Python programs in forks of a process that has imported the slow libraries, for end-to-end tests.
+"""Python programs in forks of a process with imported libraries, for end-to-end tests.
 
-A fork begins to train within a tenth of a second, a new process imports for several seconds first. Imports and process
-start-up are tested with `subprocess`.
+A fork starts to train within a tenth of a second; a new process needs several seconds for imports. Tests of imports and
+process start-up use `subprocess`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from benchmarks.support.processes import ROOT, fork_context, program_environment
 
 
 class ForkedPython:
-    """`python *words` with the interface of `subprocess.Popen`, and output in files, or only in `output`. Its ranks are
-    forks of it. Launchers start `python`: with the command of `forked_commands`, these are forks, too."""
+    """A forked `python *words` with the interface of `subprocess.Popen`; its ranks are forks of the program.
+
+    Output is written to temporary files, or to `output`. `python` is the interpreter that launchers start; a command of
+    `forked_commands` makes their processes forks, too.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class ForkedPython:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for stdout and stderr. Raises `subprocess.TimeoutExpired`."""
+        """Wait for the end and return stdout and stderr. Raises `subprocess.TimeoutExpired`."""
         self._process.join(timeout)
         out, err = (path.read_text() if path.exists() else "" for path in self._streams)
         if self.returncode is None:
@@ -98,13 +101,15 @@ client.sendall(repr((os.getpid(), words, os.getcwd(), dict(os.environ))).encode(
 client.shutdown(socket.SHUT_WR)
 os._exit(int(client.recv(9)))
 """
-"""Stand-in for a command: another process does its work, on its input and output."""
+"""Command that is run by the server, with the command's own input and output."""
 
 
 @contextmanager
 def forked_commands(folder: Path) -> Iterator[None]:
-    """Write the commands `python`, `toolkit`, `accelerate` and `torchrun` to `folder`, for the PATH of a shell: they
-    and the processes that they start as `sys.executable` run in forks."""
+    """Write commands `python`, `toolkit`, `accelerate` and `torchrun` to `folder`, for the PATH of a shell.
+
+    The commands run in forks, and so do processes that they start as `sys.executable`.
+    """
     address = str(folder / "socket")
     launchers = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
     modules = {name: ["-m", module] for name, module in {"toolkit": "toolkit", **launchers}.items()}
@@ -122,12 +127,12 @@ def forked_commands(folder: Path) -> Iterator[None]:
 
 
 def _serve(server: socket.socket, python: str) -> None:
-    """Serve commands in threads: in a pipe, they wait for each other."""
+    """Serve commands in threads, because commands in a pipe wait for each other."""
     threads = []
     while True:
         try:
             client, _ = server.accept()
-        except OSError:  # which was shut down
+        except OSError:  # after shutdown
             break
         threads.append(threading.Thread(target=_serve_one, args=(client, python)))
         threads[-1].start()
@@ -147,7 +152,7 @@ def _serve_one(client: socket.socket, python: str) -> None:
 
 
 class Fork:
-    """A fork of this process that runs `run`, with the launcher's subset of `subprocess.Popen`."""
+    """Fork of this process that calls `run`, with the methods of `subprocess.Popen` that launchers use."""
 
     def __init__(self, run: Callable[[], NoReturn]):
         self.returncode: int | None = None
@@ -190,7 +195,7 @@ def fork_rank(
     stderr: IO[str] | int | None = None,
     start_new_session: bool = False,
 ) -> Fork:
-    """Replace `subprocess.Popen` of `python *words`: `run` takes words and environment, and returns the exit code."""
+    """Fork instead of `subprocess.Popen`; `run(words, environment)` returns the exit code."""
 
     def begin() -> NoReturn:
         if start_new_session:
@@ -204,35 +209,35 @@ def fork_rank(
                 os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):  # which a new program does not inherit
+            if callable(signal.getsignal(number)):  # new programs do not inherit handlers
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         logging.disable(logging.NOTSET)
-        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # such as of temporary folders
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # keeps temporary folders
         os._exit(run(words, dict(os.environ) if env is None else env))
 
     return Fork(begin)
 
 
 def fork_ranks(run: Callable[[Sequence[str], Mapping[str, str]], int]) -> None:
-    """Have the ranks and trial runs that this process starts be forks of it that `run`."""
+    """Replace the ranks and trial runs that this process starts with forks that call `run`."""
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     new_process = subprocess.Popen
 
     def start(args: Sequence[str], **options: Any) -> Any:
-        # A recipe that another recipe calls, without redirection, must not inherit the state of the calling run.
+        # A recipe that another recipe starts without redirection must not inherit the state of the calling run.
         forks = args[0] == sys.executable and "stdout" in options
         return fork_rank(run, args[1:], **options) if forks else new_process(args, **options)
 
     subprocess_handler.Popen = subprocess.Popen = start  # type: ignore
-    api.PContext.close.__defaults__ = (None, 1)  # seconds until ranks that do not end are killed
+    api.PContext.close.__defaults__ = (None, 1)  # timeout in seconds before ranks are killed
 
 
 def _main(
     words: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path], python: str
 ) -> None:
-    """In the fork: become `python *words`."""
+    """Become `python *words`, in the fork."""
     sys.executable = python
     for number, path in enumerate(streams):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
@@ -243,17 +248,17 @@ def _main(
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run `python *words` in this process; returns its exit code."""
+    """Run `python *words` in this process and return the exit code."""
     os.environ.clear()
     os.environ.update(environment)
     sys.orig_argv[:] = [sys.executable, *words]
     code = 0
     try:
         _run_words(list(words))
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-        if not isinstance(left.code, int | None):
-            sys.stderr.write(f"{left.code}\n")
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if not isinstance(stop.code, int | None):
+            sys.stderr.write(f"{stop.code}\n")
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -264,7 +269,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _run_words(words: list[str]) -> Any:
-    if words[0] == "-u":  # as torch's launcher has it: nothing is buffered that another process waits for
+    if words[0] == "-u":  # from torch's launcher
         words = words[1:]
     if words[0] == "-m":
         sys.argv = words[1:]

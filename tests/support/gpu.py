@@ -1,15 +1,15 @@
-"""A GPU for tests, with the interface of the emulated device: `with device:` notes host syncs.
+"""A GPU for tests with the interface of the emulated device: `with device:` records host syncs.
 
-    def on_the_device() -> None:              # in a process of its own
+    def on_the_device() -> None:              # in a separate process
         device = use_gpu()
         with device:
             model.to(device.device)
             ...
         assert device.waits == []
 
-With a GPU for each process of `run_distributed`, each takes its own and the backend is NCCL. With fewer, all share the
-first one and the backend is gloo, because NCCL does not support shared GPUs: gloo runs most collectives of GPU tensors
-on the CPU, `stage_sends` stages sends there, and there is no reduce-scatter, which FSDP2 needs.
+With a GPU for each process of `run_distributed`, the backend is NCCL. With fewer GPUs, all processes share the first
+GPU and the backend is gloo, because NCCL does not support shared GPUs. gloo runs most collectives of GPU tensors on the
+CPU, `stage_sends` stages sends there, and there is no reduce-scatter, which FSDP2 needs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from tests.support.host_waits import HostWait, innermost_place, restart_process_
 
 
 class Gpu:
-    """A GPU. While it is entered, `waits` collects host syncs, except in torch's grouped products: they read the
-    slots' ends, unless in bfloat16 on Hopper or data-center Blackwell (`has_grouped_kernel`)."""
+    """A GPU. While it is entered, `waits` collects host syncs.
+
+    Exception: torch's grouped products read the slots' ends if there is no kernel (`has_grouped_kernel`).
+    """
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
@@ -54,18 +56,18 @@ class Gpu:
 
 
 def has_grouped_kernel() -> bool:
-    """Whether torch has one kernel for a grouped product in bfloat16 on this GPU, and not one for each slot."""
+    """Return whether torch has a bfloat16 kernel for grouped products on this GPU (Hopper, data-center Blackwell)."""
     return torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def skip_without_gpus(count: int) -> None:
-    """Skip the running test on a machine with fewer GPUs."""
+    """Skip the current test on machines with fewer GPUs."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
 
 
 def use_gpu() -> Gpu:
-    """Have Accelerate use a GPU from now on. For a process of its own, once."""
+    """Make Accelerate use a GPU. Call it once in a separate process."""
     os.environ["ACCELERATE_USE_CPU"] = "false"
     if not dist.is_initialized():
         torch.cuda.set_device(0)
@@ -75,7 +77,7 @@ def use_gpu() -> Gpu:
         torch.cuda.set_device(dist.get_rank())
         restart_process_group("cpu:gloo,cuda:nccl")
     else:
-        # Each process counts as a machine of its own: on one machine Accelerate would give each another GPU.
+        # As if each process had its own machine: on one machine, Accelerate assigns different GPUs.
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         torch.cuda.set_device(0)
         restart_process_group("cpu:gloo,cuda:gloo")
@@ -84,7 +86,7 @@ def use_gpu() -> Gpu:
 
 
 class Staged:
-    """A send or a receive of `tensor`, which gloo does with a copy of it on the CPU."""
+    """Pending send or receive of a CPU copy of `tensor`."""
 
     def __init__(self, work: dist.Work, copy: torch.Tensor, tensor: torch.Tensor):
         self.work, self.copy, self.tensor = work, copy, tensor
@@ -95,7 +97,7 @@ class Staged:
 
 
 def stage_sends() -> None:
-    """Have sends and receives of tensors of a device work under gloo."""
+    """Support sends and receives of GPU tensors with gloo."""
     send, receive, batch = dist.send, dist.recv, dist.batch_isend_irecv
 
     def staged_batch(operations: list[dist.P2POp]) -> list[Any]:

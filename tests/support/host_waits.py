@@ -1,4 +1,4 @@
-"""Waits of the host for a device, as the emulated device and a GPU note them in tests, and their process groups."""
+"""Host syncs and process groups of the emulated device and of GPUs in tests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.support.processes import ROOT
+
 LIBRARIES = ("transformers", "accelerate", "peft")
 
 
 class HostWait(NamedTuple):
-    """The host waited for the device."""
+    """A wait of the host for the device."""
 
     operation: str
     place: str
-    """File of the innermost call within the toolkit or a library other than torch, or empty."""
+    """File of the innermost call in the toolkit or `LIBRARIES`, or empty."""
 
 
 def innermost_place() -> str:
@@ -28,7 +29,7 @@ def innermost_place() -> str:
 
 
 def _place(file: str) -> str:
-    """Return `file` relative to its package's parent, for the toolkit and `LIBRARIES`; else empty."""
+    """Return the path of `file` from its package on, for the toolkit and `LIBRARIES`; else empty."""
     path = Path(file)
     if path.is_relative_to(ROOT / "toolkit"):
         return str(path.relative_to(ROOT))
@@ -44,5 +45,5 @@ def restart_process_group(backend: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=False)
-    again = dist.PrefixStore(backend, store)
-    dist.init_process_group(backend, store=again, rank=rank, world_size=world)
+    prefixed = dist.PrefixStore(backend, store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world)

@@ -1,4 +1,4 @@
-"""Small versions of optimizers whose packages are not installed."""
+"""Small versions of optimizers from packages that are not installed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "beta": beta, "steps": 0, "trains": False})
 
     def train(self) -> None:
-        self._turn(trains=True)
+        self._switch(trains=True)
 
     def eval(self) -> None:
-        self._turn(trains=False)
+        self._switch(trains=False)
 
     @torch.no_grad()
-    def _turn(self, trains: bool) -> None:
+    def _switch(self, trains: bool) -> None:
         for group in self.param_groups:
             if group["trains"] != trains:
                 for p in group["params"]:
@@ -45,7 +45,7 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
 
 
 class GrowingRates(torch.optim.Optimizer):
-    """SGD that multiplies its rate by a factor that it keeps in the group and raises at each step, as Prodigy does."""
+    """SGD with a growing learning rate factor in the parameter group, as in Prodigy."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float):
         super().__init__(parameters, {"lr": lr, "d": 1.0, "k": 0})

@@ -1,4 +1,4 @@
-"""Placements by the slots of their experts."""
+"""Placements by slot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from toolkit.experts.placement.placement import ExpertPlacement
 
 
 def by_slot(slot_of_expert: Sequence[int], ranks: int) -> ExpertPlacement:
-    """Return a placement whose expert e is in slot `slot_of_expert[e]`, counted through `ranks` equal ranks."""
+    """Return the placement of expert e in slot `slot_of_expert[e]`, numbered over ranks with equal slots."""
     experts = sorted(range(len(slot_of_expert)), key=slot_of_expert.__getitem__)
     per_rank = len(experts) // ranks
     return ExpertPlacement(tuple(tuple(experts[rank * per_rank :][:per_rank]) for rank in range(ranks)))

@@ -1,4 +1,4 @@
-"""A run that is told to stop after a step, as by a scheduler."""
+"""Preemption of a run after a given step."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ from toolkit.train.trainer import Trainer
 
 @contextmanager
 def preempted_at(step: int) -> Iterator[None]:
-    """The run in the `with` gets SIGTERM after `step` steps, and has to be preempted."""
+    """Send SIGTERM to the run in the context after `step` steps, and expect `Preempted`."""
     train_step = Trainer.train_step
 
-    def stopping(self: Trainer, micro_batches: Any) -> None:
+    def preempted_step(self: Trainer, micro_batches: Any) -> None:
         train_step(self, micro_batches)
         if self.state.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with mock.patch.object(Trainer, "train_step", stopping), pytest.raises(Preempted):
+    with mock.patch.object(Trainer, "train_step", preempted_step), pytest.raises(Preempted):
         yield

@@ -1,4 +1,4 @@
-"""A complete run in miniature, with everything that has a state, for the tests of interruption and resume."""
+"""A small run with all kinds of state, for tests of interruption and resume."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.optim import build_optimizer, warmup_cosine
 
 DIM, CLASSES, SAMPLES, BATCH, EPOCHS = 8, 3, 95, 10, 2
-STEPS_PER_EPOCH = 10
-"""The tenth batch of an epoch has five samples."""
+STEPS_PER_EPOCH = 10  # the last batch has five samples
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
@@ -50,7 +49,7 @@ class SmallModel(nn.Module):
 
 
 class Stop(tk.Callback):
-    """Ends the run at `step` on `rank`, in the way `how`; records the samples of each step."""
+    """End the run at `step` on `rank` by an exception or the signal `how`; record the samples of each step."""
 
     def __init__(self, step: int | None = None, how: str = "", rank: int = 0):
         self.step, self.how, self.rank = step, how, rank
@@ -86,21 +85,21 @@ def small_trainer(
             label=torch.randint(CLASSES, (SAMPLES,), generator=draws),
             id=torch.arange(SAMPLES),
         )
-        where = {"rank": run.rank, "world_size": run.world_size}
+        shard = {"rank": run.rank, "world_size": run.world_size}
         accumulation = config.gradient_accumulation_steps
         yield tk.Trainer(
             run,
             tk.Classification(penalty=tk.experts.RouterPenalty(model, balance_weight=0.01)),
             model,
             build_optimizer(model, config),
-            TrainBatches(table, batch_size=config.batch_size, seed=config.seed, accumulation=accumulation, **where),
+            TrainBatches(table, batch_size=config.batch_size, seed=config.seed, accumulation=accumulation, **shard),
             max_steps=config.max_steps or STEPS,
             schedule=warmup_cosine(max_steps=STEPS),
             log_every=config.log_every,
             callbacks=[
                 BiasBalancing(model),
                 ExpertLoad(model),
-                Evaluation(EvalBatches(table, batch_size=40, **where)),
+                Evaluation(EvalBatches(table, batch_size=40, **shard)),
                 *callbacks,
                 Checkpointing(config.checkpoint),
                 stop or Stop(),
@@ -111,7 +110,7 @@ def small_trainer(
 
 @dataclass
 class Outcome:
-    """Weights and outputs of a run; equal for two identical runs."""
+    """Weights, metrics and samples of a run."""
 
     weights: dict[str, Tensor]
     moments: dict[int, dict[str, Tensor]]
@@ -131,13 +130,13 @@ class Outcome:
 
 
 def train(config: SmallConfig, stop: Stop | None = None, *, ep_size: int = 1) -> Outcome:
-    """Train to the end, or until `stop` ends it."""
+    """Train to the end or until `stop`."""
     stop = stop or Stop()
     with small_trainer(config, stop, ep_size=ep_size) as trainer:
         results = trainer.fit()
         optimizer = trainer.optimizer.optimizer.state_dict()["state"]
-        of_this_rank = trainer.raw_model.state_dict(keep_vars=True)
-        weights = {name: value.detach().clone() for name, value in of_this_rank.items()}
+        state = trainer.raw_model.state_dict(keep_vars=True)
+        weights = {name: value.detach().clone() for name, value in state.items()}
     if dist.is_initialized():
         dist.barrier()
     metrics = list(read_metrics(config.run_dir / "metrics.jsonl"))

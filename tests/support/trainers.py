@@ -1,4 +1,4 @@
-"""Trainers as recipes make them, with the usual optimizer, and callbacks from functions."""
+"""Trainers of recipes with the config's optimizer, and callbacks from functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from toolkit.train.build import standard_trainer as with_optimizer
 def standard_trainer(
     run: tk.Run, task: tk.Task, model: nn.Module, *, train: Any, test: Any, validation: Any = None, **settings: Any
 ) -> tk.Trainer:
-    """Make a `toolkit.train.build.standard_trainer` with the config's optimizer."""
     data = tk.Splits(train, test, validation)
     return with_optimizer(run, task, model, tk.build_optimizer(model, run.config), data, **settings)
 
