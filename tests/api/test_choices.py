@@ -1,7 +1,5 @@
 """Checks of arguments."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

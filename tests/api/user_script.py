@@ -1,7 +1,5 @@
 """A recipe and a training loop with `ExpertParallel` for mypy --strict in `test_public_names.py`; not executed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

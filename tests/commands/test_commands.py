@@ -1,11 +1,7 @@
 """The `toolkit` command: help and unknown subcommands."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.helpers import ROOT
 from toolkit.commands import COMMANDS, main
 
 
@@ -31,13 +27,3 @@ def test_unknown_words_exit_with_code_2(words: list[str], message: str, capsys: 
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
-
-
-def test_python_m_toolkit_help_does_not_import_torch():
-    code = "import sys, runpy; sys.argv = ['toolkit', '--help']; sys.exit = print; runpy.run_module('toolkit')"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.startswith("usage: toolkit COMMAND")
-    assert done.stdout.endswith("\n0\nFalse\n")

@@ -1,7 +1,5 @@
 """Tiny image data sets in published layouts."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models and tokenizers from the Hub, its cache, and without a network."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -62,23 +60,23 @@ def test_silent_hub_is_unreachable(monkeypatch):
 
 def test_name_lookup_has_a_timeout(monkeypatch):
     done = threading.Event()
+    timeouts = []
 
     def stuck(*_args: object) -> socket.socket:
-        done.wait(20)
+        timeouts.append(not done.wait(20))
         raise OSError
 
     monkeypatch.setattr(hub, "PROBE_S", 0.5)
     monkeypatch.setattr(socket, "create_connection", stuck)
     assert (why_out_of_reach() or "").endswith("does not answer")
+    assert timeouts == []
     done.set()
 
 
 def test_error_of_any_http_library_is_a_user_error(monkeypatch):
-    class ConnectError(Exception):
-        """An error that is not an OSError, as in httpx2."""
-
+    error = type("ConnectError", (Exception,), {})("no such host")  # not an OSError, as in httpx2
     monkeypatch.setattr("toolkit.data.hub.why_out_of_reach", lambda: None)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", Mock(side_effect=ConnectError("no such host")))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", Mock(side_effect=error))
     with pytest.raises(UserError, match=r"model='some/model': cannot be read \(ConnectError"):
         model_folder("some/model")
 

@@ -1,7 +1,5 @@
 """Tokenizers of bytes and of transformers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from transformers import AutoTokenizer

@@ -1,7 +1,5 @@
 """Fenced blocks marked `run` in the documentation run without errors, in page order."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

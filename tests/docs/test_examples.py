@@ -1,7 +1,5 @@
 """Training scripts of the documentation, on one and on two processes."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of the documentation agree with the benchmark results that they cite."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

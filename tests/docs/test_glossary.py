@@ -1,7 +1,5 @@
 """Terminology: the glossary of CONTRIBUTING in all files, and terms of the field in prose."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

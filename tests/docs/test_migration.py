@@ -4,8 +4,6 @@ Code spans that start with `--` or with a preset contain flags of a recipe that 
 or of a `toolkit` command. The first column of tables has flags of the other library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -13,7 +11,6 @@ import re
 import shlex
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,11 +21,6 @@ from toolkit.run.config.flags import flags_of
 
 PAGES = sorted((ROOT / "docs" / "start" / "migration").glob("*.md"))
 COMMAND = re.compile(r"(?:python|toolkit run) recipes/(\w+)\.py([^`\n]*)")
-
-
-def recipes_of(text: str) -> dict[str, Any]:
-    names = re.findall(r"(?<!tests/)recipes/(\w+)\.py", text)
-    return {name: importlib.import_module(f"recipes.{name}") for name in names}
 
 
 def flags_of_commands(text: str) -> set[str]:
@@ -56,18 +48,15 @@ def documented_flags(text: str, presets: Collection[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_documented_flags_exist(page: Path):
+def test_documented_flags_and_commands_exist(page: Path):
     text = page.read_text()
-    recipes = recipes_of(text).values()
+    names = re.findall(r"(?<!tests/)recipes/(\w+)\.py", text)
+    recipes = [importlib.import_module(f"recipes.{name}") for name in names]
     known = {flag for recipe in recipes for flag in flags_of(type(next(iter(recipe.PRESETS.values()))()))}
     presets = {preset for recipe in recipes for preset in recipe.PRESETS}
     known |= flags_of_commands(text) | {"--help"}
     assert set(documented_flags(text, presets)) <= known
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_documented_commands_parse(page: Path):
-    for name, words in COMMAND.findall(page.read_text()):
+    for name, words in COMMAND.findall(text):
         recipe = importlib.import_module(f"recipes.{name}")
         arguments = shlex.split(re.sub(r"\s#.*|\\$|\$\w+", "", words).replace("...", ""), comments=True)
         if not any(word.isupper() for word in arguments):  # placeholders such as FOLDER

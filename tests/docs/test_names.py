@@ -1,8 +1,6 @@
 """Dotted names and test files that pages, docstrings and messages mention exist."""
 
-from __future__ import annotations
-
-import importlib
+import pkgutil
 import re
 import subprocess
 
@@ -13,19 +11,11 @@ DOTTED = re.compile(r"(?<![\w./-])(?:toolkit|tk)((?:\.[A-Za-z]\w*)+)")
 
 
 def exists(name: str) -> bool:
-    """Return whether the dotted `name` is a module or a nested attribute of a module."""
-    parts = name.split(".")
-    for depth in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:depth]))
-        except ImportError:
-            continue
-        for attribute in parts[depth:]:
-            if not hasattr(found, attribute):
-                return False
-            found = getattr(found, attribute)
-        return True
-    return False
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def missing(text: str) -> list[str]:

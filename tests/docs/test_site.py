@@ -1,7 +1,5 @@
 """Contents, API pages, links and search of the documentation site."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The text classification example with AutoModel."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import sys

@@ -1,7 +1,5 @@
 """`toolkit lab` on traces and on synthetic loads."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -54,13 +52,7 @@ def test_lab_without_a_trace_runs_all_workloads(capsys: pytest.CaptureFixture[st
         (["--machine", "machine.json"], "error: machine.json: cannot be read (JSONDecodeError"),
     ],
 )
-def test_lab_with_invalid_input_exits_with_code_2(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_lab_with_invalid_input_exits_with_code_2(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("machine.json").write_text("[1, 2")

@@ -1,7 +1,5 @@
 """Replay of planners on recorded loads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

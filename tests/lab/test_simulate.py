@@ -1,7 +1,5 @@
 """Predicted step times: closed forms and monotonicity."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

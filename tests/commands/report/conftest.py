@@ -1,7 +1,5 @@
 """Run folders written without training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,16 +17,15 @@ def write_run(
     finished: bool = True,
     settings: dict[str, Any] | None = None,
     results: dict[str, Any] | None = None,
-    starts: int = 1,
     moves: bool = False,
 ) -> Path:
-    """Write a run with four experts; with `moves` on two ranks, with two experts swapped at step 20."""
+    """Write a run with four experts, restarted at step 12 if not `finished`, with a migration at step 20 if `moves`."""
     folder.mkdir(parents=True)
     config = {"recipe": "mnist_moe", "lr": 0.1, "seed": seed, "run_dir": str(folder), "replan": {"planner": None}}
     write_json(folder / "config.json", config | {"optimizer": {"beta1": 0.9}} | (settings or {}))
-    lines = []
+    lines: list[dict[str, Any]] = []
     for step in range(2, steps + 1, 2):
-        line: dict[str, Any] = {"step": step, "train/loss": 2 / step + seed, "train/accuracy": 1 - 1 / step}
+        line = {"step": step, "train/loss": 2 / step + seed, "train/accuracy": 1 - 1 / step}
         line["moe/load/block"] = [0.4, 0.3, 0.2, 0.1]
         if moves and step in (2, 20):
             line["moe/placement/block"] = [[0, 1], [2, 3]] if step == 2 else [[0, 3], [2, 1]]
@@ -36,12 +33,10 @@ def write_run(
             line |= {"moe/migrated_experts": 2, "moe/migration_bytes": 3_000_000}
         if step % 20 == 0:
             line |= {"eval/loss": 1 / step, "eval/accuracy": 0.9}
-        lines.append(json.dumps(line) + "\n")
-        if starts > 1 and step == 12:
-            lines.append(
-                json.dumps({"step": step, "run/restarts": 1, "run/restart_reason": "rank 1 was killed"}) + "\n"
-            )
-    (folder / "metrics.jsonl").write_text("".join(lines))
+        lines.append(line)
+        if not finished and step == 12:
+            lines.append({"step": step, "run/restarts": 1, "run/restart_reason": "rank 1 was killed"})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
         numbers = {"test_accuracy": 0.9 + 0.02 * seed, "samples_per_second": 100.0, "wall_seconds": 3.0}
         machine = {"world_size": 2 if moves else 1, "device": "cpu", "hardware": "Some CPU, 4 cores"}
@@ -59,5 +54,5 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write_run(runs / "second", seed=1),
         write_run(runs / "fast", settings={"lr": 0.5}),
         write_run(runs / "moving", settings={"replan": {"planner": "swap"}}, moves=True),
-        write_run(runs / "not <finished>", steps=24, finished=False, starts=2),
+        write_run(runs / "not <finished>", steps=24, finished=False),
     ]

@@ -1,7 +1,5 @@
 """The page of `toolkit report` in headless Chromium: `make test-browser`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`toolkit dashboard wandb`: sections, panels and metric names of the workspace."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -81,9 +79,7 @@ def test_run_panels_show_all_logged_metrics(runs: list[Path], capsys: pytest.Cap
     assert all(panel["xAxis"] == "step" for name, panels in found.items() if name != "Pictures" for panel in panels)
 
 
-def test_dashboard_saves_the_workspace_and_reports_failures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_dashboard_saves_the_workspace_and_reports_failures(tmp_path, monkeypatch, capsys):
     ws = pytest.importorskip("wandb_workspaces.workspaces")
     monkeypatch.setattr("toolkit.run.tracking.trackers.why_offline", lambda: None)
     saved: list[Any] = []

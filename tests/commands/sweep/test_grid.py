@@ -1,7 +1,5 @@
 """Axes, cells and digests of sweeps."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

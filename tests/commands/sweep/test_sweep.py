@@ -1,7 +1,5 @@
 """`toolkit sweep` on the command line."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -21,11 +21,7 @@ def full():
     return Config()
 
 
-def low():
-    return Config(rate=0.5)
-
-
-PRESETS = {"full": full, "low": low}
+PRESETS = {"full": full}
 
 if __name__ == "__main__":
     config = parse(PRESETS, sys.argv[1:])
