@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Log steps on the console, and the summary of a run."""
 
 import pytest
 
@@ -6,16 +6,18 @@ from toolkit.run import console
 from toolkit.run.console import metrics_line
 from toolkit.run.summary import summarise
 
+LONG = {
+    "train/epoch": 12.5,
+    "train/loss": 12.09213,
+    "train/accuracy": 1.0,
+    "train/learning_rate": 1.8e-3,
+    "perf/samples_per_second": 1_142_000.3,
+}
 
-def test_a_line_says_where_training_is_and_how_it_goes():
-    values = {
-        "train/epoch": 1.279,
-        "train/loss": 0.09213,
-        "train/accuracy": 0.973,
-        "train/learning_rate": 1.8e-3,
-        "perf/samples_per_second": 14200.3,
-    }
-    assert metrics_line(values, 1200, 4690) == (
+
+def test_metrics_line_shows_progress_and_metrics():
+    values = LONG | {"train/epoch": 1.279, "train/loss": 0.09213, "train/accuracy": 0.973}
+    assert metrics_line(values | {"perf/samples_per_second": 14200.3}, 1200, 4690) == (
         "step 1,200/4,690  epoch  1.28  loss 0.0921  acc 97.30 %  lr 1.8e-03   14,200 samples/s"
     )
     evaluated = metrics_line(values | {"eval/loss": 0.1, "eval/accuracy": 0.5}, 50, 4690)
@@ -25,50 +27,41 @@ def test_a_line_says_where_training_is_and_how_it_goes():
 
 @pytest.mark.parametrize(("step", "max_steps"), [(50, 4690), (1_234_567, 10_000_000)])
 @pytest.mark.parametrize("seconds_left", [None, 42, 100 * 3600])
-def test_a_line_of_an_evaluation_fits_and_keeps_what_was_evaluated(step, max_steps, seconds_left):
-    numbers = {"epoch": 12.5, "loss": 12.09213, "accuracy": 1.0, "learning_rate": 1.8e-3}
-    values = {f"train/{name}": value for name, value in numbers.items()} | {"perf/samples_per_second": 1_142_000.3}
-    line = metrics_line(values | {"eval/loss": 10.1, "eval/accuracy": 0.5}, step, max_steps, seconds_left)
+def test_metrics_line_with_evaluation_fits_and_keeps_test_metrics(step, max_steps, seconds_left):
+    line = metrics_line(LONG | {"eval/loss": 10.1, "eval/accuracy": 0.5}, step, max_steps, seconds_left)
     assert len(line) <= 100
     assert line.startswith(f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}")
     assert "loss 12.0921" in line
     assert "test loss 10.1000  test acc 50.00 %" in line
 
 
-def test_a_summary_says_how_many_experts_moved_and_what_it_was_good_for(tmp_path):
+def test_narrow_metrics_line_keeps_step_and_time_left():
+    assert metrics_line(LONG, 5, 10, 42, width=40) == "step  5/10  loss 12.0921  eta 0:42"
+
+
+def test_summary_shows_moved_experts_and_rank_imbalance(tmp_path):
     steps = {"first_move_step": 18, "last_move_step": 27}
     results = {"recipe": "toy", "migrated_experts": 5, "imbalance_before_moves": 1.4, "imbalance_after_moves": 1.05}
-    said = "moved experts  5 after step{}; busiest rank over the mean 1.40 before, 1.05 since\n"
-    assert said.format("s 18 to 27") in summarise(results | steps, tmp_path)
-    assert said.format(" 18") in summarise(results | steps | {"last_move_step": 18}, tmp_path)
-    assert "moved" not in summarise({"recipe": "toy", "migrated_experts": 0}, tmp_path)
+    text = "moved experts  5 after step{}; busiest rank over the mean 1.40 before, 1.05 since\n"
+    assert text.format("s 18 to 27") in summarise(results | steps, tmp_path)
+    assert text.format(" 18") in summarise(results | steps | {"last_move_step": 18}, tmp_path)
+    assert "moved experts" not in summarise({"recipe": "toy", "migrated_experts": 0}, tmp_path)
 
 
-def test_a_summary_has_the_load_per_expert(tmp_path):
+def test_summary_shows_load_per_expert(tmp_path):
     for shares, text in (([0.38, 0.12, 0.5], "50 38 12"), ([0.0, 0.4, *[0.03] * 20], "40 to 0")):
         assert f"load per expert  {text} % in moe\n" in summarise({"expert_load": {"moe": shares}}, tmp_path)
-
-
-def test_a_narrow_line_keeps_the_step_and_the_time_that_is_left():
-    numbers = {"epoch": 12.5, "loss": 12.09213, "accuracy": 1.0, "learning_rate": 1.8e-3}
-    values = {f"train/{name}": value for name, value in numbers.items()} | {"perf/samples_per_second": 1_142_000.3}
-    assert metrics_line(values, 5, 10, 42, width=40) == "step  5/10  loss 12.0921  eta 0:42"
 
 
 @pytest.mark.parametrize(
     ("environment", "terminal", "redraws"),
     [({}, True, True), ({}, False, False), ({"CI": "true"}, True, False), ({"TERM": "dumb"}, True, False)],
 )
-def test_a_bar_is_drawn_only_on_a_terminal_that_can(monkeypatch, environment, terminal, redraws):
+def test_progress_bar_needs_interactive_terminal(monkeypatch, environment, terminal, redraws):
     for name in ("CI", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-
-    class Stream:
-        def isatty(self):
-            return terminal
-
-    monkeypatch.setattr(console.sys, "stdout", Stream())
-    monkeypatch.setattr(console.sys, "stderr", Stream())
+    for stream in (console.sys.stdout, console.sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
     assert console.can_redraw() is redraws

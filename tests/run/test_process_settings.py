@@ -1,6 +1,4 @@
-"""Settings of the whole process: on inside the `with`, undone after it."""
-
-from __future__ import annotations
+"""Settings of the process: in effect inside the `with`, restored after it."""
 
 import ctypes
 import subprocess
@@ -20,7 +18,7 @@ from toolkit.run.process_settings import process_settings
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
-SIZE = 64 * 2**20  # glibc maps buffers above 32 MiB by themselves, whatever it has learned
+SIZE = 64 * 2**20  # glibc always maps buffers above 32 MiB separately
 
 def use_buffer():
     buffer = libc.malloc(SIZE)
@@ -28,7 +26,7 @@ def use_buffer():
     libc.free(buffer)
 
 def faults():
-    "The pages that the kernel mapped while a large buffer was allocated, written and freed ten times."
+    "Return the pages that the kernel maps for ten uses of a large buffer."
     use_buffer()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
@@ -45,7 +43,7 @@ print(faults())
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_subnormal_numbers_are_flushed_inside_and_as_before_outside(before: bool):
+def test_subnormals_are_flushed_inside_and_setting_is_restored(before):
     torch.set_flush_denormal(before)
     try:
         with process_settings():
@@ -62,8 +60,8 @@ def test_subnormal_numbers_are_flushed_inside_and_as_before_outside(before: bool
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.skipif(not has_glibc, reason="another C library keeps memory by its own rules")
-def test_freed_memory_is_kept_inside_also_after_a_nested_use_and_returned_outside():
+@pytest.mark.skipif(not has_glibc, reason="needs glibc")
+def test_freed_memory_is_kept_inside_and_returned_outside():
     done = subprocess.run([sys.executable, "-c", MAPPED_AGAIN], cwd=ROOT, capture_output=True, text=True, check=True)
     before, inside, after = (int(line) for line in done.stdout.split())
     assert inside < before / 2

@@ -1,27 +1,22 @@
 """Files in launch/ for SkyPilot, Kubernetes and Docker, compared with the flags of recipes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
 import tomllib
-from typing import Any
 
 import yaml
 
 from tests.support.helpers import ROOT
 from toolkit.run.recipe_script import load_recipe
 
-LAUNCH = ROOT / "launch"
+
+def read(name):
+    return yaml.safe_load((ROOT / "launch" / name).read_text())
 
 
-def read(name: str) -> Any:
-    return yaml.safe_load((LAUNCH / name).read_text())
-
-
-def check_recipe(words: list[str]) -> None:
-    """Raise UserError unless `words` are a recipe of this repository, and flags that it takes."""
+def check_recipe(words):
+    """Raise UserError unless `words` are a recipe of this repository and valid flags."""
     load_recipe(ROOT / words[0], words[1:])
 
 
@@ -33,11 +28,11 @@ def test_skypilot_command_parses_and_sets_all_variables():
     done = subprocess.run(["bash", "-euc", script], env=given, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
     start = words.index("recipes/mnist_moe.py")
-    assert words[:start] == shlex.split(
-        "--nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500"
-    )
+    torchrun = "--nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500"
+    assert words[:start] == shlex.split(torchrun)
     check_recipe(words[start:])
-    assert set(re.findall(r"\.\[(\w+)\]", task["setup"])) <= extras()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"\.\[(\w+)\]", task["setup"])) <= extras.keys()
 
 
 def test_jobset_pods_are_ranks_of_one_world():
@@ -55,17 +50,3 @@ def test_jobset_pods_are_ranks_of_one_world():
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert container["args"][container["args"].index("--run-dir") + 1].startswith("/runs/")
     assert [rule["onExitCodes"]["containerName"] for rule in job["podFailurePolicy"]["rules"]] == [container["name"]]
-
-
-# --- Docker ----------------------------------------------------------------------------------------------------------
-
-
-def extras() -> set[str]:
-    return {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
-
-
-def steps() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile."""
-    text = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]

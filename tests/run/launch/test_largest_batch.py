@@ -1,9 +1,6 @@
-"""--auto-batch-size: trial runs of the same command, and then the run with the largest batch that fits."""
-
-from __future__ import annotations
+"""--auto-batch-size: trial runs of the same command, then the run with the largest batch that fits."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +10,9 @@ from tests.support.forked_python import run_forked
 from tests.support.helpers import free_port
 from toolkit.run.launch import largest_batch
 
-# A trial, which logs each step, would go on for a minute after its second one.
+# A trial, which logs every step, would run for a minute after its second step.
 RECIPE = '''
-"""A recipe of which batches up to a size fit."""
+"""A recipe whose batches fit up to a size."""
 import json, time
 import toolkit as tk
 
@@ -47,18 +44,17 @@ if __name__ == "__main__":
 '''
 
 
-def run(folder: Path, *flags: str) -> tuple[str, dict[str, float]]:
-    """What is said, and the batch and rate of the run."""
+def run(folder, *flags):
+    """Return stdout, and the batch size and learning rate of the run."""
     (folder / "recipe.py").write_text(RECIPE)
-    words = ["recipe.py", "--auto-batch-size", "--run-dir", "run", *flags]
-    done = run_forked(*words, cwd=folder, env=environment())
+    done = run_forked("recipe.py", "--auto-batch-size", "--run-dir", "run", *flags, cwd=folder, env=environment())
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((folder / "run" / "config.json").read_text())
 
 
-def test_auto_batch_size_doubles_until_out_of_memory_and_resumed_run_keeps_batch(tmp_path: Path):
-    said, config = run(tmp_path)
-    assert said == (
+def test_auto_batch_size_doubles_until_out_of_memory_and_resumed_run_keeps_batch(tmp_path):
+    out, config = run(tmp_path)
+    assert out == (
         "batch of 32 samples: 2 times --batch-size; the learning rate is 0.01414, times the square root of that. "
         "With 64 a step ran out of memory.\n"
     )
@@ -67,30 +63,29 @@ def test_auto_batch_size_doubles_until_out_of_memory_and_resumed_run_keeps_batch
 
 
 @pytest.mark.parametrize(
-    ("flags", "size", "says"),
+    ("flags", "message"),
     [
-        (("--samples", "40"), 16, "With 32 an epoch has less than 2 steps."),
-        (("--most", "16"), 16, "With 32 it ended: no 32 samples."),
-        (("--fits", "8", "--scale-lr", "16"), 16, "is 0.01, scaled by --scale-lr. With 16 a step ran out of memory."),
+        ("--samples 40", "With 32 an epoch has less than 2 steps."),
+        ("--most 16", "With 32 it ended: no 32 samples."),
+        ("--fits 8 --scale-lr 16", "is 0.01, scaled by --scale-lr. With 16 a step ran out of memory."),
     ],
 )
-def test_auto_batch_size_ignores_batch_without_two_steps(tmp_path: Path, flags, size: int, says: str):
-    said, config = run(tmp_path, *flags)
-    assert says in said
-    assert config == {"batch_size": size, "lr": 0.01}
+def test_auto_batch_size_ignores_batch_without_two_steps(tmp_path, flags, message):
+    out, config = run(tmp_path, *flags.split())
+    assert message in out
+    assert config == {"batch_size": 16, "lr": 0.01}
 
 
-def test_largest_stops_before_host_memory_limit(monkeypatch: pytest.MonkeyPatch):
+def test_largest_stops_before_host_memory_limit(monkeypatch):
     monkeypatch.setattr(largest_batch, "_try", lambda size: size * 2**26)
     monkeypatch.setattr(largest_batch, "memory_limit_bytes", lambda: 3 * 2**30)
-    said = "With 64 it might need more than the 3.0 GiB of this machine."
-    assert largest_batch._largest(tk.RunConfig(batch_size=8)) == (32, said)
+    message = "With 64 it might need more than the 3.0 GiB of this machine."
+    assert largest_batch._largest(tk.RunConfig(batch_size=8)) == (32, message)
 
 
-def test_auto_batch_size_in_rank_of_launcher_raises(tmp_path: Path):
-    (tmp_path / "recipe.py").write_text(
-        RECIPE.replace("main(config):", "main(config):\n    tk.start_run('mine', config)")
-    )
+def test_auto_batch_size_in_rank_of_launcher_raises(tmp_path):
+    recipe = RECIPE.replace("main(config):", "main(config):\n    tk.start_run('mine', config)")
+    (tmp_path / "recipe.py").write_text(recipe)
     launched = environment(WORLD_SIZE="1", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     done = run_forked("recipe.py", "--auto-batch-size", "--cpu", "--tracker", "none", cwd=tmp_path, env=launched)
     assert done.returncode == 2

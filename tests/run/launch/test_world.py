@@ -1,12 +1,9 @@
-"""Launches whose world is not what was asked for, and other launchers."""
-
-from __future__ import annotations
+"""Checks of the launched world, and runs under other launchers."""
 
 import json
 import os
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,13 +19,14 @@ from toolkit.run.launch.agent import must_start_processes
 from toolkit.run.launch.world import check_world
 
 CONFIGS = ROOT / "accelerate_configs"
+RECIPE = [str(ROOT / "recipes" / "mnist_moe.py"), "debug", "--tracker", "none", "--max-steps", "3", "--cpu"]
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch):
-    """Sets the environment of a rank, and the number of GPUs that torch finds."""
+def world(monkeypatch):
+    """Setter of a rank's environment and of the number of GPUs that torch finds."""
 
-    def set_world(*, gpus: int = 0, **variables: str) -> None:
+    def set_world(*, gpus=0, **variables):
         for name in list(os.environ):
             if name.startswith(LAUNCHER_VARIABLES):
                 monkeypatch.delenv(name)
@@ -40,7 +38,7 @@ def world(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "variables", "config", "says"),
+    ("gpus", "variables", "config", "message"),
     [
         (0, RANK_1_OF_2, {"num_processes": 4}, "num_processes=4: the launcher started 2"),
         (1, RANK_1_OF_2, {"num_processes": 2}, "starts 2 processes, and this machine has only 1 GPUs"),
@@ -57,25 +55,10 @@ def world(monkeypatch: pytest.MonkeyPatch):
         (0, {"RANK": "0", "WORLD_SIZE": "2"}, {"cpu": True}, "MASTER_ADDR: is not set"),
     ],
 )
-def test_check_world_wrong_launch_raises(gpus: int, variables: dict[str, str], config: dict, says: str, world):
+def test_check_world_wrong_launch_raises(world, gpus, variables, config, message):
     world(gpus=gpus, **variables)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         check_world(RunConfig(**config))
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_rank_whose_other_rank_never_starts_ends_with_one_line(rank: str, tmp_path: Path):
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    recipe = [str(ROOT / "recipes" / "mnist_moe.py"), "debug", "--tracker", "none", "--max-steps", "3", "--cpu"]
-    done = run_forked(
-        *(*recipe, "--run-dir", str(tmp_path / "run"), "--process-timeout", "0.03"),
-        env=environment() | variables | {"MASTER_PORT": str(free_port())},
-        timeout_s=120,
-    )
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "the ranks did not meet" in line
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +71,7 @@ def test_rank_whose_other_rank_never_starts_ends_with_one_line(rank: str, tmp_pa
         (0, RANK_1_OF_2 | {"TOOLKIT_LAUNCH": "folder"}, {"cpu": True, "max_restarts": 3}),
     ],
 )
-def test_check_world_right_launch_passes(gpus: int, variables: dict[str, str], config: dict, world):
+def test_check_world_right_launch_passes(world, gpus, variables, config):
     world(gpus=gpus, **variables)
     check_world(RunConfig(**config))
     assert "ACCELERATE_USE_CPU" not in os.environ
@@ -98,6 +81,20 @@ def test_check_world_without_gpu_makes_ranks_one_world_on_cpu(world):
     world(**RANK_1_OF_2)
     check_world(RunConfig())
     assert os.environ["ACCELERATE_USE_CPU"] == "true"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_without_its_other_rank_ends_with_one_message(rank, tmp_path):
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    done = run_forked(
+        *(*RECIPE, "--run-dir", str(tmp_path / "run"), "--process-timeout", "0.03"),
+        env=environment(**variables, MASTER_PORT=str(free_port())),
+        timeout_s=120,
+    )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "the ranks did not meet" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_must_start_processes_is_false_in_ranks(world):
@@ -110,48 +107,40 @@ def test_must_start_processes_is_false_in_ranks(world):
     assert not must_start_processes(RunConfig(num_processes=2))
 
 
-def test_check_world_reads_count_of_accelerate_launch_only(world, monkeypatch: pytest.MonkeyPatch):
-    """The recipe's own --num-processes is at the end of the same command line."""
-    ours = ["--num-processes", "2"]
-    monkeypatch.setattr(sys, "argv", ["recipe.py", *ours])
+@pytest.mark.parametrize("launched", ["1", "3"])
+def test_check_world_reads_process_count_of_accelerate_launch_only(world, monkeypatch, launched):
+    """The recipe's --num-processes is at the end of the same command line."""
+    recipe = ["recipe.py", "--num-processes", "2"]
+    launcher = ["python", "/bin/accelerate", "launch", "--cpu", "--num_processes", launched]
+    monkeypatch.setattr(sys, "argv", recipe)
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [*launcher, *recipe])
     world(ACCELERATE_MIXED_PRECISION="no")
-    for told in ("1", "3"):
-        words = ["python", "/bin/accelerate", "launch", "--cpu", "--num_processes", told, "recipe.py", *ours]
-        monkeypatch.setattr(psutil.Process, "cmdline", lambda _, words=words: words)
-        said = "3 processes were requested, and one was started"
-        with nullcontext() if told == "1" else pytest.raises(UserError, match=said):
-            check_world(RunConfig(num_processes=2))
+    message = "3 processes were requested, and one was started"
+    with nullcontext() if launched == "1" else pytest.raises(UserError, match=message):
+        check_world(RunConfig(num_processes=2))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_accelerate_config_is_readable(path: Path):
+def test_accelerate_config_is_readable(path):
     load_config_from_file(str(path))
 
 
-ACCELERATE = ("accelerate.commands.accelerate_cli", "launch", "--config_file", f"{CONFIGS}/multi_node.yaml")
-MACHINES = {
-    "accelerate": (
-        *(*ACCELERATE, "--num_machines", "2", "--num_processes", "4", "--main_process_ip", "127.0.0.1"),
-        *("--main_process_port", "{port}", "--machine_rank", "{node}"),
-    ),
-    "torchrun": (
-        *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"),
-        *("--master-port", "{port}", "--node-rank", "{node}"),
-    ),
-}
+ACCELERATE = (
+    f"accelerate.commands.accelerate_cli launch --config_file {CONFIGS}/multi_node.yaml --num_machines 2 "
+    "--num_processes 4 --main_process_ip 127.0.0.1 --main_process_port {port} --machine_rank {node}"
+)
+TORCHRUN = (
+    "torch.distributed.run --nnodes 2 --nproc-per-node 2 --master-addr 127.0.0.1 --master-port {port} "
+    "--node-rank {node}"
+)
 
 
-@pytest.mark.parametrize("launcher", MACHINES)
-def test_launchers_of_two_machines_make_one_world(launcher: str, tmp_path: Path):
-    port = str(free_port())
-    recipe = [str(ROOT / "recipes" / "mnist_moe.py"), "debug", "--tracker", "none", "--max-steps", "3", "--cpu"]
+@pytest.mark.parametrize("launcher", [ACCELERATE, TORCHRUN], ids=["accelerate", "torchrun"])
+def test_launchers_of_two_machines_make_one_world(launcher, tmp_path):
+    port = free_port()
+    words = [*RECIPE, "--run-dir", str(tmp_path / "run")]
     machines = [
-        ForkedPython(
-            *("-m", *(word.format(port=port, node=node) for word in MACHINES[launcher])),
-            *(*recipe, "--run-dir", str(tmp_path / "run")),
-            cwd=tmp_path,
-            env=environment(),
-        )
+        ForkedPython("-m", *launcher.format(port=port, node=node).split(), *words, cwd=tmp_path, env=environment())
         for node in range(2)
     ]
     try:

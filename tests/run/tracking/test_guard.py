@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Isolation of training from faults of a tracker."""
 
 import threading
 
@@ -9,7 +9,7 @@ from toolkit.run.tracking.guard import GuardedTracker, expand
 
 
 class Backend:
-    """Does as it is told: `faults` maps the name of a call to what happens in it."""
+    """Backend that records its calls; `faults` maps a call to an error, or to "hang"."""
 
     name = "fake"
 
@@ -48,52 +48,50 @@ class Backend:
         self.released.set()
 
 
-def run_with(backend, lines=3):
-    said = []
-    tracker = GuardedTracker(backend, said.append)
-    for step in range(lines):
+def run_with(backend, steps=3):
+    """Log `steps` steps and return the printed messages."""
+    messages = []
+    tracker = GuardedTracker(backend, messages.append)
+    for step in range(steps):
         tracker.log({"a": [1.0, 2.0]}, step)
     tracker.close()
     assert not tracker._thread.is_alive()
-    return said
+    return messages
 
 
-def test_calls_reach_the_backend_in_order_and_its_notice_the_user():
+def test_calls_reach_backend_in_order():
     backend = Backend()
-    assert run_with(backend, lines=1) == ["hello"]
+    assert run_with(backend, steps=1) == ["hello"]
     assert backend.calls == [("start",), ("log", {"a/00": 1.0, "a/01": 2.0}, 0), ("finish", False), ("abandon",)]
 
 
 @pytest.mark.parametrize("call", ["start", "log", "finish"])
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(3), KeyboardInterrupt()])
-def test_any_fault_turns_the_tracker_off_with_one_line(call, error):
+def test_error_in_backend_turns_tracker_off_with_one_message(call, error):
     backend = Backend(**{call: error}, abandon=error)
-    said = run_with(backend)
-    assert [line for line in said if line != "hello"] == [
+    assert [message for message in run_with(backend) if message != "hello"] == [
         f"fake is off for this run ({str(error) or 'KeyboardInterrupt'}); metrics.jsonl has every line."
     ]
     assert backend.calls[-1] == ("abandon",)
 
 
 @pytest.mark.parametrize("call", ["start", "log", "finish", "abandon"])
-def test_a_call_that_hangs_is_given_up_and_made_to_return(call, monkeypatch):
+def test_backend_that_hangs_is_killed(call, monkeypatch):
     monkeypatch.setattr(guard, "CLOSE_S", 0.05)
     backend = Backend(**{call: "hang"})
-    said = run_with(backend)
-    assert sum("is off for this run (no answer" in line for line in said) == 1
+    assert sum("is off for this run (no answer" in message for message in run_with(backend)) == 1
     assert ("kill",) in backend.calls
 
 
-def test_a_backend_that_cannot_keep_up_is_turned_off_and_training_never_waits(monkeypatch):
+def test_full_queue_turns_tracker_off(monkeypatch):
     monkeypatch.setattr(guard, "QUEUE_LENGTH", 10)
     monkeypatch.setattr(guard, "CLOSE_S", 0.05)
-    backend = Backend(start="hang")
-    said = run_with(backend, lines=100)
-    assert said[0] == "fake is off for this run (too slow); metrics.jsonl has every line."
-    assert sum("is off" in line for line in said) == 1
+    messages = run_with(Backend(start="hang"), steps=100)
+    assert messages[0] == "fake is off for this run (too slow); metrics.jsonl has every line."
+    assert sum("is off" in message for message in messages) == 1
 
 
-def test_long_lists_are_cut_and_missing_values_left_out():
+def test_expand_truncates_long_lists_and_drops_missing_values():
     flat = expand({"load": [0.5] * 100, "none": None, "some": [1.0, None], "x": 1})
     assert len(flat) == guard.LONGEST_LIST + 2
     assert flat["load/63"] == 0.5

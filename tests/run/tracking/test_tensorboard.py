@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""TensorBoard event files of a run."""
 
 from tests.support.forked_python import run_forked
 
@@ -18,8 +18,8 @@ assert "plots/loss" in str(events.Tags()["images"]), events.Tags()
 """
 
 
-def test_tensorboard_gets_every_line_and_the_plots(tmp_path):
-    # In a process of its own, because TensorBoard's modules warn when they are imported.
+def test_tensorboard_has_metrics_and_plots(tmp_path):
+    # In a separate process, because TensorBoard's modules warn when they are imported.
     done = run_forked("-c", PROGRAM, str(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tensorboard --logdir" in done.stdout

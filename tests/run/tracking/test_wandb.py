@@ -1,6 +1,4 @@
-"""W&B beside a run: read back, and failing in every way it can. Each run is a process, as wandb keeps global state."""
-
-from __future__ import annotations
+"""W&B runs, read back, and faults of W&B. Each run is a process, because wandb keeps global state."""
 
 import json
 import os
@@ -8,16 +6,21 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.forked_python import run_forked
 from tests.support.helpers import ROOT, free_port
+from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.run.tracking.trackers import labels_of
 
 FAKE_KEY = "0123456789" * 4
 PROGRAM = """
+    import os
     import sys
+    import time
     from pathlib import Path
 
     from tests.run.tracking.toy import train
@@ -25,61 +28,56 @@ PROGRAM = """
     from toolkit.train.callbacks.base import Callback
     from toolkit.run.config.run import RunConfig
 
-    # Of a machine that is busy with other tests.
+    # Other tests keep the machine busy.
     guard.CLOSE_S = trackers.WANDB_START_S = trackers.WANDB_FINISH_S = 60.0
 
     config = RunConfig(run_dir=Path(sys.argv[1]), tracker="wandb", cpu=True, log_every=2, lr=1e-2)
-"""
-DISTURB_AT_STEP_10 = """
-    import contextlib
-    import time
-    import psutil
 
-    class Disturb(Callback):
-        def on_step_end(self, trainer):
-            if trainer.state.step == 10:
-                while not list(trainer.run.folder.glob("wandb/offline-run-*/*.wandb")):
-                    time.sleep(0.05)
-                for process in psutil.Process().children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):  # W&B starts others for a moment
-                        if process.name().startswith("wandb-core"):
-                            process.{action}()
+    def wait_for_offline_run(trainer):
+        while not list(trainer.run.folder.glob("wandb/offline-run-*/*.wandb")):
+            time.sleep(0.05)
 """
 
 
-def run_program(program: str, folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_program(program, folder, *args, **env):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "ACCELERATE_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NETRC": os.devnull} | env
-    code = "".join(map(textwrap.dedent, (PROGRAM, program)))
+    code = textwrap.dedent(PROGRAM) + textwrap.dedent(program)
     return run_forked("-c", code, str(folder), *args, env=environment, timeout_s=120)
 
 
-def assert_ended_well(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+def assert_complete(done, folder):
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
     assert done.stderr == ""
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(2, 21, 2))
     assert json.loads((folder / "results.json").read_text())["steps"] == 20
 
 
-def inspect(run_folder: Path, *options: str) -> list[dict]:
+def offline_folder(folder):
+    (run_folder,) = (folder / "wandb").glob("offline-run-*")
+    return run_folder
+
+
+def inspect(folder, *options):
+    """Return the records of the offline run in `folder` as JSON."""
     viewer = Path(sys.executable).parent / "wandb"
-    done = subprocess.run(
-        [viewer, "leet", "inspect", *options, "--json", run_folder],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()] if not options else [json.loads(done.stdout)]
+    command = [viewer, "leet", "inspect", *options, "--json", offline_folder(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def records_of(folder):
+    return [json.loads(line) for line in inspect(folder).splitlines()]
+
+
+def log_steps(records):
+    items = [record["history"]["item"] for record in records if record["type"] == "history"]
+    return [item for item in items if "train/loss" in item]
 
 
 @pytest.fixture(scope="module")
-def offline_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def offline_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "offline"
     program = """
-    import os
-
     class Confusion(Callback):
         def on_step_end(self, trainer):
             trainer.record("eval/confusion", [[0.5, 0.25], [0.0, trainer.state.step / 100]])
@@ -88,96 +86,85 @@ def offline_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subproc
     train(config, Confusion(), api_key=os.environ["PASS"], **facts)
     """
     secret = "hf_" + "a1B2" * 10
-    return folder, run_program(program, folder, f"--note={secret}", SOME_TOKEN=secret, PASS="open-" + "sesame")
+    done = run_program(program, folder, f"--note={secret}", SOME_TOKEN=secret, PASS="open-" + "sesame")
+    assert_complete(done, folder)
+    summary = json.loads(inspect(folder, "--summary"))
+    return SimpleNamespace(folder=folder, out=done.stdout, records=records_of(folder), summary=summary)
 
 
-def offline_folder(folder: Path) -> Path:
-    (run_folder,) = (folder / "wandb").glob("offline-run-*")
-    return run_folder
+def test_run_without_api_key_is_offline_and_names_upload_command(offline_run):
+    command = f"wandb sync {offline_folder(offline_run.folder)}"
+    assert f"W&B is offline (no API key: wandb login); {command}" in offline_run.out
 
 
-def test_a_run_without_a_key_is_recorded_offline_and_says_how_to_upload_it(offline_run):
-    folder, done = offline_run
-    assert_ended_well(done, folder)
-    assert f"W&B is offline (no API key: wandb login); wandb sync {offline_folder(folder)}" in done.stdout
-
-
-def test_an_offline_run_read_back_has_config_facts_and_every_group_of_metrics_with_its_values(offline_run):
-    folder, _ = offline_run
-    records = inspect(offline_folder(folder))
-    history = [record["history"]["item"] for record in records if record["type"] == "history"]
-    rows = [row for row in history if "train/loss" in row]
-    local = list(read_metrics(folder / "metrics.jsonl"))
+def test_offline_run_has_config_labels_and_metrics(offline_run):
+    rows = log_steps(offline_run.records)
+    local = list(read_metrics(offline_run.folder / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [line["step"] for line in local]
     for row, line in zip(rows, local, strict=True):
         assert row["train/loss"] == pytest.approx(line["train/loss"])
         assert row["perf/samples_per_second"] > 0
         assert [row[f"moe/load/block/{expert:02d}"] for expert in range(4)] == [0.4, 0.3, 0.2, 0.1]
-    evaluated = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
-    assert set(evaluated) == {10, 20}
-    globs = {record["metric"].get("glob_name"): record["metric"] for record in records if record["type"] == "metric"}
-    assert globs["*"]["step_metric"] == "step"
+    assert {row["step"] for row in rows if "eval/accuracy" in row} == {10, 20}
+    metrics = [record["metric"] for record in offline_run.records if record["type"] == "metric"]
+    assert [metric["step_metric"] for metric in metrics if metric.get("glob_name") == "*"] == ["step"]
+    config = offline_run.summary["config"]
+    assert config | {"lr": 0.01, "dataset": "rule", "world_size": 1, "log_every": 2} == config
+    assert offline_run.summary["state"] == "finished"
+    (run,) = [record["run"] for record in offline_run.records if record["type"] == "run"]
+    labels = {"project": "toy", "display_name": "toy offline", "run_group": "toy", "tags": ["toy"]}
+    assert run | labels == run
 
-    (summary,) = inspect(offline_folder(folder), "--summary")
-    assert summary["project"] == "toy"
-    assert summary["config"] | {"lr": 0.01, "dataset": "rule", "world_size": 1, "log_every": 2} == summary["config"]
-    assert summary["state"] == "finished"
 
-
-def test_an_offline_run_read_back_has_its_results_in_the_summary_and_as_tables(offline_run):
-    folder, _ = offline_run
-    (summary,) = inspect(offline_folder(folder), "--summary")
-    results = json.loads((folder / "results.json").read_text())
-    assert summary["summary"]["test_accuracy"] == pytest.approx(results["test_accuracy"])
-    tables = offline_folder(folder) / "files" / "media" / "table"
-    (table,) = tables.glob("results_*.table.json")
+def test_offline_run_has_results_in_summary_and_tables(offline_run):
+    summary = offline_run.summary["summary"]
+    results = json.loads((offline_run.folder / "results.json").read_text())
+    assert summary["test_accuracy"] == pytest.approx(results["test_accuracy"])
+    files = offline_folder(offline_run.folder) / "files"
+    (table,) = files.glob("media/table/results_*.table.json")
     rows = dict(json.loads(table.read_text())["data"])
     assert rows["test_loss"] == str(results["test_loss"])
     assert set(rows) == set(results)
-    (table,) = tables.glob("eval/confusion_*.table.json")
+    (table,) = files.glob("media/table/eval/confusion_*.table.json")
     confusion = json.loads(table.read_text())
     assert confusion["columns"] == ["true class", "no", "yes"]
     assert confusion["data"] == [["no", 0.5, 0.25], ["yes", 0.0, 0.2]], "of the last evaluation"
-
-
-def labels(folder: Path) -> dict:
-    (run,) = [record["run"] for record in inspect(offline_folder(folder)) if record["type"] == "run"]
-    return {name: run.get(name) for name in ("project", "display_name", "run_group", "tags")}
-
-
-def test_name_group_and_tags_say_recipe_and_preset_or_what_flags_or_a_sweep_have_set(offline_run, tmp_path):
-    folder, _ = offline_run
-    by_default = {"project": "toy", "display_name": "toy offline", "run_group": "toy", "tags": ["toy"]}
-    assert labels(folder) == by_default
-    program = "object.__setattr__(config, 'preset', 'tiny'); train(config)"
-    run_program(program, tmp_path / "alone", WANDB_PROJECT="digits", WANDB_NAME="first")
-    named = {"project": "digits", "display_name": "first", "run_group": "toy tiny", "tags": ["toy", "tiny"]}
-    assert labels(tmp_path / "alone") == named
-    of_a_sweep = {"WANDB_RUN_GROUP": "few", "WANDB_NAME": "labels=100 seed=0", "WANDB_TAGS": "sweep few"}
-    run_program(program, tmp_path / "cell", **of_a_sweep)
-    named = {"display_name": "labels=100 seed=0", "run_group": "few", "tags": ["toy", "tiny", "sweep few"]}
-    assert labels(tmp_path / "cell") == {"project": "toy", **named}
-
-
-def test_an_offline_run_read_back_has_the_plots_as_images(offline_run):
-    folder, _ = offline_run
-    (summary,) = inspect(offline_folder(folder), "--summary")
     for name in ("loss", "expert_load", "expert_placement"):
-        (image,) = summary["summary"][f"plots/{name}"]["filenames"]
-        assert (offline_folder(folder) / "files" / image).read_bytes().startswith(b"\x89PNG")
-        assert (folder / f"{name}.png").exists()
+        (image,) = summary[f"plots/{name}"]["filenames"]
+        assert (files / image).read_bytes().startswith(b"\x89PNG")
+        assert (offline_run.folder / f"{name}.png").exists()
 
 
-def test_a_server_that_is_down_leaves_a_run_offline_and_complete(tmp_path):
-    folder = tmp_path / "run"
+@pytest.mark.parametrize(
+    ("variables", "labels"),
+    [
+        ({"PROJECT": "digits", "NAME": "first"}, ("digits", "first", "toy tiny", ["toy", "tiny"])),
+        (
+            {"RUN_GROUP": "few", "NAME": "labels=100 seed=0", "TAGS": "sweep few"},
+            ("toy", "labels=100 seed=0", "few", ["toy", "tiny", "sweep few"]),
+        ),
+        ({}, ("toy", "toy tiny run", "toy tiny", ["toy", "tiny"])),
+    ],
+)
+def test_labels_are_from_environment_or_recipe_and_preset(monkeypatch, variables, labels):
+    for name in ("PROJECT", "NAME", "RUN_GROUP", "TAGS"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    config = RunConfig()
+    object.__setattr__(config, "preset", "tiny")
+    assert labels_of(config, "toy", Path("runs/run")) == labels
+
+
+def test_server_that_is_down_leaves_complete_offline_run(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    done = run_program("train(config)", folder, WANDB_API_KEY=FAKE_KEY, WANDB_BASE_URL=url)
-    assert_ended_well(done, folder)
-    assert f"W&B is offline (127.0.0.1 does not answer); wandb sync {offline_folder(folder)}" in done.stdout
+    done = run_program("train(config)", tmp_path, WANDB_API_KEY=FAKE_KEY, WANDB_BASE_URL=url)
+    assert_complete(done, tmp_path)
+    assert f"W&B is offline (127.0.0.1 does not answer); wandb sync {offline_folder(tmp_path)}" in done.stdout
 
 
 FAILING_SERVER = """
-    import http.server, os, threading, time
+    import http.server, threading
 
     trackers.WANDB_START_S = 8.0
     answer = {answer}
@@ -197,32 +184,43 @@ FAILING_SERVER = """
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{{server.server_port}}"
 
-    class Wait(Callback):  # for W&B to have given up, on its own thread
+    class Wait(Callback):  # until W&B gives up, on its own thread
         def on_step_start(self, trainer, micro_batches):
-            while not list(trainer.run.folder.glob("wandb/offline-run-*/*.wandb")):
-                time.sleep(0.05)
+            wait_for_offline_run(trainer)
 
     train(config, Wait())
 """
 
 
 @pytest.mark.parametrize("answer", [401, None])
-def test_a_start_that_fails_after_the_server_answered_is_recorded_offline(answer, tmp_path):
-    folder = tmp_path / "run"
-    done = run_program(FAILING_SERVER.format(answer=answer), folder, WANDB_API_KEY=FAKE_KEY)
-    assert_ended_well(done, folder)
-    sending = done.stdout.index("W&B: sending metrics to toy.")
-    assert sending < done.stdout.index("W&B is offline (")
-    assert f"wandb sync {offline_folder(folder)} uploads the run." in done.stdout
-    records = inspect(offline_folder(folder))
-    assert sum("train/loss" in record["history"]["item"] for record in records if record["type"] == "history") == 10
+def test_online_start_that_fails_continues_offline(answer, tmp_path):
+    done = run_program(FAILING_SERVER.format(answer=answer), tmp_path, WANDB_API_KEY=FAKE_KEY)
+    assert_complete(done, tmp_path)
+    assert done.stdout.index("W&B: sending metrics to toy.") < done.stdout.index("W&B is offline (")
+    assert f"wandb sync {offline_folder(tmp_path)} uploads the run." in done.stdout
+    assert len(log_steps(records_of(tmp_path))) == 10
+
+
+DISTURBANCE = """
+    import contextlib
+    import psutil
+
+    class Disturb(Callback):
+        def on_step_end(self, trainer):
+            if trainer.state.step == 10:
+                wait_for_offline_run(trainer)
+                for process in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):  # W&B has short-lived processes
+                        if process.name().startswith("wandb-core"):
+                            process.{action}()
+
+    guard.CLOSE_S = 5.0
+    train(config, Disturb())
+"""
 
 
 @pytest.mark.parametrize("action", ["kill", "suspend"])
-def test_a_wandb_service_that_dies_or_freezes_in_mid_run_costs_one_line_and_nothing_else(tmp_path, action):
-    folder = tmp_path / "run"
-    program = textwrap.dedent(DISTURB_AT_STEP_10).format(action=action)
-    shorter = "guard.CLOSE_S = 5.0\n"
-    done = run_program(program + shorter + "train(config, Disturb())", folder)
-    assert_ended_well(done, folder)
+def test_wandb_service_that_dies_or_hangs_costs_one_message(tmp_path, action):
+    done = run_program(DISTURBANCE.format(action=action), tmp_path)
+    assert_complete(done, tmp_path)
     assert done.stdout.count("W&B is off for this run (") == 1

@@ -1,9 +1,7 @@
-"""A run of seconds: a small network learns a linear rule."""
+"""Short run of a small network on a linear rule."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +19,9 @@ from toolkit.train.pictures import draw_run
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 
-STEPS_PER_EPOCH = 10
-
 
 class FakeLoad(Callback):
-    """Records what a mixture of four experts would."""
+    """Recorder of a constant load of four experts."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         trainer.record("moe/load/block", [0.4, 0.3, 0.2, 0.1])
@@ -33,7 +29,7 @@ class FakeLoad(Callback):
 
 def train(config: RunConfig, *callbacks: Callback, epochs: int = 2, **facts: Any) -> dict[str, Any]:
     with start_run("toy", config) as run:
-        where: dict[str, Any] = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": 0}
+        ranks: dict[str, Any] = {"rank": run.rank, "world_size": run.world_size, "device": run.device, "num_workers": 0}
         inputs = torch.randn(640, 8, generator=torch.Generator().manual_seed(0))
         table = TensorTable(input=inputs, label=(inputs[:, 0] > 0).long())
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -43,21 +39,17 @@ def train(config: RunConfig, *callbacks: Callback, epochs: int = 2, **facts: Any
             Classification(),
             model,
             torch.optim.AdamW(model.parameters(), lr=config.lr),
-            TrainBatches(table, batch_size=64, seed=config.seed, accumulation=1, **where),
-            max_steps=epochs * STEPS_PER_EPOCH,
+            TrainBatches(table, batch_size=64, seed=config.seed, accumulation=1, **ranks),
+            max_steps=epochs * 10,
             schedule=lambda step: 1.0,  # noqa: ARG005
             log_every=config.log_every,
             callbacks=[
                 *callbacks,
                 FakeLoad(),
                 Throughput(),
-                Evaluation(EvalBatches(table, batch_size=100, **where)),
+                Evaluation(EvalBatches(table, batch_size=100, **ranks)),
                 Progress(),
             ],
         )
         run.draw_at_finish(draw_run)
         return run.finish(trainer.fit())
-
-
-if __name__ == "__main__":
-    train(RunConfig(run_dir=Path(sys.argv[1]), tracker="wandb", cpu=True, log_every=2))
