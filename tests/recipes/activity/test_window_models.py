@@ -1,6 +1,4 @@
-"""Windows through an encoder: what each mode shows it, batches of any size, and encoders that change hands."""
-
-from __future__ import annotations
+"""Encoders of windows: views by mode, batches, pretrained weights."""
 
 import pytest
 import safetensors.torch
@@ -13,40 +11,40 @@ from toolkit.errors import UserError
 MEAN, STD = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 8.0])
 
 
-def classifier(mode: str, width: int = 8) -> WindowClassifier:
+def classifier(mode):
     torch.manual_seed(0)
-    encoder = WindowEncoder(view_channels(mode, 3), width=width)
+    encoder = WindowEncoder(view_channels(mode, 3), width=8)
     return WindowClassifier(encoder, nn.Linear(encoder.width_out, 5), mode=mode, mean=MEAN, std=STD)
 
 
-def test_each_mode_shows_the_channels_its_own_way():
-    windows = MEAN[:, None] + STD[:, None] * torch.tensor([[[1.0, 1.0], [2.0, 2.0], [6.0, 9.0]]])
-    views = {
-        mode: classifier(mode).views(windows)[0].tolist() for mode in ("all_channels", "flatten", "average", "first")
-    }
-    assert views["all_channels"] == [[[1.0, 1.0], [2.0, 2.0], [6.0, 9.0]]]
-    assert views["flatten"] == [[[1.0, 1.0]], [[2.0, 2.0]], [[6.0, 9.0]]]
-    assert views["average"] == [[[3.0, 4.0]]]
-    assert views["first"] == [[[1.0, 1.0]]]
+VIEWS = {
+    "all_channels": [[[1.0, 1.0], [2.0, 2.0], [6.0, 9.0]]],
+    "flatten": [[[1.0, 1.0]], [[2.0, 2.0]], [[6.0, 9.0]]],
+    "average": [[[3.0, 4.0]]],
+    "first": [[[1.0, 1.0]]],
+}
 
 
-@pytest.mark.parametrize(("mode", "views"), [("all_channels", 1), ("flatten", 3), ("average", 1), ("first", 1)])
-@pytest.mark.parametrize("batch", [0, 1, 4])
-def test_logits_have_a_row_per_view_and_every_parameter_a_gradient_even_without_windows(mode, views, batch):
+@pytest.mark.parametrize("mode", VIEWS)
+def test_mode_selects_views_and_every_batch_size_gives_gradients(mode):
     model = classifier(mode)
-    logits = model(torch.randn(batch, 3, 40))
-    assert logits.shape == (batch, views, 5)
-    logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    windows = MEAN[:, None] + STD[:, None] * torch.tensor([[[1.0, 1.0], [2.0, 2.0], [6.0, 9.0]]])
+    assert model.views(windows)[0].tolist() == VIEWS[mode]
+    for batch in (0, 1, 4):
+        logits = model(torch.randn(batch, 3, 40))
+        assert logits.shape == (batch, len(VIEWS[mode]), 5)
+        model.zero_grad()
+        logits.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_window_gets_the_same_answer_alone_and_in_any_batch():
+def test_logits_of_window_do_not_depend_on_batch():
     model, windows = classifier("flatten"), torch.randn(6, 3, 128)
-    alone = torch.cat([model(window[None]) for window in windows])
-    torch.testing.assert_close(model(windows), alone, rtol=1e-5, atol=1e-6)
+    single = torch.cat([model(window[None]) for window in windows])
+    torch.testing.assert_close(model(windows), single, rtol=1e-5, atol=1e-6)
 
 
-def test_the_answer_to_one_channel_does_not_depend_on_the_others():
+def test_logits_of_channel_do_not_depend_on_other_channels():
     model, windows = classifier("flatten"), torch.randn(2, 3, 64)
     changed = windows.clone()
     changed[:, 1] += 1
@@ -55,7 +53,7 @@ def test_the_answer_to_one_channel_does_not_depend_on_the_others():
     assert not torch.equal(before[:, 1], after[:, 1])
 
 
-def test_an_encoder_is_taken_over_from_another_models_weights(tmp_path):
+def test_load_encoder_copies_encoder_only(tmp_path):
     trained, fresh = classifier("flatten"), classifier("flatten")
     for parameter in fresh.parameters():
         nn.init.normal_(parameter)
@@ -66,13 +64,16 @@ def test_an_encoder_is_taken_over_from_another_models_weights(tmp_path):
     assert not torch.equal(fresh.head.weight, trained.head.weight)
 
 
-def test_an_encoder_that_does_not_fit_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("other", r"stem.0.weight is \(8, 1, 7\) and the file has one of \(8, 3, 7\): take one of"),
+        ("text", "encoder_path=.*text.safetensors': it cannot be read as safetensors"),
+        ("absent", "encoder_path=.*absent.safetensors': it cannot be read as safetensors"),
+    ],
+)
+def test_load_encoder_with_unsuitable_file_raises(tmp_path, name, message):
     safetensors.torch.save_file(classifier("all_channels").state_dict(), tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
-    with pytest.raises(
-        UserError, match=r"stem.0.weight is \(8, 1, 7\) and the file has one of \(8, 3, 7\): take one of"
-    ):
-        load_encoder(classifier("flatten"), tmp_path / "other.safetensors")
-    for name in ("text.safetensors", "absent.safetensors"):
-        with pytest.raises(UserError, match=f"encoder_path=.*{name}': it cannot be read as safetensors"):
-            load_encoder(classifier("flatten"), tmp_path / name)
+    with pytest.raises(UserError, match=message):
+        load_encoder(classifier("flatten"), tmp_path / f"{name}.safetensors")

@@ -1,6 +1,4 @@
-"""Which images have labels, which of those are wrong, and what is drawn at a visit."""
-
-from __future__ import annotations
+"""Labelled images, corrupted labels, and draws per sample access."""
 
 import pytest
 import torch
@@ -11,121 +9,117 @@ from toolkit.errors import UserError
 
 IMAGES = 400
 CLASSES = 4
+LABELS = torch.arange(IMAGES) % CLASSES
+DIGITS = TensorTable(
+    input=torch.randint(0, 256, (IMAGES, 2, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)),
+    label=LABELS,
+)
 
 
-def digits() -> TensorTable:
-    draws = torch.Generator().manual_seed(0)
-    return TensorTable(
-        input=torch.randint(0, 256, (IMAGES, 2, 3), dtype=torch.uint8, generator=draws),
-        label=torch.arange(IMAGES) % CLASSES,
-    )
+def few(count=40, **settings):
+    return FewLabels(DIGITS, count, num_classes=CLASSES, seed=3, **settings)
 
 
-def few(**settings) -> FewLabels:
-    return FewLabels(digits(), 40, num_classes=CLASSES, seed=3, **settings)
+def batch_of(labels, accesses):
+    return labels(labels.table[accesses % IMAGES], accesses)
+
+
+def labelled_accesses(labels, epochs):
+    return (torch.arange(epochs)[:, None] * IMAGES + labels.rows).flatten()
+
+
+def paired_rows(labels, batch):
+    """Return whether each labelled image (columns) is paired with each sample (rows)."""
+    return (batch["paired_input"].flatten(1)[:, None] == labels.images.flatten(1)).all(-1)
 
 
 @pytest.mark.parametrize("count", [4, 10, 40, IMAGES])
-def test_labels_are_spread_evenly_over_classes(count):
-    labels = digits().columns["label"]
-    rows = balanced_rows(labels, count, CLASSES, seed=0)
-    shares = torch.bincount(labels[rows], minlength=CLASSES)
+def test_balanced_rows_are_even_over_classes(count):
+    rows = balanced_rows(LABELS, count, CLASSES, seed=0)
+    shares = torch.bincount(LABELS[rows], minlength=CLASSES)
     assert len(rows.unique()) == count == int(shares.sum())
     assert int(shares.max() - shares.min()) <= 1
 
 
-def test_the_labelled_images_are_fixed_by_the_seed():
-    labels = digits().columns["label"]
-    assert torch.equal(balanced_rows(labels, 40, CLASSES, seed=1), balanced_rows(labels, 40, CLASSES, seed=1))
-    assert not torch.equal(balanced_rows(labels, 40, CLASSES, seed=1), balanced_rows(labels, 40, CLASSES, seed=2))
+def test_balanced_rows_depend_on_seed():
+    first, again, other = (balanced_rows(LABELS, 40, CLASSES, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize(
-    ("count", "words"), [(3, "take 4 to 400"), (401, "take 4 to 400"), (300, "class 3 has only 20 images")]
+    ("count", "message"), [(3, "take 4 to 400"), (401, "take 4 to 400"), (300, "class 3 has only 20 images")]
 )
-def test_a_number_of_labels_that_cannot_be_had_is_refused(count, words):
-    labels = torch.arange(IMAGES) % CLASSES
+def test_unavailable_number_of_labels_raises(count, message):
+    labels = LABELS.clone()
     if count == 300:
         labels[(labels == 3).nonzero()[20:, 0]] = 0
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         balanced_rows(labels, count, CLASSES, seed=0)
 
 
-def test_all_other_labels_are_out_of_reach():
-    table = few().table
-    known = table.columns["label"] != UNLABELLED
-    assert int(known.sum()) == 40
-    assert torch.equal(table.columns["label"][known], digits().columns["label"][known])
-
-
-def test_no_number_of_labels_means_all():
-    labels = FewLabels(digits(), None, num_classes=CLASSES, seed=3)
-    assert torch.equal(labels.table.columns["label"], digits().columns["label"])
+@pytest.mark.parametrize("count", [40, None])
+def test_table_hides_other_labels(count):
+    labels = few(count).table.columns["label"]
+    known = labels != UNLABELLED
+    assert int(known.sum()) == (count or IMAGES)
+    assert torch.equal(labels[known], LABELS[known])
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, 1.0])
-def test_fixed_corruption_makes_exactly_that_many_labels_wrong(rate):
-    labels = digits().columns["label"]
-    wrong = corrupted(labels, rate, CLASSES, seed=0)
-    assert int((wrong != labels).sum()) == round(rate * IMAGES)
+def test_fixed_corruption_changes_exact_share_of_labels(rate):
+    wrong = corrupted(LABELS, rate, CLASSES, seed=0)
+    assert int((wrong != LABELS).sum()) == round(rate * IMAGES)
     assert wrong.min() >= 0
     assert wrong.max() < CLASSES
-    if rate == 1.0:  # evenly: each of the three wrong classes about a third of the time
-        assert torch.bincount((wrong - labels) % CLASSES, minlength=CLASSES)[1:].min() > 100
+    if rate == 1.0:  # each of the three wrong classes about a third of the time
+        assert torch.bincount((wrong - LABELS) % CLASSES, minlength=CLASSES)[1:].min() > 100
 
 
-def visits_of_labelled(labels: FewLabels, epochs: int) -> torch.Tensor:
-    return (torch.arange(epochs)[:, None] * IMAGES + labels.rows).flatten()
-
-
-def test_fixed_corruption_says_the_same_at_each_visit():
+def test_fixed_corruption_is_equal_at_each_access():
     labels = few(rate=0.5, corruption="fixed")
-    visits = visits_of_labelled(labels, epochs=3)
-    seen = labels(labels.table[visits % IMAGES], visits)["label"].view(3, -1)
+    seen = batch_of(labels, labelled_accesses(labels, epochs=3))["label"].view(3, -1)
     assert (seen == labels.known).all()
-    assert int((labels.known != digits().columns["label"][labels.rows]).sum()) == 20
+    assert int((labels.known != LABELS[labels.rows]).sum()) == 20
 
 
-def test_resampled_corruption_is_another_one_each_time_and_averages_out():
+def test_resampled_corruption_varies_with_mean_rate():
     labels = few(rate=0.3, corruption="resampled")
-    visits = visits_of_labelled(labels, epochs=200)
-    batch = labels(labels.table[visits % IMAGES], visits)
-    seen, truth = batch["label"].view(200, -1), digits().columns["label"][labels.rows]
+    batch = batch_of(labels, labelled_accesses(labels, epochs=200))
+    seen, truth = batch["label"].view(200, -1), LABELS[labels.rows]
     assert (seen.mode(0).values == truth).all()
     assert abs((seen != truth).float().mean() - 0.3) < 0.02
-    paired = (batch["paired_input"].flatten(1)[:, None] == labels.images.flatten(1)).all(-1).float().argmax(-1)
+    paired = paired_rows(labels, batch).float().argmax(-1)
     assert abs((batch["paired_label"] != truth[paired]).float().mean() - 0.3) < 0.02
 
 
-def test_each_visit_is_paired_with_a_labelled_image_and_its_label():
+def test_each_sample_is_paired_with_labelled_image_and_label():
     labels = few()
-    batch = labels(labels.table[torch.arange(IMAGES)], torch.arange(IMAGES))
-    matches = (batch["paired_input"].flatten(1)[:, None] == labels.images.flatten(1)).all(-1)
-    assert matches.any(1).all()
-    assert torch.equal(batch["paired_label"], labels.known[matches.float().argmax(1)])
-    assert matches.any(0).sum() > 30, "nearly all labelled images take part"
+    batch = batch_of(labels, torch.arange(IMAGES))
+    paired = paired_rows(labels, batch)
+    assert paired.any(1).all()
+    assert torch.equal(batch["paired_label"], labels.known[paired.float().argmax(1)])
+    assert paired.any(0).sum() > 30, "nearly all labelled images are drawn"
 
 
-def test_what_is_drawn_at_a_visit_does_not_depend_on_how_a_batch_is_cut():
+def test_draws_do_not_depend_on_batch_boundaries():
     labels = few(rate=0.5, noise_shape=(3,), directions=True)
-    visits = torch.randperm(5 * IMAGES, generator=torch.Generator().manual_seed(0))[:64]
-    whole = labels(labels.table[visits % IMAGES], visits)
-    parts = [labels(labels.table[part % IMAGES], part) for part in (visits[:10], visits[10:10], visits[10:])]
-    assert {"noise", "direction"} < set(whole)
-    for name, column in whole.items():
+    accesses = torch.randperm(5 * IMAGES, generator=torch.Generator().manual_seed(0))[:64]
+    batch, parts = batch_of(labels, accesses), [batch_of(labels, part) for part in accesses.split([10, 0, 54])]
+    assert {"noise", "direction"} < set(batch)
+    for name, column in batch.items():
         assert torch.equal(column, torch.cat([part[name] for part in parts])), name
 
 
-def test_draws_are_standard_normal_and_new_at_each_visit():
-    labels = few(noise_shape=(5,))
-    noise = labels(labels.table[torch.arange(10_000) % IMAGES], torch.arange(10_000))["noise"]
+def test_noise_is_standard_normal_and_new_at_each_access():
+    noise = batch_of(few(noise_shape=(5,)), torch.arange(10_000))["noise"]
     assert noise.shape == (10_000, 5)
     assert abs(noise.mean()) < 0.02
     assert abs(noise.std() - 1) < 0.02
     assert len(noise.unique(dim=0)) == 10_000
 
 
-def test_evaluations_draw_the_same_noise_each_time():
-    first, second = (with_noise(digits(), (2,), seed=1).columns["noise"] for _ in range(2))
+def test_evaluation_noise_is_fixed():
+    first, second = (with_noise(DIGITS, (2,), seed=1).columns["noise"] for _ in range(2))
     assert torch.equal(first, second)
     assert first.shape == (IMAGES, 2)

@@ -1,6 +1,4 @@
-"""The averaged weights: how they are averaged, and who answers by them."""
-
-from __future__ import annotations
+"""The convolutional classifier and its averaged weights."""
 
 from types import SimpleNamespace
 
@@ -10,7 +8,7 @@ import torch
 from digits.classifier import ConvolutionalClassifier, WeightAverage
 
 
-def test_evaluation_is_by_a_running_mean_of_the_weights():
+def test_evaluation_uses_running_mean_of_weights():
     torch.manual_seed(0)
     model = ConvolutionalClassifier(num_classes=3, shape=(8, 8), width=2)
     images = torch.randint(0, 256, (4, 8, 8), dtype=torch.uint8)
@@ -31,6 +29,6 @@ def test_evaluation_is_by_a_running_mean_of_the_weights():
 
 
 @pytest.mark.parametrize("shape", [(28, 28), (3, 12, 21), (1, 9, 5)])
-def test_images_of_any_size_and_channels_are_classified(shape):
+def test_classifier_takes_any_image_size_and_channels(shape):
     model = ConvolutionalClassifier(shape=shape, num_classes=4, width=2).eval()
     assert model(torch.zeros(3, *shape, dtype=torch.uint8))["logits"].shape == (3, 4)
