@@ -1,7 +1,5 @@
 """Small MoE layers: of `make_moe`, and of another library with stacked experts in a loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -56,4 +54,4 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x).softmax(-1).topk(2)
-        return x + self.experts(x, ids, weights)
+        return x + self.experts(x, ids, self.experts.num_experts * weights)

@@ -1,7 +1,5 @@
 """Muon of stacked experts, compared with the optimizers of torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Expert capacity, compared with loops over pairs; dropped pairs are not sent and have weight 0."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

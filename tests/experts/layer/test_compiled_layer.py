@@ -1,7 +1,5 @@
 """Layers under `torch.compile`. This file runs itself in a process without shape checks, which would break graphs."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grouped matrix products and experts, fused and step by step, compared with one product or network per slot."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,17 +91,6 @@ def test_gradients_of_empty_slots_are_zero_if_torch_leaves_them_unset(monkeypatc
     ends = rows_per_slot.cumsum(0, dtype=torch.int32)
     (found,) = torch.autograd.grad(ZeroEmptySlots.apply(weight_SDF, ends), weight_SDF, gradient)
     assert found.sum((1, 2)).tolist() == [128.0, 0.0, 128.0, 128.0]
-
-
-@pytest.mark.parametrize("width", [5, 16], ids=["padded", "grouped"])
-def test_grouped_mm_under_autocast_has_the_dtype_of_a_plain_product(width: int) -> None:
-    x_ND, weight_SDF, rows_per_slot = operands([3, 0, 5, 1], 8, width, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual, expected = (product(x_ND, weight_SDF, rows_per_slot) for product in (grouped_mm, product_per_slot))
-    assert actual.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(actual, expected)
-    actual.float().square().sum().backward()
-    assert weight_SDF.grad.dtype == torch.float32
 
 
 def make_experts(activation: Activation, dim: int = 8, hidden_dim: int = 12, slots: int = 4) -> GroupedExperts:

@@ -1,7 +1,5 @@
 """Flags of router, losses, capacity and recomputation in runs of a recipe, on one and two processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

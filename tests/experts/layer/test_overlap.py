@@ -1,7 +1,5 @@
 """Overlap of the all-to-all with the shared expert and weight gradients: order of events, identical results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Recomputation: equal values, one routing decision and one count per forward pass, and fewer saved activations."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, get_args
 from unittest import mock

@@ -1,7 +1,5 @@
 """Routers and router losses, compared with loops over tokens, formulas, and the routers of transformers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Routing logs of layers, and their cursors over sums and over forward passes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -63,17 +61,6 @@ def test_log_counts_each_training_forward_pass_once_and_keeps_choices_on_request
     assert forward.choices.expert_ids_TK.shape == (7, TOP_K)
     assert plain.take()[0].choices is None
     assert int(log.last_load_E.sum()) == 3 * TOP_K, "losses use the last forward pass, in evaluation too"
-
-
-def test_dropped_pairs_are_part_of_the_load_and_counted_separately() -> None:
-    layer = make_layer(*SIZES, capacity_factor=0.5)
-    log = layer.expert_stack.log
-    forwards = log.follow()
-    layer(tokens(12))
-    (forward,) = forwards.take()
-    assert int(forward.load_E.sum()) == 12 * TOP_K
-    assert int((forward.load_E - forward.dropped_E).max()) == 3, "half of 24 pairs over 4 experts"
-    assert torch.equal(log.dropped_E, forward.dropped_E)
 
 
 def test_count_pairs_is_exact_under_autocast() -> None:

@@ -1,7 +1,5 @@
 """Inputs of planners and guards in training: loads and choices over ranks and windows, rates, and resumed windows."""
 
-from __future__ import annotations
-
 import math
 from itertools import count
 from types import SimpleNamespace
@@ -11,30 +9,24 @@ import numpy as np
 import pytest
 import torch
 
+from tests.experts.models import make_layer
 from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
-from toolkit.experts.layer.moe_layer import MoE, make_moe
+from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.routing_log import sample_forwards
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel import collectives
-from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners import PLANNERS
 from toolkit.train.callbacks.replan import Replan
 
 EXPERTS, DIM, TOKENS = 4, 5, 12
+SIZES = (DIM, 6, EXPERTS, 2)
 OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-
-
-def make_layer(ep_size: int = 1, stride: int = 1) -> MoE:
-    torch.manual_seed(0)
-    layer = make_moe(DIM, 6, EXPERTS, 2, groups=make_expert_groups(ep_size, ep_stride=stride))
-    layer.router.weight.data.normal_(generator=torch.Generator().manual_seed(1))
-    return layer
 
 
 def forward(layer: MoE, number: int = 1) -> torch.Tensor:
@@ -54,14 +46,14 @@ def planner_load(stop: bool, ep_size: int, stride: int) -> tuple[Any, Any]:
         return current
 
     options, chosen = ReplanOptions(planner=listen, every=2, guarded=False), []
-    layer = make_layer(ep_size, stride)
+    layer = make_layer(*SIZES, ep_size=ep_size, ep_stride=stride)
     replanner = Replanner(expert_stacks(layer), options)
     for number in range(4):
         chosen.append(forward(layer, number))
         replanner.after_step(number + 1, OPTIMIZER)
         if stop and number == 2:
             state = replanner.state_dict()
-            layer = make_layer(ep_size, stride)
+            layer = make_layer(*SIZES, ep_size=ep_size, ep_stride=stride)
             replanner = Replanner(expert_stacks(layer), options)
             replanner.load_state_dict(state)
     ids_PTK = torch.cat(chosen[2:], dim=1)
@@ -78,7 +70,7 @@ def test_replanner_gives_the_planner_the_mean_load_of_its_window(world: int, ep_
 
 def sampled(ep_size: int, stride: int) -> tuple[Any, Any, int]:
     """Return the sampled choices of five tokens of each rank, all choices, and the bytes of a row."""
-    layer = make_layer(ep_size, stride)
+    layer = make_layer(*SIZES, ep_size=ep_size, ep_stride=stride)
     forward(layer, 0)
     chosen = forward(layer, 1)
     (sample,) = sample_forwards([layer.expert_stack.log], 5)
@@ -97,7 +89,7 @@ def test_sample_forwards_gives_the_last_choices_of_all_ranks(world: int, ep_size
 
 def guard_rates() -> CostModel:
     """Return the rates of a guard whose clock advances by a second at each call."""
-    layer = make_layer(collectives.world_size())
+    layer = make_layer(*SIZES)
     replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.experts.parallel.waits.time.perf_counter", map(float, count()).__next__)
@@ -107,27 +99,23 @@ def guard_rates() -> CostModel:
     return guard.cost_model
 
 
-def test_guard_measures_seconds_per_row_and_link_bandwidth() -> None:
+def test_replanner_measures_seconds_per_row_and_link_bandwidth_for_a_guard_only() -> None:
     rates = guard_rates()
     assert rates.seconds_per_row == pytest.approx(3 / (TOKENS * 2))  # one clock call before the experts, one after
     assert rates.bytes_per_second == math.inf
     for rates in run_distributed(guard_rates, 2):
         assert rates.seconds_per_row == pytest.approx(3 / (TOKENS * 2))
         assert rates.bytes_per_second == 2**21  # one second for half of 4 MiB
-
-
-def test_replanner_without_a_guard_measures_nothing() -> None:
-    layer = make_layer()
+    layer = make_layer(*SIZES)
     replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=100, guarded=False))
-    for number in (1, 2):
-        forward(layer, number)
-        replanner.after_step(number, OPTIMIZER)
+    forward(layer)
+    replanner.after_step(1, OPTIMIZER)
     assert replanner._ends == []
     assert layer.expert_stack.timing is None
 
 
 def test_rejected_plans_are_counted_and_the_first_is_explained(capsys: pytest.CaptureFixture[str]):
-    layer, logged = make_layer(), []
+    layer, logged = make_layer(*SIZES), []
     # All experts are on one rank, so a plan saves nothing.
     replan = Replan(layer, ReplanOptions(planner=lambda *_: by_slot((1, 0, 2, 3), 1), every=4))
     trainer: Any = SimpleNamespace(optimizer=OPTIMIZER, results={}, state=SimpleNamespace(step=0))
@@ -143,7 +131,7 @@ def test_rejected_plans_are_counted_and_the_first_is_explained(capsys: pytest.Ca
 
 
 def test_replanner_planner_by_default_and_by_import_path() -> None:
-    stacks = expert_stacks(make_layer())
+    stacks = expert_stacks(make_layer(*SIZES))
     assert Replanner(stacks, ReplanOptions()).planner is PLANNERS["swap"]
     options = ReplanOptions(planner="toolkit.experts.placement.planners.simple:lpt")
     assert Replanner(stacks, options).planner is PLANNERS["lpt"]

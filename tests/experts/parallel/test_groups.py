@@ -1,7 +1,5 @@
 """Expert-parallel groups: consecutive ranks, strided ranks, and custom groups."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Detection of optimizers that couple the rows of a parameter, by trial and not by name."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from typing import Any

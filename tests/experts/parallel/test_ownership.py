@@ -1,8 +1,8 @@
 """Owned parameters: averaging, clipping, penalties and process groups, compared with plain torch."""
 
-from __future__ import annotations
-
 import gc
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -14,7 +14,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.helpers import run_distributed
+from tests.experts.models import Block
+from tests.support.helpers import free_port, run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.collectives import rank, world_size
@@ -59,6 +60,46 @@ def test_model_freed_after_its_process_group_does_not_hang():
     assert run_distributed(outlive_groups, 1, 30, timeout_s=60) == [30]
 
 
+SCRIPT = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from toolkit.integrations.accelerate.prepare import prepare
+
+for rank in ("0", "1"):  # forks that import nothing again and end as programs do
+    if not os.fork():
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        break
+else:
+    sys.exit(any([os.wait()[1], os.wait()[1]]))
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1, 1)
+prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+many = [torch.ones(1) for _ in range(5_000)]
+dist.all_reduce_coalesced(many)
+sys.setswitchinterval(1000)  # gloo's thread, which frees the tensors of the next collective, waits for the GIL
+dist.all_reduce_coalesced(many)
+print("ended with", accelerator.num_processes)
+"""
+
+
+def test_script_that_exits_right_after_a_collective_is_not_aborted():
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-u", "-W", "ignore", "-c", SCRIPT],
+        env=os.environ | launched | {"ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout == "ended with 2\n" * 2
+
+
 def test_owns_empty_row_is_false():
     assert Ownership((3, EMPTY_ROW), ExpertGroups()).owns == (True, False)
 
@@ -83,9 +124,9 @@ def test_before_clip_averages_over_the_expert_data_parallel_group():
     ExpertSync([]).before_clip()
 
 
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(make_moe(4, 6, 4, 2)).double()
+def build(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(make_moe(4, 6, 4, 2), Block(4, 6, 4)).double()
 
 
 def placement_of(ep_size: int, replicas: bool) -> Callable[..., ExpertPlacement]:
@@ -94,8 +135,8 @@ def placement_of(ep_size: int, replicas: bool) -> Callable[..., ExpertPlacement]
 
 
 def penalized_step(ep_size: int, replicas: bool) -> tuple[float, float, dict[str, Tensor]]:
-    """Return the penalty, the gradient norm and all weights after a clipped SGD step on a loss with an L2 penalty."""
-    model = build()
+    """Return penalty, gradient norm and weights after a clipped SGD step of a model with another seed on each rank."""
+    model = build(rank())
     shard_experts(model, make_expert_groups(ep_size), placement=placement_of(ep_size, replicas))
     sync, parameters = ExpertSync(model.parameters()), list(model.parameters())
     loss_of = DistributedDataParallel(model) if world_size() > 1 else model
@@ -111,7 +152,7 @@ def penalized_step(ep_size: int, replicas: bool) -> tuple[float, float, dict[str
     ("world", "ep_size", "replicas"),
     [(1, 1, False), (2, 2, False), (2, 2, True), (4, 2, True), (4, 4, True), (4, 4, False)],
 )
-def test_parameter_penalty_and_clip_equal_plain_torch(world: int, ep_size: int, replicas: bool):
+def test_step_with_parameter_penalty_and_clip_equals_plain_torch(world: int, ep_size: int, replicas: bool):
     model = build()
     penalty = 0.5 * sum(p.square().sum() for p in model.parameters())
     (model(X).square().mean() + penalty).backward()

@@ -1,7 +1,5 @@
 """Hypothesis strategies for placements and loads: uneven ranks, empty slots, replicas, idle experts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

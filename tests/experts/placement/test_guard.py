@@ -1,7 +1,5 @@
 """Measures of imbalance, and the guard, which accepts plans that save more time than their migration costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -58,11 +56,6 @@ def window(*loads: np.ndarray) -> Window:
 
 
 STEADY = window(*[UNEVEN] * 4)
-
-
-def accepts(planned: Window, cost_model: CostModel = COST_MODEL, **choices: Any) -> bool:
-    """Return whether a guard accepts `PLAN`, from a planner that always returns it."""
-    return MigrationGuard(cost_model).accepts(PLAN, NOW, planned, lambda *_: PLAN, **choices)
 
 
 def costing(seconds: float) -> CostModel:
@@ -144,7 +137,8 @@ def test_guard_counts_the_exchange_time_that_a_plan_saves():
     # Each of four tokens chooses two experts that are on two ranks now, and on one rank under the plan.
     together = np.array([[[0, 2], [1, 3]], [[2, 0], [3, 1]]])
     for row_bytes, choices, accepted in ((100, together, True), (100, None, False), (0, together, False)):
-        assert accepts(even, replace(COST_MODEL, row_bytes=row_bytes), choices_PTK=choices) == accepted
+        guard = MigrationGuard(replace(COST_MODEL, row_bytes=row_bytes))
+        assert guard.accepts(PLAN, NOW, even, lambda *_: PLAN, choices) == accepted
 
 
 def test_plan_layer_without_a_guard_applies_every_change():

@@ -1,7 +1,5 @@
 """Planners: invariants for any load and slots, pure Python references, and balance on synthetic workloads."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
@@ -145,6 +143,7 @@ def test_pack_by_hand():
 def test_replicate_for_equal_experts_divides_the_expert_that_fills_the_gaps():
     # Five ranks' load for four ranks: one expert in four replicas, and the other slots stay empty.
     current = with_spare_slots(ExpertPlacement(((0, 1), (2,), (3,), (4,))), 1)
+    assert current.slots == ((0, 1, -1), (2, -1), (3, -1), (4, -1))
     plan = replicate([1.0] * 5, current)
     assert sorted(plan.num_replicas().tolist()) == [1, 1, 1, 1, 4]
     assert rank_imbalance([1.0] * 5, plan) == 1.0

@@ -1,7 +1,5 @@
 """Logged metrics, compared with metrics of a trace, with the bytes of all-to-alls, and with values by hand."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Traces: one record per training forward pass, and files that read back equal."""
 
-from __future__ import annotations
-
 import json
 import os
 import zipfile

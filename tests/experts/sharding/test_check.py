@@ -1,6 +1,4 @@
-"""Experts modules that sharding would change raise, and others stay as they are."""
-
-from __future__ import annotations
+"""The check of experts modules: modules that compute differently when sharded raise, others are unchanged."""
 
 from typing import Any
 
@@ -8,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.experts.models import StackedExperts
 from tests.integrations.transformers.families import build
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -18,21 +17,13 @@ from toolkit.integrations.transformers.lazy_loading import load_lazily
 DIM, EXPERTS = 8, 4
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, DIM, 12))
-        self.down = nn.Parameter(torch.zeros(EXPERTS, 12, DIM))  # as some initialise them
-        self.dropout = nn.Dropout(0.5)
+class Experts(StackedExperts):
+    """Experts with dropout, and output weights of zero, an initialization that some models use."""
 
-    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Any:
-        out = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-            y = self.compute(expert, hidden[token], weights[token, choice, None])
-            out = out.index_add(0, token, y)
-        return out
+    def __init__(self, num_experts: int = EXPERTS) -> None:
+        super().__init__(DIM, 12, num_experts)
+        nn.init.zeros_(self.down)
+        self.dropout = nn.Dropout(0.5)
 
     def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
         return self.dropout(nn.functional.silu(x @ self.up[expert])) @ self.down[expert] * weight
@@ -40,7 +31,7 @@ class Experts(nn.Module):
 
 class WeightsItsInput(Experts):
     def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
-        return nn.functional.silu(weight * x @ self.up[expert]) @ self.down[expert]
+        return super().compute(expert, x * weight, torch.ones(()))
 
 
 class HasBuffers(Experts):
@@ -49,27 +40,27 @@ class HasBuffers(Experts):
         self.register_buffer("scale", torch.ones(EXPERTS))
 
     def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
-        return super().compute(expert, x, weight) * self.get_buffer("scale")[expert]
+        return super().compute(expert, x, weight) * self.scale[expert]
 
 
 class HasTables(Experts):
-    """A row for each expert in a part."""
+    """Has a row per expert in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Embedding(EXPERTS, DIM)
 
     def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
-        return (x @ self.up[expert] @ self.down[expert] + self.bias.weight[expert]) * weight
+        return super().compute(expert, x, weight) + self.bias.weight[expert] * weight
 
 
-class OneIsOther(Experts):
-    """The expert `other` is another function than the rest, whatever rows are there."""
+class SpecialExpert(Experts):
+    """The expert with id `special` is the identity, or zero, whatever its weights."""
 
-    other, is_identity = 0, True
+    special, is_identity = 0, True
 
     def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
-        if expert == self.other:
+        if expert == self.special:
             return x * weight if self.is_identity else torch.zeros_like(x)
         return super().compute(expert, x, weight)
 
@@ -80,73 +71,72 @@ class ReturnsTwo(Experts):
 
 
 class ChoosesTokens(Experts):
-    """Expert choice: ids are tokens, a row for each expert."""
+    """Expert choice: a row of token ids for each expert."""
 
     def forward(self, hidden: Tensor, token_ids: Tensor, weights: Tensor) -> Any:
         tokens, weights = token_ids.view(self.num_experts, -1), weights.view(self.num_experts, -1, 1)
         return torch.cat([self.compute(e, hidden[tokens[e]], weights[e]) for e in range(self.num_experts)])
 
 
-def model_of(experts: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.ModuleDict({"experts": experts()})
+class Scales(Experts):
+    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, scale: float = 1.0) -> Any:
+        return super().forward(hidden, expert_ids, weights) * scale
 
 
-@pytest.mark.parametrize(
-    ("experts", "words"),
-    [
-        (WeightsItsInput, "Multiply the outputs of experts by their weights"),
-        (HasBuffers, "buffer 'scale' is not moved with them.*Keep what differs"),
-        (HasTables, "parameters with a row for each expert"),
-        (ReturnsTwo, "it returns a tuple"),
-        (ChoosesTokens, "cannot be called with hidden"),
-    ],
-)
-def test_check_experts_that_sharding_would_change_raises(experts: type[nn.Module], words: str):
-    model = model_of(experts)
+ERRORS = {
+    WeightsItsInput: "Multiply the outputs of experts by their weights",
+    HasBuffers: "buffer 'scale' is not moved with them.*Keep what differs",
+    HasTables: "parameters with a row for each expert",
+    ReturnsTwo: "it returns a tuple",
+    ChoosesTokens: "cannot be called with hidden",
+}
+
+
+@pytest.mark.parametrize(("experts", "message"), ERRORS.items())
+def test_experts_that_compute_differently_when_sharded_raise(experts: type[nn.Module], message: str):
+    model = nn.ModuleDict({"experts": experts()})
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(UserError, match=f"the experts at 'experts'.*{words}"):
+    with pytest.raises(UserError, match=f"the experts at 'experts'.*{message}"):
         shard_experts(model, ExpertGroups())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
-def leave_in_files(experts: nn.Module) -> None:
-    rows = {name: parameter.detach() for name, parameter in experts.named_parameters(recurse=False)}
-    for name, whole in rows.items():
-        setattr(experts, name, nn.Parameter(torch.zeros(()).expand(whole.shape)))
-    load_lazily(experts, lambda _, chosen: {name: whole[list(chosen)] for name, whole in rows.items()})
+def make_lazy(experts: nn.Module) -> None:
+    tables = {name: parameter.detach() for name, parameter in experts.named_parameters(recurse=False)}
+    for name, table in tables.items():
+        setattr(experts, name, nn.Parameter(torch.zeros(()).expand(table.shape)))
+    load_lazily(experts, lambda _, chosen: {name: table[list(chosen)] for name, table in tables.items()})
 
 
 @pytest.mark.parametrize("is_identity", [True, False])
 @pytest.mark.parametrize(
-    ("number", "other", "lazily"), [(2, 0, False), (5, 4, False), (21, 7, False), (21, 3, True), (21, 20, True)]
+    ("number", "special", "lazy"), [(2, 0, False), (5, 4, False), (21, 7, False), (21, 3, True), (21, 20, True)]
 )
-def test_check_one_different_expert_raises_at_any_id(number: int, other: int, lazily: bool, is_identity: bool):
-    model = model_of(OneIsOther)
-    experts: Any = model.get_submodule("experts")
-    experts.num_experts, experts.other, experts.is_identity = number, other, is_identity
-    experts.up = nn.Parameter(torch.randn(number, DIM, 12))
-    experts.down = nn.Parameter(torch.randn(number, 12, DIM))
-    if lazily:
-        leave_in_files(experts)
+def test_special_expert_with_any_id_raises(number: int, special: int, lazy: bool, is_identity: bool):
+    torch.manual_seed(0)
+    experts = SpecialExpert(number)
+    experts.special, experts.is_identity = special, is_identity
+    nn.init.normal_(experts.down)
+    if lazy:
+        make_lazy(experts)
     sizes = [parameter.untyped_storage().nbytes() for parameter in experts.parameters()]
     with pytest.raises(UserError, match="compute something else when they are sharded"):
-        shard_experts(model, ExpertGroups())
+        shard_experts(nn.ModuleDict({"experts": experts}), ExpertGroups())
     assert [parameter.untyped_storage().nbytes() for parameter in experts.parameters()] == sizes
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "dbrx"])
-def test_check_adapted_and_lazily_loaded_experts_pass(family: str):
+def test_adapted_and_lazily_loaded_experts_pass(family: str):
     model = build(family)
     layers = require_experts(model)
     for experts in layers.values():
-        leave_in_files(experts)
+        make_lazy(experts)
     assert shard_experts(model, ExpertGroups()).keys() == layers.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_check_leaves_values_random_state_and_mode(dtype: torch.dtype):
-    model = model_of(Experts).to(dtype)
+def test_check_leaves_values_random_state_and_mode_unchanged(dtype: torch.dtype):
+    model = nn.ModuleDict({"experts": Experts()}).to(dtype)
     model["experts"].register_buffer("unused", torch.ones(EXPERTS, dtype=dtype))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -157,13 +147,8 @@ def test_check_leaves_values_random_state_and_mode(dtype: torch.dtype):
     assert model["experts"].num_experts == EXPERTS
 
 
-class Scales(Experts):
-    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor, scale: float = 1.0) -> Any:
-        return super().forward(hidden, expert_ids, weights) * scale
-
-
-def test_sharded_experts_called_with_a_further_argument_raise():
-    experts = model_of(Scales)["experts"]
+def test_sharded_experts_called_with_another_argument_raise():
+    experts = Scales()
     chosen = torch.randn(2, DIM), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
     before = experts(*chosen)
     shard_experts(nn.ModuleDict({"experts": experts}), ExpertGroups())

@@ -1,122 +1,38 @@
-"""Sharded experts train like one process whatever ranks had before, whatever wraps the model and reads beside it."""
+"""Sharded experts inside wrappers, in evaluation mode, with shared parameters, and with uneven calls."""
 
-from __future__ import annotations
-
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.equality import in_float64
+from tests.experts.models import Block
+from tests.integrations.accelerate.test_expert_parallel import BATCH, Model, by_id, shares, together
+from tests.support.equality import assert_equal_rows
 from tests.support.helpers import run_distributed
 from toolkit import experts
 from toolkit.errors import UserError
-from toolkit.experts.parallel import collectives
 from toolkit.experts.sharding.join import join_forwards
-from toolkit.experts.state.state_dict import whole_state_dict
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
-EXPERTS, DIM, TOKENS, STEPS = 4, 6, 16, 4
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, DIM, 8) * DIM**-0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 8, DIM) * 8**-0.5)
-
-    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        outputs = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-            out = (hidden[token] @ self.up[expert]).tanh() @ self.down[expert]
-            outputs = outputs.index_add(0, token, out * weights[token, choice, None])
-        return outputs
+EXPERTS, DIM, TOKENS = 4, 6, 16
 
 
-class Block(nn.Module):
-    """Adds the usual auxiliary loss, which reads `num_experts` beside the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(DIM, EXPERTS, bias=False), Experts()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities = self.gate(x).softmax(-1)
-        weights, ids = probabilities.topk(2)
-        return x + self.experts(x, ids, weights), self.experts.num_experts * probabilities.square().mean()
-
-
-class WithLoss(nn.Module):
-    """A module that holds the model and computes its loss, such as a LightningModule."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, auxiliary = self.model(x)
-        return y.square().mean() + 0.1 * auxiliary
-
-
-def train(ep_size: int, replicas: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Train on this rank's part of each batch, with a model that every rank draws differently."""
-    with in_float64():
-        rank, world = collectives.rank(), collectives.world_size()
-        torch.manual_seed(rank)
-        model = Block()
-        rows = [[*range(EXPERTS)[at::ep_size]] for at in range(ep_size)]
-        if replicas:
-            rows = [[*row, (row[0] + 1) % EXPERTS] for row in rows]
-        placement = experts.ExpertPlacement(tuple(map(tuple, rows)))
-        experts.shard_experts(model, experts.make_expert_groups(ep_size), placement=lambda *_: placement)
-        sync = experts.ExpertSync(model.parameters())
-        loss_of = WithLoss(model)
-        loss_of = DistributedDataParallel(loss_of) if world > 1 else loss_of
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        draws, losses = torch.Generator().manual_seed(9), []
-        for step in range(1, STEPS + 1):
-            batch = torch.randn(TOKENS, DIM, generator=draws, dtype=torch.float64)
-            loss = loss_of(batch.chunk(world)[rank])
-            loss.backward()
-            sync.before_clip()
-            sync.clip(model.parameters(), 0.1)
-            optimizer.step()
-            sync.after_step(step, optimizer)
-            optimizer.zero_grad()
-            losses.append(sum(collectives.gather_objects(loss.item())) / world)
-        return losses, whole_state_dict(model)
-
-
-@pytest.fixture(scope="module")
-def one_process() -> tuple[list[float], dict[str, Tensor]]:
-    return run_distributed(train, 1, 1, False)[0]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "ep_size", "replicas"), [(2, 2, False), (2, 2, True), (4, 2, True), (4, 4, False)]
-)
-def test_training_with_differently_seeded_ranks_equals_rank_0_alone(
-    world_size: int, ep_size: int, replicas: bool, one_process: tuple[list[float], dict[str, Tensor]]
-):
-    losses, weights = run_distributed(train, world_size, ep_size, replicas)[0]
-    assert losses == pytest.approx(one_process[0], rel=1e-10)
-    assert weights.keys() == one_process[1].keys()
-    for name, expected in one_process[1].items():
-        torch.testing.assert_close(weights[name], expected, rtol=1e-10, atol=1e-12)
+def build() -> Block:
+    return Block(DIM, 8, EXPERTS)
 
 
 @pytest.mark.parametrize("place", ["router", "moe", "view"])
-def test_table_shared_with_the_router_of_any_layer_raises(place: str):
+def test_shard_experts_raises_for_parameters_shared_with_a_router(place: str):
     if place == "moe":
         layer = experts.make_moe(DIM, 8, EXPERTS, 2)
         model: Any = nn.Sequential(layer)
         layer.router.table = layer.experts.up
     else:
-        model = Block()
+        model = build()
         table = model.experts.up
         model.gate.table = nn.Parameter(table.data) if place == "view" else table
     before = [dict(vars(module)) for module in model.modules()]
@@ -125,28 +41,83 @@ def test_table_shared_with_the_router_of_any_layer_raises(place: str):
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
-def join_with_weights_of(dtype: torch.dtype) -> dict[str, Any]:
-    model = Block()
+def join_with_weights(dtype: torch.dtype) -> int:
+    model, calls = build(), 1 + 2 * dist.get_rank()
     experts.shard_experts(model, experts.make_expert_groups(2))
-    outputs = []
-    stacks = [model.experts.expert_stack]
-    with join_forwards([model.experts], stacks):
-        for _ in range(1 + 2 * dist.get_rank()):
-            hidden = torch.randn(3, DIM)
-            outputs.append(model.experts(hidden, torch.tensor([[0, 3]] * 3), torch.ones(3, 2, dtype=dtype)))
-    return {"calls": len(outputs)}
+    with join_forwards([model.experts], [model.experts.expert_stack]):
+        for _ in range(calls):
+            model.experts(torch.randn(3, DIM), torch.tensor([[0, 3]] * 3), torch.ones(3, 2, dtype=dtype))
+    return calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_join_serves_routing_weights_of_another_dtype(dtype: torch.dtype):
-    assert [found["calls"] for found in run_distributed(join_with_weights_of, 2, dtype)] == [1, 3]
+def test_join_supports_routing_weights_of_any_dtype(dtype: torch.dtype):
+    assert run_distributed(join_with_weights, 2, dtype) == [1, 3]
 
 
-def test_shard_experts_of_a_model_in_eval_mode_counts_forward_passes_with_gradients():
-    model = nn.ModuleList([Block(), experts.make_moe(DIM, 8, EXPERTS, 2)]).eval()
+def test_sharded_model_in_eval_mode_counts_forward_passes_with_gradients():
+    model = nn.ModuleList([build(), experts.make_moe(DIM, 8, EXPERTS, 2)]).eval()
     stacks = experts.shard_experts(model)
     for block in model:
         block(torch.randn(TOKENS, DIM))
         with torch.no_grad():
             block(torch.randn(TOKENS, DIM))
     assert [int(stack.log.load_E.sum()) for stack in stacks.values()] == [2 * TOKENS, 2 * TOKENS]
+
+
+class SavedModule(nn.Module):
+    """PEFT's `modules_to_save`: a frozen original and a trained copy, which provides the attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
+        self.original_module = module.requires_grad_(False)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["modules_to_save"]["default"], name)  # type: ignore[index]
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.modules_to_save["default"](*args)
+
+
+WRAPPERS = {
+    "frozen until prepared": lambda module: module.requires_grad_(False),
+    "modules_to_save": SavedModule,
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+}
+
+
+def gradients() -> dict[str, dict[str, Tensor]]:
+    """Return the gradients of one backward pass, by wrapper, parameter and row id."""
+    torch.compiler.set_stance("force_eager")  # only the wrapper of torch.compile matters
+    x, found = torch.randn(BATCH, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), {}
+    for name, wrap in WRAPPERS.items():
+        model, accelerator = Model().double(), Accelerator(cpu=True)
+        for block in model.blocks:
+            block.experts = wrap(block.experts)
+        prepared, _ = ExpertParallel(accelerator).prepare(model, torch.optim.SGD(model.parameters()))
+        if name == "frozen until prepared":
+            model.requires_grad_(True)
+        accelerator.backward(prepared(x[shares(1)[0]]).square().sum() * accelerator.num_processes)
+        found[name] = by_id(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+    return found
+
+
+def test_gradients_of_wrapped_and_unfrozen_experts_equal_one_process() -> None:
+    (expected,) = run_distributed(gradients, 1)
+    ranks = run_distributed(gradients, 2)
+    for wrapper, rows in expected.items():
+        assert any(value.any() for name, value in rows.items() if "experts" in name)
+        assert_equal_rows(together([rank[wrapper] for rank in ranks]), rows, 1e-10)
+
+
+def test_shard_experts_raises_for_sharded_and_for_shared_experts() -> None:
+    sharded, shared = Model(), Model()
+    experts.shard_experts(sharded)
+    shared.blocks[1].experts.up = shared.blocks[0].experts.up
+    for model, message in ((sharded, "'blocks.0.experts' are sharded already"), (shared, "share a parameter")):
+        with pytest.raises(UserError, match=message):
+            experts.shard_experts(model)

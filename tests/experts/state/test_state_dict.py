@@ -1,7 +1,5 @@
 """State dicts of models with sharded experts: gathered with all experts, or an error for one rank's experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Dispatch and combine on one process, compared with values by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

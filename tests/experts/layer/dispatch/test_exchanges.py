@@ -1,7 +1,5 @@
 """Flat and hierarchical all-to-all on emulated nodes: results of one process, and minimum numbers of rows."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
