@@ -1,8 +1,6 @@
-"""The toy that the traps are sprung with: a small mixture in float64, its data, and the loss of one global batch."""
+"""A small MoE model in float64, its data, the loss of a global batch, and a trainer."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,26 +8,21 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
+import toolkit as tk
 from tests.support.placements import by_slot
 from toolkit.data.batches import TrainBatches
-from toolkit.data.table import TensorTable
 from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.router import TopKRouter
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.run.config.run import RunConfig
-from toolkit.run.run import Run
-from toolkit.train.callbacks.base import Callback
-from toolkit.train.optim import Schedule, constant
-from toolkit.train.tasks.classification import Classification
-from toolkit.train.trainer import Trainer
+from toolkit.train.optim import constant
 
 DIM, HIDDEN, EXPERTS, TOP_K, CLASSES, SAMPLES = 6, 10, 4, 2, 3, 8
 
 
-class ToyMixture(nn.Module):
-    """Stem, mixture, head. Expert e starts with the same weights on whichever rank it is."""
+class ToyMoE(nn.Module):
+    """Stem, MoE layer and head. The initial weights of an expert do not depend on its rank."""
 
     def __init__(self, groups: ExpertGroups, slot_of_expert: tuple[int, ...] = tuple(range(EXPERTS))):
         super().__init__()
@@ -40,8 +33,7 @@ class ToyMixture(nn.Module):
             router = TopKRouter(DIM, EXPERTS, TOP_K)
             self.head = nn.Linear(DIM, CLASSES)
         experts = GroupedExperts(DIM, HIDDEN, expert_ids=placement.slots[groups.ep_rank])
-        stack = ExpertStack({"up": experts.up, "down": experts.down}, placement, groups)
-        self.moe = MoE(router, experts, stack)
+        self.moe = MoE(router, experts, ExpertStack({"up": experts.up, "down": experts.down}, placement, groups))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,44 +46,40 @@ def toy_data(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(CLASSES, (samples,), generator=draws)
 
 
-def my_mean_loss(model: nn.Module) -> Tensor:
-    """The mean cross-entropy over this rank's equal share of the global batch: what a plain loop writes."""
+def local_loss(model: nn.Module) -> Tensor:
+    """Return the mean loss over this rank's share of the global batch."""
     inputs, labels = (column.chunk(dist.get_world_size())[dist.get_rank()] for column in toy_data())
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
 def reference_gradients() -> dict[str, Tensor]:
-    """What one process computes from the whole global batch, with all experts at hand."""
-    model = ToyMixture(ExpertGroups())
+    """Return the gradients of the global batch in one process with all experts."""
+    model = ToyMoE(ExpertGroups())
     inputs, labels = toy_data()
     nn.functional.cross_entropy(model(inputs), labels).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients(model)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names of the unwrapped model."""
+    """Return gradients by the names of the unwrapped model."""
     return {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def norm_of(grads: dict[str, Tensor]) -> float:
-    return torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
-
-
-def rows_of(reference: Tensor, groups: ExpertGroups) -> Tensor:
-    """The rows of a parameter of all experts that belong to this rank, under the contiguous placement."""
+def own_rows(reference: Tensor, groups: ExpertGroups) -> Tensor:
+    """Return this rank's rows of a parameter of all experts under the contiguous placement."""
     return reference.chunk(groups.ep_size)[groups.ep_rank]
 
 
-def spread() -> ExpertGroups:
-    """Experts spread over all ranks of this launch."""
+def expert_groups() -> ExpertGroups:
+    """Return one EP group of all ranks."""
     return make_expert_groups(dist.get_world_size() if dist.is_initialized() else 1)
 
 
-def toy_run(config: RunConfig | None = None) -> Run:
-    """A run on the processes of this launch, without a folder: its metrics are kept by nobody."""
-    config = config or RunConfig(tracker="none")
+def toy_run(config: tk.RunConfig | None = None) -> tk.Run:
+    """Return a run without a folder on the processes of this launch."""
+    config = config or tk.RunConfig(tracker="none")
     plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False)
-    return Run("toy", config, Accelerator(gradient_accumulation_plugin=plugin), owns_process_group=False)
+    return tk.Run("toy", config, Accelerator(gradient_accumulation_plugin=plugin), owns_process_group=False)
 
 
 def toy_trainer(
@@ -102,32 +90,20 @@ def toy_trainer(
     batch_size: int = SAMPLES,
     accumulation: int = 1,
     lr: float = 0.01,
-    schedule: Schedule | None = None,
-    max_grad_norm: float | None = None,
-    log_every: int = 1,
-    callbacks: Sequence[Callback] = (),
-) -> Trainer:
-    """Classification of the toy data by `model`, or by a linear layer."""
-    run = toy_run(RunConfig(tracker="none", batch_size=batch_size, gradient_accumulation_steps=accumulation))
+    **settings: Any,
+) -> tk.Trainer:
+    """Return a trainer that classifies the toy data with `model`, or with a linear layer."""
+    run = toy_run(tk.RunConfig(tracker="none", batch_size=batch_size, gradient_accumulation_steps=accumulation))
     model = model or nn.Linear(DIM, CLASSES).double()
     inputs, labels = toy_data(samples)
     batches = TrainBatches(
-        TensorTable(input=inputs, label=labels),
+        tk.TensorTable(input=inputs, label=labels),
         batch_size=batch_size,
         seed=0,
         accumulation=accumulation,
         rank=run.rank,
         world_size=run.world_size,
     )
-    return Trainer(
-        run,
-        Classification(),
-        model,
-        torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
-        batches,
-        max_steps=max_steps,
-        schedule=schedule or constant(),
-        max_grad_norm=max_grad_norm,
-        log_every=log_every,
-        callbacks=callbacks,
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    settings = {"schedule": constant(), "log_every": 1} | settings
+    return tk.Trainer(run, tk.Classification(), model, optimizer, batches, max_steps=max_steps, **settings)
