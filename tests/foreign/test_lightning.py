@@ -1,6 +1,4 @@
-"""A LightningModule with the base class of the page trains on two processes as the unchanged module does on one."""
-
-from __future__ import annotations
+"""A LightningModule with the base class of docs/experts/torch_alone.md on two processes equals one process."""
 
 import os
 import re
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build, points
 from tests.integrations.accelerate.test_expert_parallel import place
 from tests.support.equality import assert_equal_rows
 from tests.support.helpers import ROOT, run_distributed
@@ -22,21 +20,21 @@ PAGE = (ROOT / "docs" / "experts" / "torch_alone.md").read_text()
 (CLASS,) = re.findall(r"```python lightning\n(.*?)```", PAGE, re.DOTALL)
 
 
-def trained(accumulation: int) -> dict[str, Tensor]:
-    """Weights after steps with clipping."""
+def train(accumulation: int) -> dict[str, Tensor]:
+    """Return weights after steps with clipping."""
     from lightning import LightningModule, Trainer
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     page: dict[str, Any] = {"ExpertModule": LightningModule, "place": place}
-    if world > 1:  # with replicas, whose gradients and weights need every call
+    if world > 1:  # with replicas, which need every call of the page
         exec(CLASS.replace("shard_experts(self)", "shard_experts(self, placement=place('copies'))"), page)
 
     class Classifier(page["ExpertModule"]):
         def __init__(self) -> None:
             super().__init__()
-            self.model = mixture()
+            self.model, *_ = build()
 
         def training_step(self, batch: Any, _: int) -> Tensor:
             x, y = (part.chunk(world)[self.global_rank] for part in batch)
@@ -46,32 +44,29 @@ def trained(accumulation: int) -> dict[str, Tensor]:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     module = Classifier()
-    several = {"strategy": DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")}
+    strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
         accelerator="cpu",
         devices=world,
+        strategy=strategy if world > 1 else "auto",
         max_steps=3,
         gradient_clip_val=0.3,
         accumulate_grad_batches=accumulation,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **several if world > 1 else {},
+        **dict.fromkeys(silent, False),
     )
     trainer.fit(module, points(batch_size=8))
     return whole_state_dict(module.model)
 
 
-def trained_all() -> list[dict[str, Tensor]]:
-    # Lightning takes the process group that there is.
-    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
-    return [trained(accumulation) for accumulation in (1, 2)]
+def train_all() -> list[dict[str, Tensor]]:
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}  # Lightning uses the existing process group
+    return [train(accumulation) for accumulation in (1, 2)]
 
 
 def test_lightning_module_on_two_processes_equals_one_process():
     pytest.importorskip("lightning")
-    (alone,), (found, _) = run_distributed(trained_all, 1), run_distributed(trained_all, 2)
-    for expected, weights in zip(alone, found, strict=True):
+    (reference,), (found, _) = run_distributed(train_all, 1), run_distributed(train_all, 2)
+    for expected, weights in zip(reference, found, strict=True):
         assert_equal_rows(weights, expected, 1e-10)

@@ -1,11 +1,8 @@
-"""Scripts for plain Accelerate, converted as `docs/train/accelerate.md` says, have the numbers that they had.
+"""Scripts for plain Accelerate, converted by the diff of `docs/train/accelerate.md`, keep their numbers.
 
-The scripts in `patterns/` have the shape of Accelerate's examples by feature, of `run_clm_no_trainer.py` of
-transformers, and of loops by hand, made small. Both ways run on two processes: the script as it is, under DDP, and
-converted.
+The scripts in `patterns/` follow Accelerate's examples by feature, `run_clm_no_trainer.py` of transformers, and loops
+of users. Script and converted script run on two processes.
 """
-
-from __future__ import annotations
 
 import gc
 import os
@@ -24,11 +21,12 @@ PATTERNS = {path.stem: path.read_text() for path in sorted((Path(__file__).paren
 PAGE = (ROOT / "docs" / "train" / "accelerate.md").read_text()
 (DIFF,) = re.findall(r"<!-- tests/foreign/patterns: all -->\n```diff\n(.*?)```", PAGE, re.DOTALL)
 TABLE = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
-REFUSED = {name for name, lines in TABLE.items() if lines == "raises"}
+"""Number of new lines by pattern, or "raises"."""
+TOLERANCES = {"ddp_comm_hook": 1e-2, "run_clm_no_trainer": 1e-6}
 
 
-def converted(name: str) -> tuple[str, int]:
-    """The script with the page's diff applied, and how many of its lines are new."""
+def convert(name: str) -> tuple[str, int]:
+    """Return the script with the diff applied, and the number of new lines."""
     text, new = PATTERNS[name], 0
     for hunk in DIFF.strip("\n").split("\n\n"):
         lines = hunk.split("\n")
@@ -44,8 +42,8 @@ def converted(name: str) -> tuple[str, int]:
 
 
 def run_all(scripts: dict[str, str], folder: Path) -> dict[str, Any]:
-    """What the scripts leave in `results`, as numbers; or the sentence of a UserError."""
-    # Its end_training() leaves the process group, which is not its own, to the next script.
+    """Return the numbers in `results` of each script, or its UserError."""
+    # With FORK_LAUNCHED, end_training() keeps the process group for the next script.
     os.environ.update(ACCELERATE_USE_CPU="true", FORK_LAUNCHED="1")
     found: dict[str, Any] = {}
     for name, text in scripts.items():
@@ -65,28 +63,18 @@ def run_all(scripts: dict[str, str], folder: Path) -> dict[str, Any]:
     return found
 
 
-def compare(names: list[str], folder: Path) -> None:
-    scripts = {name: converted(name) for name in names}
-    trained = {name: PATTERNS[name] for name in names if name not in REFUSED}
-    plain = run_distributed(run_all, 2, trained, folder / "plain")
-    ours = run_distributed(run_all, 2, {name: text for name, (text, _) in scripts.items()}, folder / "ours")
-    counts = {name: new for name, (_, new) in scripts.items() if name not in REFUSED}
-    print(f"new lines: {counts}; refused: {sorted(REFUSED & scripts.keys())}")  # noqa: T201
-    for rank, its in zip(plain, ours, strict=True):
-        for name, (_, new) in scripts.items():
-            if name in REFUSED:
-                assert isinstance(its[name], str), name
-                assert "\n" not in its[name]
-                continue
-            assert TABLE[name] == str(new), f"{name}: {new} new lines"
-            tolerance = 1e-2 if name == "ddp_comm_hook" else 1e-6 if name == "run_clm_no_trainer" else 1e-10
-            assert its[name] == pytest.approx(rank[name], rel=tolerance, abs=tolerance), name
-
-
-def test_patterns_need_two_lines_and_have_the_numbers_of_plain_accelerate(tmp_path: Path):
+def test_converted_scripts_have_two_new_lines_and_equal_numbers(tmp_path: Path):
     assert TABLE.keys() == PATTERNS.keys()
-    compare([name for name in PATTERNS if name != "run_clm_no_trainer"], tmp_path)
-
-
-def test_a_language_model_of_transformers_needs_two_lines(tmp_path: Path):
-    compare(["run_clm_no_trainer"], tmp_path)
+    converted = {name: convert(name) for name in PATTERNS}
+    supported = {name: text for name, text in PATTERNS.items() if TABLE[name] != "raises"}
+    plain = run_distributed(run_all, 2, supported, tmp_path / "plain")
+    sharded = run_distributed(run_all, 2, {n: text for n, (text, _) in converted.items()}, tmp_path / "sharded")
+    for expected, found in zip(plain, sharded, strict=True):
+        for name, (_, new) in converted.items():
+            if name in supported:
+                assert TABLE[name] == str(new), f"{name}: {new} new lines"
+                tolerance = TOLERANCES.get(name, 1e-10)
+                assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
+            else:
+                assert isinstance(found[name], str), name
+                assert "\n" not in found[name]

@@ -1,15 +1,13 @@
-"""Gradients by `torch.autograd.grad`, which DDP does not average, so that the script reduces them."""
+"""Gradients by `torch.autograd.grad`, which the script reduces, because DDP does not average them."""
 
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build
 
 accelerator = Accelerator()
-model, loader = mixture(), points()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=6)
+model, optimizer, loader, scheduler = build()
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 results = []
 for x, y in loader:

@@ -1,4 +1,4 @@
-"""Losses are divided by the number of labels of all processes and micro-batches; all but the last are in `no_sync`."""
+"""Losses divided by the number of labels of all processes and micro-batches, with `no_sync`."""
 
 import contextlib
 
@@ -6,12 +6,10 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build
 
 accelerator = Accelerator()
-model, loader = mixture(), points()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=6)
+model, optimizer, loader, scheduler = build()
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 results = []
 batches = iter(loader)

@@ -1,17 +1,15 @@
-"""Several models one after another with one accelerator, each on folds of its own."""
+"""Models of several folds with one accelerator."""
 
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build, points
 
 accelerator = Accelerator()
 results = []
 for fold in range(2):
-    model, loader = mixture(), points(seed=fold)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=6)
+    model, optimizer, loader, scheduler = build(seed=fold)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     for x, y in loader:
         accelerator.backward(cross_entropy(model(x), y))

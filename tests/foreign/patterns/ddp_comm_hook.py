@@ -5,13 +5,11 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build
 
 hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
 accelerator = Accelerator(kwargs_handlers=[hook])
-model, loader = mixture(), points()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=6)
+model, optimizer, loader, scheduler = build(optimizer=torch.optim.SGD)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 results = []
 for x, y in loader:

@@ -1,15 +1,12 @@
 """Steps after every second micro-batch, with clipping and a schedule."""
 
-import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
-model, loader = mixture(), points()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=6)
+model, optimizer, loader, scheduler = build()
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 results = []
 for x, y in loader:

@@ -1,16 +1,13 @@
-"""Processes step by themselves, and weights are averaged now and then; begun after ten ordinary steps."""
+"""Processes step independently and average their weights now and then, after ten ordinary steps."""
 
-import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build
 
 accelerator = Accelerator()
-model, loader = mixture(), points(number=96)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=6)
+model, optimizer, loader, scheduler = build(number=96)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 batches = iter(loader)
 for local in (False, True):

@@ -1,15 +1,14 @@
-"""A metric over all samples of an evaluation, the last batch of which is padded."""
+"""A metric over all samples of an evaluation with a padded last batch."""
 
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build, points
 
 accelerator = Accelerator()
-model, loader, test = mixture(), points(), accelerator.prepare(points(seed=1, number=21))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=6)
+model, optimizer, loader, scheduler = build()
+test = accelerator.prepare(points(seed=1, number=21))
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 results = []
 for _ in range(2):

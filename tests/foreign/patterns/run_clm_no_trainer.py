@@ -1,5 +1,4 @@
-"""A language model of transformers in a loop: weight decay by group, a schedule by steps of all processes, checkpoints,
-resuming, perplexity, and the model as `from_pretrained` reads it."""
+"""A language model of transformers: weight decay by group, a schedule, checkpoints, perplexity and saving."""
 
 import math
 import os
@@ -18,18 +17,12 @@ results = []
 for resumed in (False, True):
     torch.manual_seed(0)
     model = base("mixtral").double()
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
-    )
+    decayed, others = ([p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     loader = DataLoader(list(tokens(0, 16)), batch_size=2)
-    scheduler = get_scheduler(
-        "cosine",
-        optimizer,
-        num_warmup_steps=1 * accelerator.num_processes,
-        num_training_steps=4 * accelerator.num_processes,
-    )
+    processes = accelerator.num_processes
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=processes, num_training_steps=4 * processes)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     model.train()
     batches = loader

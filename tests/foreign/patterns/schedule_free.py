@@ -1,14 +1,14 @@
-"""An optimizer without a schedule, which steps in its training mode only and averages weights for evaluation."""
+"""An optimizer with training and evaluation modes instead of a schedule."""
 
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.mixture import mixture, points
+from tests.foreign.toy import build
 from tests.support.optimizers import ScheduleFreeSGD
 
 accelerator = Accelerator()
-model, loader = mixture(), points()
+model, _, loader, _ = build()
 optimizer = ScheduleFreeSGD(model.parameters(), lr=0.5)
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
