@@ -1,9 +1,8 @@
-"""`toolkit doctor` as people call it."""
-
-from __future__ import annotations
+"""The command `toolkit doctor`."""
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from toolkit.commands import main
 
 PLAIN = """
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 from torch import nn
 
@@ -36,98 +35,86 @@ for x, y in loader:
         schedule.step()
         optimizer.zero_grad()
 """
+WARM_UP = PLAIN.replace(
+    "ExponentialLR(optimizer, 0.5)",
+    "LambdaLR(optimizer, lambda step: min(1, step / (8 * accelerator.num_processes)))",
+)
+SPLIT_BATCHES = WARM_UP.replace("steps=2", "steps=2, dataloader_config=DataLoaderConfiguration(split_batches=True)")
+FUNCTIONAL_DROPOUT = PLAIN.replace("nn.Dropout(0.5)", "Dropout()").replace(
+    "\nset_seed(0)",
+    """
+class Dropout(nn.Module):
+    def forward(self, x):
+        x = nn.functional.alpha_dropout(nn.functional.dropout(x, p=0.5, training=self.training), 0.3, True)
+        rows = x[:, None, :, None]
+        return x + nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.2)[:, 0, :, 0]
+
+set_seed(0)""",
+)
+
+Doctor = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def doctor(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """`toolkit doctor`, whose ranks are forks; `test_a_script_is_run_in_a_new_process` starts one as it does."""
-    return run_forked("-m", "toolkit", "doctor", *map(str, words))
+@pytest.fixture
+def doctor(tmp_path: Path) -> Doctor:
+    """Function that runs `toolkit doctor` on a script, with ranks as forks."""
+
+    def run(text: str | None, *words: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        if text is not None:
+            (tmp_path / "script.py").write_text(text)
+        command = ("-m", "toolkit", "doctor", str(tmp_path / "script.py"), *words)
+        done = run_forked(*command, env=program_environment() | environment, cwd=tmp_path)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    return run
 
 
-def test_a_script_is_run_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_script_runs_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = tmp_path / "script.py"
     script.write_text("import accelerate\nraise RuntimeError('out of luck')")
     assert main(["doctor", str(script)]) == 2
     assert "fails in one process: RuntimeError: out of luck" in capsys.readouterr().err
 
 
-def test_a_plain_script_in_order_is_healthy(tmp_path: Path):
-    script, report = tmp_path / "plain.py", tmp_path / "report.json"
-    script.write_text(PLAIN)
-    done = doctor("--out", report, script)
-    assert done.returncode == 0, done.stderr
-    out = done.stdout
+def test_correct_script_is_healthy_and_has_a_json_report(doctor: Doctor, tmp_path: Path):
+    out = doctor(PLAIN, "--out", str(tmp_path / "report.json")).stdout
     assert "healthy: both learn the same." in out
     assert "dropout" in out
-    assert "split_batches=True" in out, "what was changed for the comparison is said"
-    found = json.loads(report.read_text())
-    assert (found["ok"], found["steps"], found["findings"]) == (True, 3, [])
-    assert "save and load" in [check["quantity"] for check in found["checks"]]
+    assert "split_batches=True" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["ok"], report["steps"], report["findings"]) == (True, 3, [])
+    assert "save and load" in [check["quantity"] for check in report["checks"]]
 
 
-SCHEDULE = "schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)"
-WARM_UP = "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / ({})))"
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        (WARM_UP, 0, "the scheduler makes a step for each process"),
+        (SPLIT_BATCHES, 1, "likely cause: learning rate depends on the world"),
+        (FUNCTIONAL_DROPOUT, 0, "dropout was switched off"),
+    ],
+    ids=["warm-up of all processes", "warm-up with split batches", "functional dropout"],
+)
+def test_report_names_schedules_and_dropout(text: str, code: int, message: str, doctor: Doctor):
+    assert message in doctor(text, code=code).stdout
 
 
-def test_doctor_of_a_schedule_in_steps_of_all_processes_is_healthy(tmp_path: Path):
-    script = tmp_path / "warm_up.py"
-    script.write_text(PLAIN.replace(SCHEDULE, f"schedule = {WARM_UP.format('8 * accelerator.num_processes')}"))
-    done = doctor(script)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the scheduler makes a step for each process" in done.stdout
-
-
-def test_doctor_of_a_schedule_that_split_batches_makes_too_long_names_it(tmp_path: Path):
-    script = tmp_path / "warm_up.py"
-    text = PLAIN.replace(SCHEDULE, f"schedule = {WARM_UP.format('8 * accelerator.num_processes')}")
-    splits = "dataloader_config=DataLoaderConfiguration(split_batches=True)"
-    text = text.replace("import Accelerator", "import Accelerator, DataLoaderConfiguration")
-    script.write_text(text.replace("(gradient_accumulation_steps=2)", f"(gradient_accumulation_steps=2, {splits})"))
-    done = doctor(script)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "likely cause: learning rate depends on the world" in done.stdout
-
-
-def test_a_script_is_no_rank_of_the_world_that_the_doctor_is_started_in(tmp_path: Path):
-    launched = {
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "PMI_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "TORCHELASTIC_RUN_ID": "1",
-        "TOOLKIT_LAUNCH": "folder",
-    }
-    script = tmp_path / "script.py"
-    script.write_text(f"import os\nraise ValueError(sorted({{*os.environ}} & {set(launched)}))\n")
-    done = run_forked("-m", "toolkit", "doctor", str(script), env=program_environment() | launched)
-    assert done.returncode == 2
+def test_script_has_no_variables_of_a_launcher(doctor: Doctor):
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TOOLKIT_LAUNCH")
+    script = f"import os\nraise ValueError(sorted({{*os.environ}} & {set(names)}))\n"
+    done = doctor(script, code=2, **dict.fromkeys(names, "2"))
     assert "fails in one process: ValueError: []" in done.stderr
 
 
-def test_a_fault_is_named_with_its_remedy_and_the_exit_code_is_1():
-    done = doctor(TOY, "buffer")
-    assert done.returncode == 1, done.stderr
-    out = done.stdout
+def test_fault_is_named_with_its_remedy_and_exit_code_1(doctor: Doctor):
+    out = doctor(TOY.read_text(), "buffer", code=1).stdout
     assert "likely cause: buffer overwritten by broadcast" in out
     assert "remedy   keep counts of a rank in a plain attribute" in out
     assert "WRONG buffers of ranks" in out
 
 
-def test_dropout_that_is_no_module_raises_no_alarm(tmp_path: Path):
-    functions = """
-class Dropped(nn.Module):
-    def forward(self, x):
-        x = nn.functional.alpha_dropout(nn.functional.dropout(x, p=0.5, training=self.training), 0.3, True)
-        rows = x[:, None, :, None]
-        return x + nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.2)[:, 0, :, 0]
-
-set_seed(0)"""
-    script = tmp_path / "functional.py"
-    script.write_text(PLAIN.replace("nn.Dropout(0.5)", "Dropped()").replace("\nset_seed(0)", functions))
-    done = doctor(script)
-    assert done.returncode == 0, done.stderr
-    assert "dropout was switched off" in done.stdout
-
-
-def test_a_rank_that_skips_a_step_is_named():
+def test_rank_that_skips_a_step_is_named():
     code = (
         "import sys, toolkit.doctor.examine as examine; from toolkit.commands import main;"
         "examine.MOST_WAIT_S = 1.0;"
@@ -135,14 +122,12 @@ def test_a_rank_that_skips_a_step_is_named():
     )
     done = run_forked("-c", code)
     assert done.returncode == 1, done.stderr
-    out = done.stdout
-    assert "likely cause: ranks out of step" in out
-    assert "rank 0 at step 2" in out
-    assert "rank 1 at step 3" in out
+    for message in ("likely cause: ranks out of step", "rank 0 at step 2", "rank 1 at step 3"):
+        assert message in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("content", "words", "said"),
+    ("text", "words", "message"),
     [
         (None, [], "not a file"),
         ("", ["--num-processes", "2"], "Use its --processes"),
@@ -150,21 +135,12 @@ def test_a_rank_that_skips_a_step_is_named():
         (PLAIN.replace("batch_size=8", "batch_size=7"), [], "runs in one process and fails in 2: ValueError"),
     ],
 )
-def test_what_cannot_be_examined_is_one_line_and_exit_code_2(
-    content: str | None, words: list[str], said: str, tmp_path: Path
-):
-    script = tmp_path / "script.py"
-    if content is not None:
-        script.write_text(content)
-    done = doctor(script, *words)
-    assert done.returncode == 2, done.stdout
-    last = done.stderr.splitlines()[-1]
+def test_script_that_cannot_be_examined_exits_with_code_2(text: str | None, words, message: str, doctor: Doctor):
+    last = doctor(text, *words, code=2).stderr.splitlines()[-1]
     assert last.startswith("error: ")
-    assert said in last
+    assert message in last
 
 
-def test_a_script_that_records_offline_leaves_no_wandb_run_behind(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text("import wandb\nwandb.init(mode='offline').finish()\nraise RuntimeError('it was recorded')")
-    assert run_forked("-m", "toolkit", "doctor", str(script), cwd=tmp_path).returncode == 2
+def test_offline_wandb_run_of_the_script_is_deleted(doctor: Doctor, tmp_path: Path):
+    doctor("import wandb\nwandb.init(mode='offline').finish()\nraise RuntimeError('it was recorded')", code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]

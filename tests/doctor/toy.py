@@ -1,10 +1,8 @@
-"""A training script as small as can be with everything in it that can go wrong: python toy.py [FAULT].
+"""A small training script with faults to switch on: python toy.py [FAULT].
 
-Two experts of four have replicas on two ranks; experts move after the second step; the mixture is recomputed in the
-backward. A fault is one line done wrong, as people do it.
+Two of four experts have replicas on two ranks, experts migrate after the second step, and the MoE layer is recomputed
+in the backward pass.
 """
-
-from __future__ import annotations
 
 import sys
 import time
@@ -14,12 +12,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint as careless_checkpoint
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from toolkit.experts.layer import losses
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.layer.recompute import checkpoint as careful_checkpoint
+from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.parallel.sync import ExpertSync
@@ -35,7 +33,7 @@ BEFORE, AFTER = ExpertPlacement(((0, 1, 2), (3, 0, -1))), ExpertPlacement(((3, 1
 
 
 class LateNorm(nn.LayerNorm):
-    """Is another one on each rank from the second step on."""
+    """Differs between ranks from the second step on."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1 + 0.1 * rank * (step > 0))
@@ -57,8 +55,8 @@ class Toy(nn.Module):
         self.seen += x.sum()
         hidden = self.norm(self.stem(x)).relu()
         if fault == "recompute":
-            return self.head(hidden + careless_checkpoint(self.moe, hidden, use_reentrant=False))
-        return self.head(hidden + careful_checkpoint(self.moe, hidden))
+            return self.head(hidden + torch_checkpoint(self.moe, hidden, use_reentrant=False))
+        return self.head(hidden + checkpoint(self.moe, hidden))
 
 
 model = Toy()
@@ -66,13 +64,12 @@ stack = model.moe.expert_stack
 trained = [p for name, p in model.named_parameters() if fault != "optimizer" or name != "head.weight"]
 optimizer = torch.optim.AdamW(trained, lr=1e-2 * (world if fault == "rate" else 1))
 penalty = RouterPenalty(model, balance_weight=0.1)
-waiting = [model.head.weight, *stack.parameters.values()] if fault == "unfreeze" else []
-for parameter in waiting:
+frozen = [model.head.weight, *stack.parameters.values()] if fault == "unfreeze" else []
+for parameter in frozen:
     parameter.requires_grad_(False)
 if fault == "unsynchronised":
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, ["head.weight", "moe.experts.up", "moe.experts.down"]
-    )
+    ignored = ["head.weight", "moe.experts.up", "moe.experts.down"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = lambda *_: None
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 sync = ExpertSync(model.parameters())
@@ -81,23 +78,21 @@ if fault == "balance":
     losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
 if fault in ("permutation", "late_permutation") and world > 1:
     combine = stack.dispatcher.combine
-
-    def combine_others(rows: torch.Tensor, dispatched):
-        return combine(rows.flip(0) if step or fault == "permutation" else rows, dispatched)
-
-    stack.dispatcher.combine = combine_others
+    stack.dispatcher.combine = lambda rows, dispatched: combine(
+        rows.flip(0) if step or fault == "permutation" else rows, dispatched
+    )
 if fault == "recompute":
     route, calls = model.moe.router.forward, [0]
 
-    def route_anew(x: torch.Tensor):
+    def reroute(x: torch.Tensor):
         calls[0] += 1
         routing = route(x)
-        if calls[0] % 2 == 0:  # experts 1 and 2, which live on the same rank, change places
+        if calls[0] % 2 == 0:  # swaps experts 1 and 2, which are on the same rank
             routing.expert_ids_TK.copy_(torch.tensor([0, 2, 1, 3])[routing.expert_ids_TK])
         return routing
 
-    model.moe.router.forward = route_anew
-if fault == "save":  # Accelerate saves, and the layer does not refuse, as others do not
+    model.moe.router.forward = reroute
+if fault == "save":  # Accelerate saves the layer as any other layer
     model.moe._state_dict_pre_hooks.clear()
 else:
 
@@ -115,7 +110,7 @@ for step in range(10):
     x = torch.randn(12, 8, generator=order)
     y = torch.randint(3, (12,), generator=order)
     mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
-    if fault == "mean" and world == 2:  # a mean of means, over seven samples and five
+    if fault == "mean" and world == 2:  # a mean of the means of seven and five samples
         mine = slice(0, 7) if rank == 0 else slice(7, 12)
     loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + world * penalty()
     accelerator.backward(loss)
@@ -128,7 +123,7 @@ for step in range(10):
     optimizer.zero_grad()
     if fault != "refresh":
         sync.after_step(step, optimizer)
-    for parameter in waiting:
+    for parameter in frozen:
         parameter.requires_grad_(True)
     if step == 1 and world == 2:
         if fault == "dropped":

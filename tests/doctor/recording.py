@@ -1,6 +1,4 @@
-"""What a script does on gloo processes, as the doctor's recorder saw it."""
-
-from __future__ import annotations
+"""Records of the doctor's recorder on gloo processes."""
 
 from pathlib import Path
 
@@ -13,8 +11,8 @@ from toolkit.doctor.watch import watch
 STEPS = 3
 
 
-def watched(folder: Path, world: int, script: Path, *args: str, variant: Variant = "as it is") -> Evidence:
-    """Runs the first steps of `script` on `world` processes, which record them in `folder`, made for it."""
+def record(folder: Path, world: int, script: Path | str, *args: str, variant: Variant = "as it is") -> Evidence:
+    """Run the first steps of `script` on `world` processes, and return their records, which are in `folder`."""
     folder.mkdir()
     run_distributed(_watch, world, str(folder), str(script), list(args), variant)
     return Evidence(read_records(folder))

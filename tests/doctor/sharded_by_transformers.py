@@ -1,8 +1,7 @@
-"""A mixture whose experts transformers spreads over the processes, as its Trainer trains it.
+"""A loop on a MoE model whose experts transformers shards: python sharded_by_transformers.py FOLDER [FAULT].
 
-It is called with the folder of the model, and with a word that switches a fault on.
-`undivided`: the gradients of experts are the sum over ranks, not the mean. `own_norm`: each rank clips by the norm of
-the experts that it has.
+With the fault `undivided`, expert gradients are the sum over ranks instead of the mean; with `own_norm`, each rank
+clips by the norm of its experts.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-PLACE, FAULT = sys.argv[1], "".join(sys.argv[2:])
+FOLDER, FAULT = sys.argv[1], "".join(sys.argv[2:])
 
 logging.disable_progress_bar()
 accelerator = Accelerator(cpu=True)
 world = accelerator.num_processes
 set_seed(0)
 model: Any = AutoModelForCausalLM.from_pretrained(
-    PLACE,
+    FOLDER,
     dtype=torch.float32,
     distributed_config=DistributedConfig(fsdp_size=world, ep_size=world),
     experts_implementation="eager",
@@ -43,15 +42,18 @@ model = accelerator.prepare_model(model, device_placement=False, evaluation_mode
 optimizer, loader = accelerator.prepare(optimizer, loader)
 
 
-def save_checkpoint(place: str) -> None:
-    state, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=Path(place) / "state")
+def state(model: Any, optimizer: Any) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
-def load_checkpoint(place: str) -> None:
-    state, of_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=Path(place) / "state")
-    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+def save_checkpoint(folder: str) -> None:
+    dcp.save(state(model, optimizer), checkpoint_id=Path(folder) / "state")
+
+
+def load_checkpoint(folder: str) -> None:
+    loaded = state(model, optimizer)
+    dcp.load(loaded, checkpoint_id=Path(folder) / "state")
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
 
 
 def clip() -> None:
@@ -62,7 +64,7 @@ def clip() -> None:
     for each in by_mesh.values():
         gradients = [parameter.grad for parameter in each]
         if FAULT == "own_norm":
-            gradients = [getattr(gradient, "to_local", lambda whole=gradient: whole)() for gradient in gradients]
+            gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
         norm = get_total_norm(gradients)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     norm = torch.stack(norms).norm()
