@@ -1,4 +1,4 @@
-"""Stop a run anywhere, give the same command again: nothing of it can be told from a run that was never stopped."""
+"""Interrupted runs that resume equal an uninterrupted run in weights, metrics and samples."""
 
 from pathlib import Path
 
@@ -11,42 +11,45 @@ from tests.support.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, St
 from toolkit.errors import Preempted
 from toolkit.run.config.callback_options import CheckpointOptions
 
+EVERY_FOURTH_STEP = {"checkpoint": CheckpointOptions(every_steps=4)}
+
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Outcome:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     outcome = train(small_config(tmp_path_factory.mktemp("uninterrupted") / "run"))
     assert sorted(i for step in range(STEPS_PER_EPOCH) for i in outcome.samples[step]) == list(range(SAMPLES))
     assert [line["step"] for line in outcome.metrics] == [3, 6, 9, 10, 12, 15, 18, 20]
     return outcome
 
 
-def stopped_and_continued(
-    folder: Path, step: int, how: str, error: type[BaseException], begins: int = 0, **settings
+def stop_and_resume(
+    folder: Path, stop: Stop, error: type[BaseException], begin: int = 0, ep_size: int = 1, **settings
 ) -> Outcome:
-    """Stop at `step`, continue; the samples are those of both processes, in the order in which they came."""
-    first, second = Stop(step, how), Stop()
-    with pytest.raises(error):
-        train(small_config(folder, **settings), first)
-    outcome = train(small_config(folder, **settings), second)
-    outcome.samples = dict(first.samples) | dict(second.samples)
+    """Train until `stop`, resume, and return the outcome with the samples of both."""
+    rest = Stop()
+    with pytest.raises(error) as raised:
+        train(small_config(folder, **settings), stop, ep_size=ep_size)
+    outcome = train(small_config(folder, **settings), rest, ep_size=ep_size)
+    outcome.samples = dict(stop.samples) | dict(rest.samples)
     if error is Preempted:
-        assert [at for at, _ in first.samples + second.samples] == list(range(begins, STEPS)), "repeated or skipped"
+        last = stop.step + (stop.rank > 0)  # ranks agree one step later
+        assert f"stopped by {stop.how} at step {last};" in str(raised.value)
+        assert [at for at, _ in stop.samples + rest.samples] == list(range(begin, STEPS)), "repeated or skipped"
     return outcome
 
 
-@pytest.mark.parametrize("step", [9, 10])
-def test_a_run_preempted_at_any_step_goes_on_as_if_it_had_not_been(step, tmp_path, uninterrupted):
-    how = "SIGTERM" if step % 2 else "SIGUSR1"
-    stopped_and_continued(tmp_path / "run", step, how, Preempted).assert_equals(uninterrupted)
+@pytest.mark.parametrize(
+    ("step", "how", "error", "settings"),
+    [
+        (10, "SIGUSR1", Preempted, {}),
+        *((step, "exception", RuntimeError, EVERY_FOURTH_STEP) for step in (1, 4, 5, 20)),
+    ],
+)
+def test_resumed_run_equals_an_uninterrupted_run(step, how, error, settings, tmp_path, uninterrupted):
+    stop_and_resume(tmp_path / "run", Stop(step, how), error, **settings).assert_equals(uninterrupted)
 
 
-@pytest.mark.parametrize("step", [1, 4, 5, 20])
-def test_a_run_that_fails_at_any_step_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
-    every = {"checkpoint": CheckpointOptions(every_steps=4)}
-    stopped_and_continued(tmp_path / "run", step, "exception", RuntimeError, **every).assert_equals(uninterrupted)
-
-
-def test_a_run_stopped_at_every_step_in_turn_arrives_at_the_same_end(tmp_path, uninterrupted):
+def test_run_stopped_at_every_step_equals_an_uninterrupted_run(tmp_path, uninterrupted):
     config = small_config(tmp_path / "run")
     samples = {}
     for step in range(1, STEPS):
@@ -59,69 +62,66 @@ def test_a_run_stopped_at_every_step_in_turn_arrives_at_the_same_end(tmp_path, u
     outcome.assert_equals(uninterrupted)
 
 
-def test_a_run_goes_back_to_an_older_checkpoint_once_and_later_ones_are_kept(tmp_path, uninterrupted):
+def test_resume_from_an_older_checkpoint_rewinds_once_and_keeps_later_ones(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    often = {"checkpoint": CheckpointOptions(every_steps=4, keep=9)}
+    settings = {"checkpoint": CheckpointOptions(every_steps=4, keep=9)}
     with pytest.raises(Preempted):
-        train(small_config(folder, **often), Stop(14, "SIGTERM"))
+        train(small_config(folder, **settings), Stop(14, "SIGTERM"))
     with pytest.raises(tk.UserError, match=r"resume_from=5: there is no such checkpoint .* take one of 4, 8, 12, 14"):
-        train(small_config(folder, **often, resume_from=5))
-    back, again = Stop(10, "SIGTERM"), Stop()
-    with pytest.raises(Preempted):
-        train(small_config(folder, **often, resume_from=8), back)
-    outcome = train(small_config(folder, **often, resume_from=8), again)
-    assert [step for step, _ in (*back.samples, *again.samples)] == list(range(8, STEPS))
+        train(small_config(folder, **settings, resume_from=5))
+    outcome = stop_and_resume(folder, Stop(10, "SIGTERM"), Preempted, begin=8, **settings, resume_from=8)
     kept = [path.name for path in (folder / "checkpoints" / "after-step-00000008").iterdir()]
     assert sorted(kept) == ["step-00000012", "step-00000014"]
     outcome.samples = uninterrupted.samples
     outcome.assert_equals(uninterrupted)
 
 
-def test_a_shorter_run_is_extended_to_what_the_longer_one_is(tmp_path, uninterrupted, capsys):
+def finish(config) -> dict:
+    with small_trainer(config) as trainer:
+        return trainer.run.finish(trainer.fit())
+
+
+def test_extended_run_equals_a_longer_run(tmp_path, uninterrupted, capsys):
     folder = tmp_path / "run"
-    with small_trainer(small_config(folder, max_steps=10)) as trainer:
-        trainer.run.finish(trainer.fit())
-    with pytest.raises(tk.UserError, match=r"has a finished run\. .* extend=True"):
-        train(small_config(folder, max_steps=20))
-    with pytest.raises(tk.UserError, match="extend=True: the run has 10 steps already"):
-        train(small_config(folder, max_steps=10, extend=True))
+    extended = {"max_steps": 20, "extend": True}
+
+    def raises(message: str, folder: Path = folder, **settings) -> None:
+        with pytest.raises(tk.UserError, match=message):
+            train(small_config(folder, **settings))
+
+    finish(small_config(folder, max_steps=10))
+    raises(r"has a finished run\. .* extend=True", max_steps=20)
+    raises("extend=True: the run has 10 steps already", max_steps=10, extend=True)
     capsys.readouterr()
-    settings = {"max_steps": 20, "extend": True, "begins": 10}
-    outcome = stopped_and_continued(folder, 15, "SIGTERM", Preempted, **settings)
+    outcome = stop_and_resume(folder, Stop(15, "SIGTERM"), Preempted, begin=10, **extended)
     outcome.samples = uninterrupted.samples
     outcome.assert_equals(uninterrupted)
-    # It has no results yet: the same command, which may have been stopped just before them, gets there.
-    with small_trainer(small_config(folder, max_steps=20, extend=True)) as trainer:
-        assert trainer.run.finish(trainer.fit()).items() >= uninterrupted.results.items()
-    with pytest.raises(tk.UserError, match="extend=True: the run has 20 steps already"):
-        train(small_config(folder, max_steps=20, extend=True))
-    assert "extended to step 20: the schedule now has this length; the learning rate goes from" in (
-        capsys.readouterr().out
-    )
-    with pytest.raises(tk.UserError, match="batch_size=5"):
-        train(small_config(folder, max_steps=30, extend=True, batch_size=5))
-    with pytest.raises(tk.UserError, match="extend=True: no run in"):
-        train(small_config(tmp_path / "none", extend=True))
+    # A run that was stopped right before its results gets them from the same command.
+    assert finish(small_config(folder, **extended)).items() >= uninterrupted.results.items()
+    raises("extend=True: the run has 20 steps already", **extended)
+    output = "extended to step 20: the schedule now has this length; the learning rate goes from"
+    assert output in capsys.readouterr().out
+    raises("batch_size=5", max_steps=30, extend=True, batch_size=5)
+    raises("extend=True: no run in", tmp_path / "none", extend=True)
 
 
-def files(folder):
+def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 @pytest.mark.parametrize(
-    ("refused", "damaged"),
+    ("settings", "damaged", "message"),
     [
-        ({"max_steps": 10}, None),
-        ({"max_steps": 20, "resume_from": 5}, None),
-        ({"max_steps": 10}, "config.json"),
-        ({"max_steps": 20}, "checkpoints/*/*.safetensors"),
+        ({"max_steps": 10}, "", "has 10 steps already"),
+        ({"max_steps": 20, "resume_from": 5}, "", "the model is another one"),
+        ({"max_steps": 10}, "config.json", "has 10 steps already"),
+        ({"max_steps": 20}, "checkpoints/*/*.safetensors", "extend=True: no checkp"),
     ],
 )
-def test_a_refused_extension_leaves_a_finished_run_as_it_was(tmp_path, monkeypatch, refused, damaged):
+def test_failed_extension_leaves_a_finished_run_unchanged(tmp_path, monkeypatch, settings, damaged, message):
     folder = tmp_path / "run"
-    often = {"checkpoint": CheckpointOptions(every_steps=5, keep=9)}
-    with small_trainer(small_config(folder, max_steps=10, **often)) as trainer:
-        trainer.run.finish(trainer.fit())
+    settings = settings | {"checkpoint": CheckpointOptions(every_steps=5, keep=9)}
+    finish(small_config(folder, **settings | {"max_steps": 10, "resume_from": None}))
     for path in folder.glob(damaged) if damaged else ():
         path.write_text("damaged")
     before = files(folder)
@@ -129,54 +129,38 @@ def test_a_refused_extension_leaves_a_finished_run_as_it_was(tmp_path, monkeypat
     def does_not_fit(*_, **__):
         raise tk.UserError("the model is another one.")
 
-    if "resume_from" in refused:
+    if "resume_from" in settings:
         monkeypatch.setattr("toolkit.checkpoint.checkpoint.load_checkpoint", does_not_fit)
-    with pytest.raises(tk.UserError, match=r"has 10 steps already|the model is another one|extend=True: no checkp"):
-        train(small_config(folder, extend=True, **often, **refused))
+    with pytest.raises(tk.UserError, match=message):
+        train(small_config(folder, extend=True, **settings))
     assert files(folder) == before
 
 
-def test_gradient_accumulation_continues_exactly(tmp_path):
-    settings = {"gradient_accumulation_steps": 2}
-    whole = train(small_config(tmp_path / "whole", **settings))
-    stopped_and_continued(tmp_path / "run", 7, "SIGTERM", Preempted, **settings).assert_equals(whole)
-
-
-@pytest.mark.parametrize("step", [15])
-def test_a_killed_run_goes_on_from_the_last_checkpoint(step, tmp_path, uninterrupted):
+def test_killed_run_resumes_from_the_last_checkpoint(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     code = (
-        "from pathlib import Path; from toolkit.run.config.run import CheckpointOptions;"
-        "from tests.support.small_run import *;"
-        f"config = small_config(Path({str(folder)!r}), checkpoint=CheckpointOptions(every_steps=4));"
-        f"train(config, Stop({step}, 'SIGKILL'))"
+        "from pathlib import Path; from tests.test_resume import *;"
+        f"train(small_config(Path({str(folder)!r}), **EVERY_FOURTH_STEP), Stop(15, 'SIGKILL'))"
     )
     assert run_forked("-c", code).returncode == -9
-    outcome = train(small_config(folder, checkpoint=CheckpointOptions(every_steps=4)))
+    outcome = train(small_config(folder, **EVERY_FOURTH_STEP))
     outcome.samples = uninterrupted.samples | outcome.samples
     outcome.assert_equals(uninterrupted)
 
 
-def train_on_ranks(folder: Path, ep_size: int, accumulation: int) -> None:
-    """Stop rank 1 alone by a signal, at various steps; compare with a run left alone."""
+def stop_rank_1_and_resume(folder: Path, ep_size: int, accumulation: int) -> None:
     settings = {"gradient_accumulation_steps": accumulation, "batch_size": 24}
-    whole = train(small_config(folder / "whole", **settings), ep_size=ep_size)
+    uninterrupted = train(small_config(folder / "uninterrupted", **settings), ep_size=ep_size)
     for step in (16,) if ep_size == 2 else (3, 16):
-        config = small_config(folder / f"run-{step}", **settings)
-        first, second = Stop(step, "SIGTERM", rank=1), Stop()
-        # Ranks agree one step later.
-        with pytest.raises(Preempted, match=f"stopped by SIGTERM at step {step + 1};"):
-            train(config, first, ep_size=ep_size)
-        outcome = train(config, second, ep_size=ep_size)
-        assert [at for at, _ in first.samples + second.samples] == list(range(STEPS))
-        outcome.samples |= dict(first.samples)
-        outcome.assert_equals(whole)
+        stop = Stop(step, "SIGTERM", rank=1)
+        outcome = stop_and_resume(folder / f"run-{step}", stop, Preempted, ep_size=ep_size, **settings)
+        outcome.assert_equals(uninterrupted)
 
 
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "accumulation"),
     [(2, 1, 1), (2, 2, 2), (4, 2, 1)],
-    ids=["copied experts", "accumulation", "two groups of two"],
+    ids=["replicated experts", "accumulation", "two groups of two"],
 )
-def test_ranks_stop_together_and_continue_exactly(world_size, ep_size, accumulation, tmp_path):
-    run_distributed(train_on_ranks, world_size, tmp_path, ep_size, accumulation)
+def test_ranks_stop_together_and_resume_exactly(world_size, ep_size, accumulation, tmp_path):
+    run_distributed(stop_rank_1_and_resume, world_size, tmp_path, ep_size, accumulation)

@@ -1,31 +1,28 @@
-"""Runs with optimizers and schedulers that keep settings in parameter groups resume like uninterrupted ones."""
+"""Runs with optimizers and schedulers that keep settings in parameter groups resume exactly at any world size."""
 
-from __future__ import annotations
-
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lion_pytorch import Lion  # type: ignore[import-untyped]
+from lion_pytorch import Lion
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.support.equality import in_float64, relative_difference
 from tests.support.helpers import run_distributed
 from tests.support.optimizers import GrowingRates, ScheduleFreeSGD
-from tests.test_elastic import STEPS, Layout, trainer_of
+from tests.test_elastic import STEPS, Layout, stop_at, trainer_of
 from tests.test_parity import Trace, by_id
 from toolkit import experts
 from toolkit.errors import UserError
-from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.optim import constant
-from toolkit.train.trainer import Trainer
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices and the other parameters, with rates of their own."""
+    """Return matrices and other parameters with separate learning rates."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     return [{"params": matrices, "lr": 3e-3}, {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 1e-3}]
 
@@ -58,67 +55,64 @@ OPTIMIZATIONS: dict[str, Any] = {
     "ASGD": lambda model: (torch.optim.ASGD(model.parameters(), lr=1e-1, t0=2), constant()),
 }
 LAYOUTS: list[Layout] = [(2, 2, "copies"), (1, 1, "blocks"), (4, 2, "uneven")]
-"""Runs begin in the first. Adafactor's factors are over all experts, so only EP size 1 supports it."""
-CUTS = {kind: 1 + number * 3 % (STEPS - 1) for number, kind in enumerate(OPTIMIZATIONS)}
-"""Step at which a run is preempted."""
+"""Layouts of resumed runs; all begin in the first."""
+STOPS = {kind: 1 + number * 3 % (STEPS - 1) for number, kind in enumerate(OPTIMIZATIONS)}
+"""Step of the preemption."""
 
 
-class Preempt(Callback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.state.step == self.step:
-            trainer.request_stop("SIGTERM")
-
-
-def train(folder: Path, kind: str, layout: Layout, *, cut: bool = False) -> tuple[list[float], dict[str, Tensor], int]:
+def train(folder: Path, kind: str, layout: Layout, until: int = STEPS) -> tuple[list[float], dict[str, Tensor], int]:
     trace = Trace()
-    layout = (layout[0], 1, "blocks") if kind == "Adafactor" else layout
-    callbacks = [trace, *([Preempt(CUTS[kind])] if cut else []), Checkpointing()]
+    if kind == "Adafactor":  # its factors combine all experts, so it supports EP size 1 only
+        layout = (layout[0], 1, "blocks")
+    callbacks = [trace, stop_at(until), Checkpointing()]
     make = OPTIMIZATIONS[kind]
-    with in_float64(), trainer_of(folder, layout, "loss", callbacks, log_every=1, optimization=make) as trainer:
+    with in_float64(), trainer_of(folder / kind, layout, "loss", callbacks, log_every=1, optimization=make) as trainer:
         trainer.fit()
         return trace.losses, by_id(trainer.raw_model, "weight"), trainer.state.samples
 
 
-def train_all(folder: Path, layout: Layout) -> dict[tuple[str, str], Any]:
-    found = {}
+def train_all(folder: Path, layout: Layout) -> dict[str, Any]:
+    return {kind: train(folder, kind, layout) for kind in OPTIMIZATIONS}
+
+
+def train_and_stop_all(folder: Path, layout: Layout) -> dict[str, Any]:
     for kind in OPTIMIZATIONS:
-        if layout == LAYOUTS[0]:
-            found[kind, "whole"] = train(folder / f"{kind} whole {layout}", kind, layout)
-            for after in LAYOUTS:
-                train(folder / f"{kind} cut {after}", kind, layout, cut=True)
-        found[kind, "resumed"] = train(folder / f"{kind} cut {layout}", kind, layout)
-    return found
+        train(folder / "stopped", kind, layout, STOPS[kind])
+    return train_all(folder / "uninterrupted", layout)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[str, str], Any]]:
-    """What each kind of run learned: uninterrupted on two ranks, and resumed on one, two and four."""
-    folder, found = tmp_path_factory.mktemp("optimizers"), {}
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout | None, dict[str, Any]]:
+    """Losses, weights and samples of uninterrupted runs (None), and of runs resumed in each layout."""
+
+    def launch(function: Any, folder: Path, layout: Layout) -> dict[str, Any]:
+        ranks = run_distributed(function, layout[0], folder, layout)
+        return {
+            kind: (losses, {name: row for rank in ranks for name, row in rank[kind][1].items()}, samples)
+            for kind, (losses, _, samples) in ranks[0].items()
+        }
+
+    folder = tmp_path_factory.mktemp("optimizers")
+    found = {None: launch(train_and_stop_all, folder, LAYOUTS[0])}
     for layout in LAYOUTS:
-        ranks = run_distributed(train_all, layout[0], folder, layout, timeout_s=300)
-        found[layout[0]] = {}
-        for key, (losses, _, samples) in ranks[0].items():
-            weights = {name: row for rank in ranks for name, row in rank[key][1].items()}
-            found[layout[0]][key] = losses, weights, samples
+        shutil.copytree(folder / "stopped", folder / str(layout))
+        found[layout] = launch(train_all, folder / str(layout), layout)
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZATIONS)
-def test_resumed_run_equals_an_uninterrupted_one(kind: str, world_size: int, runs: dict[int, dict[Any, Any]]):
-    losses, weights, samples = runs[LAYOUTS[0][0]][kind, "whole"]
-    resumed_losses, resumed, resumed_samples = runs[world_size][kind, "resumed"]
+def test_resumed_optimizer_equals_an_uninterrupted_one(kind: str, layout: Layout, runs: dict[Any, dict[str, Any]]):
+    losses, weights, samples = runs[None][kind]
+    resumed_losses, resumed, resumed_samples = runs[layout][kind]
     assert len(losses) == STEPS
     assert samples == resumed_samples
     assert resumed.keys() == weights.keys()
-    if world_size == LAYOUTS[0][0]:
-        assert resumed_losses == losses[CUTS[kind] :]
+    if layout == LAYOUTS[0]:
+        assert resumed_losses == losses[STOPS[kind] :]
         assert all(torch.equal(resumed[name], value) for name, value in weights.items())
     else:
-        assert resumed_losses == pytest.approx(losses[CUTS[kind] :], rel=1e-10)
+        assert resumed_losses == pytest.approx(losses[STOPS[kind] :], rel=1e-10)
         assert all(relative_difference(resumed[name], weights[name]) < 1e-10 for name in resumed)
 
 
