@@ -1,7 +1,5 @@
 """Import rules of the packages. No file is excepted."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib
