@@ -1,6 +1,4 @@
-"""The sbatch templates on a real Slurm of two nodes in this machine: `make test-slurm`."""
-
-from __future__ import annotations
+"""sbatch templates on a Slurm cluster of two nodes on this machine: `make test-slurm`."""
 
 import json
 import os
@@ -11,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,16 +19,16 @@ from tests.support.helpers import ROOT
 pytestmark = pytest.mark.slurm
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object], event: str) -> None:
+    deadline = time.monotonic() + 240
     while not condition():
-        assert time.monotonic() < deadline, f"{what} took more than {seconds} s"
+        assert time.monotonic() < deadline, f"no {event} within 240 s"
         time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Calls a Slurm command and returns what it says."""
+    """Function that runs a Slurm command and returns its output."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs root and Slurm: apt-get install --no-install-recommends slurm-wlm")
     folder = tmp_path_factory.mktemp("slurm")
@@ -56,7 +55,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder to submit from, so that runs do not land in this checkout."""
+    """Folder to submit from, which gets the runs."""
     for name in ("slurm", "recipes", "toolkit"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "logs").mkdir()
@@ -72,43 +71,40 @@ def log_of(checkout: Path, job: str) -> str:
     return "".join(path.read_text() for path in checkout.glob(f"logs/*-{job}*.log"))
 
 
+def results_of(slurm: Callable[..., str], checkout: Path, job: str) -> dict[str, Any]:
+    """Wait for the end of `job` and return its results."""
+    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "end of the job")
+    results = checkout / "runs" / f"slurm-{job}" / "results.json"
+    assert results.exists(), log_of(checkout, job)
+    return json.loads(results.read_text())
+
+
 DEBUG = ("recipes/mnist_moe.py", "debug", "--tracker", "none")
 
 
-def test_a_run_of_two_processes_ends_with_results(slurm, checkout):
+def test_multi_gpu_run_has_results_of_two_processes(slurm, checkout):
     job = submit(slurm, checkout, "slurm/multi_gpu.sbatch", *DEBUG)
-    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "the run")
-    results = checkout / "runs" / f"slurm-{job}" / "results.json"
-    assert results.exists(), log_of(checkout, job)
-    assert json.loads(results.read_text())["world_size"] == 2
+    assert results_of(slurm, checkout, job)["world_size"] == 2
 
 
 @pytest.mark.parametrize(
     ("template", "world_size"),
-    [
-        (("slurm/run.sbatch", *DEBUG, "--cpu"), 1),
-        (("--nodes=2", "slurm/multi_node.sbatch", *DEBUG), 2),
-    ],
+    [(("slurm/run.sbatch", *DEBUG, "--cpu"), 1), (("--nodes=2", "slurm/multi_node.sbatch", *DEBUG), 2)],
     ids=["one node", "two nodes"],
 )
-def test_a_run_that_is_warned_saves_is_queued_anew_and_ends(template, world_size, slurm, checkout):
+def test_signalled_run_saves_is_requeued_and_finishes(template, world_size, slurm, checkout):
     job = submit(slurm, checkout, *template, "--epochs", "15")
-    wait_for(lambda: re.search(r"^step ", log_of(checkout, job), re.MULTILINE), "the first steps")
+    wait_for(lambda: re.search(r"^step ", log_of(checkout, job), re.MULTILINE), "step")
     slurm("scancel", "--signal=USR1", "--batch", job)
-    wait_for(lambda: "saved: requeued" in log_of(checkout, job), "saving")
-    wait_for(lambda: "continuing at step" in log_of(checkout, job), "the start of the continued run")
-    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "the continued run")
-    results = checkout / "runs" / f"slurm-{job}" / "results.json"
-    assert results.exists(), log_of(checkout, job)
-    assert json.loads(results.read_text())["world_size"] == world_size
+    wait_for(lambda: "saved: requeued" in log_of(checkout, job), "save")
+    wait_for(lambda: "continuing at step" in log_of(checkout, job), "resume")
+    assert results_of(slurm, checkout, job)["world_size"] == world_size
 
 
-def test_an_array_takes_a_seed_per_task(slurm, checkout):
-    job = submit(
-        slurm, checkout, "--array=0-2", "slurm/sweep_array.sbatch", "--grid", "labels=100,600", "toy.py", "full"
-    )
-    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "the array")
+def test_array_runs_each_cell_with_each_seed(slurm, checkout):
+    grid = ("--grid", "labels=100,600", "toy.py", "full")
+    job = submit(slurm, checkout, "--array=0-2", "slurm/sweep_array.sbatch", *grid)
+    wait_for(lambda: not slurm("squeue", "-h", "-j", job).strip(), "end of the array")
     starts = (checkout / "runs" / "sweep" / "cells" / "starts.txt").read_text().splitlines()
-    assert sorted(starts) == sorted(f"{labels} 0.0 {seed}" for labels in (100, 600) for seed in range(3)), log_of(
-        checkout, job
-    )
+    expected = [f"{labels} 0.0 {seed}" for labels in (100, 600) for seed in range(3)]
+    assert sorted(starts) == sorted(expected), log_of(checkout, job)

@@ -1,6 +1,4 @@
-"""What can be known of the sbatch templates without Slurm. `make test-slurm` submits them."""
-
-from __future__ import annotations
+"""sbatch templates without Slurm. `make test-slurm` submits them."""
 
 import os
 import re
@@ -12,82 +10,67 @@ import pytest
 from tests.support.helpers import ROOT
 
 TEMPLATES = sorted((ROOT / "slurm").glob("*.sbatch"))
+each_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 
 
-def test_there_are_templates_for_one_run_several_gpus_several_machines_and_arrays():
-    assert [path.stem for path in TEMPLATES] == ["multi_gpu", "multi_node", "run", "sweep_array"]
-
-
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_a_template_is_valid_and_can_be_queued_anew(path: Path):
+@each_template
+def test_template_has_valid_syntax_and_directives(path: Path):
     subprocess.run(["bash", "-n", path], check=True)
     text = path.read_text()
     directives = re.findall(r"^#SBATCH (--[\w-]+)", text, re.MULTILINE)
     assert {"--requeue", "--open-mode", "--signal", "--output"} <= set(directives)
-    # Slurm reads directives up to the first command only.
-    first_command = re.search(r"^[^#\n]", text, re.MULTILINE)
-    assert first_command is not None
-    assert text.rindex("#SBATCH") < first_command.start()
+    # Slurm reads directives before the first command only.
+    commands = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert text.rindex("#SBATCH") < text.index(f"\n{commands[0]}")
+    assert commands[0].startswith("trap 'stopped=1' USR1 TERM")
     assert "/home/" not in text
 
 
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_a_template_that_was_not_submitted_says_so(path: Path):
+@each_template
+def test_template_outside_slurm_names_sbatch(path: Path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    done = subprocess.run(["bash", path, "recipe.py"], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", path, "recipe.py"], env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     assert "submit this with sbatch" in done.stderr
 
 
-SAVES_AND_LEAVES = """
+SAVE_AND_EXIT = """
 import signal, sys, time
-def leave(number, frame):
-    time.sleep(0.5)  # as long as a save takes
+def save(number, frame):
+    time.sleep(0.5)
     print("saved by", signal.Signals(number).name, flush=True)
     sys.exit({code})
-signal.signal(signal.SIGUSR1, leave)
+signal.signal(signal.SIGUSR1, save)
 print("ready", flush=True)
 time.sleep(30)
 """
 
 
-def run_job(script: str, folder: Path, *, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `script` in bash as job 7, with a scontrol in `folder` that prints how it was called."""
+def run_job(folder: Path, program: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` in bash as job 7, with `program` as run.py, and a scontrol that prints its arguments."""
+    (folder / "run.py").write_text(program)
     (folder / "scontrol").write_text('#!/bin/bash\necho "scontrol $*"\n')
     (folder / "scontrol").chmod(0o755)
-    return subprocess.run(
-        ["bash", "-uc", script],
-        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    command = ["bash", "-uc", script.format(root=ROOT, run=f"run_and_requeue python3 {folder}/run.py")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=25)
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (1, False)])
-def test_the_warning_reaches_the_run_and_only_a_saved_one_is_queued_anew(code, requeued, tmp_path):
-    (tmp_path / "run.py").write_text(SAVES_AND_LEAVES.format(code=code))
-    script = f". {ROOT}/slurm/common.sh; (sleep 1; kill -USR1 $$) & run_and_requeue python3 {tmp_path}/run.py"
-    done = run_job(script, tmp_path, timeout=60)
+def test_signal_reaches_the_run_and_only_a_saved_run_is_requeued(code, requeued, tmp_path):
+    script = ". {root}/slurm/common.sh; (sleep 1; kill -USR1 $$) & {run}"
+    done = run_job(tmp_path, SAVE_AND_EXIT.format(code=code), script)
     assert "saved by SIGUSR1" in done.stdout, done.stderr
-    assert done.returncode == code
-    assert ("scontrol requeue 7" in done.stdout) == requeued
+    assert (done.returncode, "scontrol requeue 7" in done.stdout) == (code, requeued)
 
 
-@pytest.mark.parametrize("when", ["before the functions are known", "before the run can handle it"])
-def test_a_warning_before_the_run_has_begun_queues_the_job_anew(when, tmp_path):
-    (tmp_path / "run.py").write_text("import time; time.sleep(30)")  # without a handler
-    (first_line,) = {line for path in TEMPLATES for line in path.read_text().splitlines() if line.startswith("trap")}
-    signal_at_once, signal_later = ("kill -USR1 $$", ":") if when.endswith("known") else (":", "kill -USR1 $$")
-    script = f"{first_line}\n{signal_at_once}; . {ROOT}/slurm/common.sh; (sleep 1; {signal_later}) & "
-    script += f"run_and_requeue python3 {tmp_path}/run.py"
-    done = run_job(script, tmp_path, timeout=20)
+@pytest.mark.parametrize(
+    "script",
+    ["kill -USR1 $$; . {root}/slurm/common.sh; {run}", ". {root}/slurm/common.sh; (sleep 1; kill -USR1 $$) & {run}"],
+    ids=["before common.sh", "before the run has a handler"],
+)
+def test_signal_before_the_run_begins_requeues_the_job(script, tmp_path):
+    (trap,) = {line for path in TEMPLATES for line in path.read_text().splitlines() if line.startswith("trap")}
+    done = run_job(tmp_path, "import time; time.sleep(30)", f"{trap}\n{script}")
     assert done.returncode == 75, done.stderr
     assert "scontrol requeue 7" in done.stdout
-
-
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_the_trap_is_the_first_command_of_a_template(path: Path):
-    first, *_ = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-    assert first.startswith("trap 'stopped=1' USR1 TERM")
