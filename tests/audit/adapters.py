@@ -1,7 +1,5 @@
 """Adapters of small models as PEFT saves them, and edited copies."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """Small checkpoints of four families, with experts in the layout of each family."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,35 +20,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+MLP = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "mixtral": {"block_sparse_moe.gate.weight": (EXPERTS, HIDDEN)},
+    "qwen3_moe": {"mlp.gate.weight": (EXPERTS, HIDDEN)},
+    "gpt_oss": {
+        "mlp.router.weight": (EXPERTS, HIDDEN),
+        "mlp.experts.gate_up_proj": (EXPERTS, HIDDEN, 2 * WIDTH),
+        "mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * WIDTH),
+        "mlp.experts.down_proj": (EXPERTS, WIDTH, HIDDEN),
+    },
+    "granitemoe": {
+        "block_sparse_moe.router.layer.weight": (EXPERTS, HIDDEN),
+        "block_sparse_moe.input_linear.weight": (EXPERTS, 2 * WIDTH, HIDDEN),
+        "block_sparse_moe.output_linear.weight": (EXPERTS, HIDDEN, WIDTH),
+    },
+}
+for expert in range(EXPERTS):
+    for name, old_name in zip(MLP, ("w1", "w3", "w2"), strict=True):
+        SHAPES["qwen3_moe"][f"mlp.experts.{expert}.{name}.weight"] = MLP[name]
+        SHAPES["mixtral"][f"block_sparse_moe.experts.{expert}.{old_name}.weight"] = MLP[name]
+
+
 def build(family: str) -> State:
     draw = torch.Generator().manual_seed(0)
-
-    def tensor(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw)
-
-    state = {"model.embed_tokens.weight": tensor(16, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state = {"model.embed_tokens.weight": torch.randn(16, HIDDEN, generator=draw)}
+    state |= {"model.norm.weight": torch.ones(HIDDEN), "lm_head.weight": state["model.embed_tokens.weight"].clone()}
     for layer in range(LAYERS):
-        at = f"model.layers.{layer}"
-        state[f"{at}.self_attn.q_proj.weight"] = tensor(HIDDEN, HIDDEN)
-        if family == "gpt_oss":
-            state[f"{at}.mlp.router.weight"] = tensor(EXPERTS, HIDDEN)
-            state[f"{at}.mlp.experts.gate_up_proj"] = tensor(EXPERTS, HIDDEN, 2 * WIDTH)
-            state[f"{at}.mlp.experts.gate_up_proj_bias"] = torch.zeros(EXPERTS, 2 * WIDTH)
-            state[f"{at}.mlp.experts.down_proj"] = tensor(EXPERTS, WIDTH, HIDDEN)
-        elif family == "granitemoe":
-            state[f"{at}.block_sparse_moe.router.layer.weight"] = tensor(EXPERTS, HIDDEN)
-            state[f"{at}.block_sparse_moe.input_linear.weight"] = tensor(EXPERTS, 2 * WIDTH, HIDDEN)
-            state[f"{at}.block_sparse_moe.output_linear.weight"] = tensor(EXPERTS, HIDDEN, WIDTH)
-        else:
-            moe, names = (
-                ("block_sparse_moe", "w1 w3 w2") if family == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
-            )
-            state[f"{at}.{moe}.gate.weight"] = tensor(EXPERTS, HIDDEN)
-            for expert in range(EXPERTS):
-                for name in names.split():
-                    shape = (HIDDEN, WIDTH) if name in ("w2", "down_proj") else (WIDTH, HIDDEN)
-                    state[f"{at}.{moe}.experts.{expert}.{name}.weight"] = tensor(*shape)
+        for name, shape in ({"self_attn.q_proj.weight": (HIDDEN, HIDDEN)} | SHAPES[family]).items():
+            value = torch.zeros(shape) if name.endswith("bias") else torch.randn(shape, generator=draw)
+            state[f"model.layers.{layer}.{name}"] = value
     return state
 
 

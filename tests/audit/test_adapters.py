@@ -1,7 +1,5 @@
 """Audits of adapters, with faults that users of other stacks reported."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from tests.support.helpers import run_distributed
 from toolkit.audit import checks
 from toolkit.audit.convert import convert
 from toolkit.audit.tensors import open_checkpoint
-from toolkit.commands import main
 from toolkit.integrations.transformers import causal_lm, save_pretrained
 
 FAMILY = "olmoe"
@@ -54,18 +51,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def audit(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = main(["audit", *map(str, words)])
-    printed = capsys.readouterr()
-    return code, printed.out + printed.err
-
-
 @pytest.mark.parametrize("layout", ["peft", "vllm", "sglang"])
-def test_audit_of_saved_adapters_finds_nothing(
-    layout: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_audit_of_saved_adapters_finds_nothing(layout: str, saved: Path, tmp_path: Path, toolkit: Any):
     convert(saved / "adapter", tmp_path / layout, layout, saved / "base")
-    code, text = audit(capsys, tmp_path / layout, "--against", saved / "base")
+    code, text = toolkit("audit", tmp_path / layout, "--against", saved / "base")
     assert (code, "finding" in text) == (0, False)
     assert "2 layers fit the base" in text
 
@@ -121,11 +110,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", [*EDITS, *SETTINGS])
-def test_audit_of_faulty_adapters_reports_fault(
-    message: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_audit_of_faulty_adapters_reports_fault(message: str, saved: Path, tmp_path: Path, toolkit: Any):
     edits, settings = EDITS.get(message, []), SETTINGS.get(message, {})
-    code, text = audit(capsys, changed(saved / "adapter", tmp_path / "faulty", *edits, **settings))
+    code, text = toolkit("audit", changed(saved / "adapter", tmp_path / "faulty", *edits, **settings))
     assert code == 1
     assert message in text
 
@@ -230,17 +217,6 @@ def test_audit_of_attention_adapters_reports_missing_experts(tmp_path: Path):
     assert not [fact for fact in found.facts if "each expert has" in fact or "fit the base" in fact]
 
 
-def test_audit_of_adapters_against_another_base_reports_sizes(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    other = config(FAMILY)
-    other.hidden_size *= 2
-    causal_lm(other).save_pretrained(tmp_path / "base")
-    code, text = audit(capsys, saved / "adapter", "--against", tmp_path / "base")
-    assert code == 1
-    assert "which does not fit the base" in text
-
-
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
@@ -248,10 +224,8 @@ def test_audit_of_adapters_against_another_base_reports_sizes(
         ("trained base", "1 parameters of the base were trained, such as base_model.model.lm_head.weight"),
     ],
 )
-def test_audit_of_adapters_reads_record_of_ranks(
-    folder: str, message: str, saved: Path, capsys: pytest.CaptureFixture[str]
-):
-    code, text = audit(capsys, saved / folder)
+def test_audit_of_adapters_reads_record_of_ranks(folder: str, message: str, saved: Path, toolkit: Any):
+    code, text = toolkit("audit", saved / folder)
     assert code == 1
     assert message in text
 
@@ -274,12 +248,10 @@ def test_audit_of_adapters_reads_record_of_ranks(
         ("adapter_model.safetensors", "cut"),
     ],
 )
-def test_audit_of_damaged_adapters_exits_with_one_line(
-    name: str, text: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_audit_of_damaged_adapters_exits_with_one_line(name: str, text: str, saved: Path, tmp_path: Path, toolkit: Any):
     folder = changed(saved / "adapter", tmp_path / "faulty")
     (folder / name).write_text(text)
-    code, printed = audit(capsys, folder)
+    code, printed = toolkit("audit", folder)
     assert code == 2
     assert printed.startswith("error: ")
     assert len(printed.splitlines()) == 1

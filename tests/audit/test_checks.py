@@ -1,6 +1,4 @@
-"""Planted faults of checkpoints are reported."""
-
-from __future__ import annotations
+"""Audits of checkpoints report planted faults, and nothing in healthy checkpoints that resemble broken ones."""
 
 import json
 import warnings
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from tests.audit.models import CONFIGS, EXPERTS, WIDTH, State, build, copy_experts, experts_of, write
 from toolkit.audit.checks import Audit, audit
@@ -100,15 +99,18 @@ def test_audit_of_more_experts_than_configured_reports_them(tmp_path: Path):
     assert "down_proj.weight of experts beyond 6: expert(s) 6-7" in messages(audit(tmp_path))
 
 
+def audit_against_base(tmp_path: Path, family: str, state: State) -> Audit:
+    write(tmp_path / "base", family, build(family))
+    return audit(write(tmp_path / "model", family, state), tmp_path / "base")
+
+
 @families
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_audit_against_base_reports_order_of_experts(tmp_path: Path, family: str, noise: float):
-    base, state = build(family), copy_experts(build(family), 1, {1: 4, 4: 1})
-    draw = torch.Generator().manual_seed(1)
+    state, draw = copy_experts(build(family), 1, {1: 4, 4: 1}), torch.Generator().manual_seed(1)
     state = {name: value + noise * torch.randn(value.shape, generator=draw) for name, value in state.items()}
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    write(tmp_path / "base", family, base)
-    found = audit(write(tmp_path / "model", family, state), tmp_path / "base")
+    found = audit_against_base(tmp_path, family, state)
     assert "order: model.layers.1" in messages(found)
     assert "1 is 4, 4 is 1" in messages(found)
     assert len(found.findings) == 1
@@ -116,19 +118,16 @@ def test_audit_against_base_reports_order_of_experts(tmp_path: Path, family: str
 
 @families
 def test_audit_against_base_reports_swapped_gate_and_up(tmp_path: Path, family: str):
-    base, state = build(family), build(family)
+    state = build(family)
     names = list(experts_of(state, 0))
     for expert in (0, 3):
         if len(names) == 3 and family != "gpt_oss":
             gate, up = (experts_of(state, 0)[name](expert) for name in names[:2])
-            first = gate.clone()
-            gate.copy_(up)
-            up.copy_(first)
+            gate[:], up[:] = up.clone(), gate.clone()
         else:
             fused = experts_of(state, 0)[names[0]](expert)
             fused.copy_(fused.roll(WIDTH, 1 if family == "gpt_oss" else 0))
-    write(tmp_path / "base", family, base)
-    found = audit(write(tmp_path / "model", family, state), tmp_path / "base")
+    found = audit_against_base(tmp_path, family, state)
     assert messages(found).startswith("halves: model.layers.0")
     assert "gate and up are swapped in expert(s) 0, 3" in messages(found)
 
@@ -156,10 +155,9 @@ def initialize(state: State) -> None:
 @families
 @pytest.mark.parametrize("plant", [keep_rows, transpose, initialize])
 def test_audit_against_base_reports_other_shapes_and_values(tmp_path: Path, family: str, plant: Plant):
-    base, state = build(family), build(family)
+    state = build(family)
     plant(state)
-    write(tmp_path / "base", family, base)
-    found = audit(write(tmp_path / "model", family, state), tmp_path / "base")
+    found = audit_against_base(tmp_path, family, state)
     # A square matrix keeps its shape when it is transposed.
     assert ("order" if plant is initialize else "base") in {each.check for each in found.findings} <= {"base", "order"}
 
@@ -193,19 +191,119 @@ def test_audit_of_distributed_checkpoint_reports_missing_experts(tmp_path: Path)
     assert "of 4 of 8 experts is missing: expert(s) 4-7" in messages(audit(half))
 
 
-@pytest.mark.parametrize(
-    ("mean_of", "square_of", "message"),
-    [
-        (lambda mean: mean, lambda square: square, ""),
-        (lambda mean: mean[:3], lambda square: square, ": exp_avg has shape"),
-        (lambda mean: mean, lambda square: square.flip(0) * 1e-3, ": exp_avg and exp_avg_sq are not of"),
-    ],
-    ids=["none", "shape", "other expert"],
-)
-def test_audit_of_optimizer_moments_reports_mismatch(tmp_path: Path, mean_of: Any, square_of: Any, message: str):
+def test_audit_of_optimizer_moments_reports_mismatch(tmp_path: Path):
     state = build("qwen3_moe")
     name = "model.layers.0.mlp.experts.0.gate_proj.weight"
-    mean, square = mean_of(state[name] / 10), square_of((state[name] / 10).square())
+    mean, square = state[name] / 10, (state[name] / 10).square()
+    assert not moments_messages(tmp_path / "healthy", state, name, mean, square)
+    assert f"{name}: exp_avg has shape" in moments_messages(tmp_path / "shape", state, name, mean[:3], square)
+    other = moments_messages(tmp_path / "expert", state, name, mean, square.flip(0) * 1e-3)
+    assert f"{name}: exp_avg and exp_avg_sq are not of" in other
+
+
+def moments_messages(folder: Path, state: State, name: str, mean: torch.Tensor, square: torch.Tensor) -> str:
     moments = {f"optim.state.{name}.exp_avg": mean, f"optim.state.{name}.exp_avg_sq": square}
-    found = messages(audit(write_distributed(tmp_path, state | moments)))
-    assert f"{name}{message}" in found if message else found == ""
+    return messages(audit(write_distributed(folder, state | moments)))
+
+
+Variant = Callable[[State, str], dict[str, Any] | None]
+"""Edits the state of a family; returns fields of its configuration."""
+
+
+@families
+def test_audit_of_healthy_model_finds_nothing(tmp_path: Path, family: str):
+    found = audit(write(tmp_path / "a", family, build(family)))
+    assert not found.findings
+    assert len(found.facts) >= 6
+    one = write(tmp_path / "b", family, build(family), shards=1)
+    (one / "model.safetensors.index.json").unlink()
+    assert not audit(one, tmp_path / "a").findings
+
+
+def experts_field(family: str) -> str:
+    return next(name for name in CONFIGS[family] if "experts" in name)
+
+
+def prune(state: State, layer: int) -> None:
+    """Keep six experts of a layer, with their rows of the router."""
+    for name in [name for name in state if name.startswith(f"model.layers.{layer}.") and "attn" not in name]:
+        number = name.partition(".experts.")[2].partition(".")[0]
+        if not number.isdigit():
+            state[name] = state[name][:6]
+        elif int(number) >= 6:
+            del state[name]
+
+
+def upcycled(state: State, _: str) -> None:
+    for layer in range(2):
+        copy_experts(state, layer, dict.fromkeys(range(1, EXPERTS), 0))
+
+
+def pruned(state: State, family: str) -> dict[str, Any]:
+    prune(state, 0)
+    prune(state, 1)
+    return {experts_field(family): 6}
+
+
+def pruned_by_layer(state: State, family: str) -> dict[str, Any]:
+    prune(state, 1)
+    return {experts_field(family): [EXPERTS, 6]}
+
+
+def with_router_in_float32(state: State, _: str) -> None:
+    is_router = {name for name in state if "gate.weight" in name or "router" in name}
+    state |= {name: value.bfloat16() for name, value in state.items() if name not in is_router}
+
+
+def with_untrained_biases(state: State, _: str) -> None:
+    """Add biases, which are zero in an expert that got no tokens."""
+    bias = torch.randn(EXPERTS, 4)
+    bias[3] = 0
+    moe = "mlp" if any(".mlp." in name for name in state) else "block_sparse_moe"
+    state |= {f"model.layers.{layer}.{moe}.experts.bias": bias for layer in range(2)}
+
+
+def tied(state: State, _: str) -> dict[str, Any]:
+    del state["lm_head.weight"]
+    return {"tie_word_embeddings": True}
+
+
+def padded_vocabulary(state: State, _: str) -> None:
+    state["model.embed_tokens.weight"][-3:] = 0
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+
+
+@families
+@pytest.mark.parametrize(
+    "variant",
+    [upcycled, pruned, pruned_by_layer, with_router_in_float32, with_untrained_biases, tied, padded_vocabulary],
+)
+def test_audit_of_healthy_variant_finds_nothing(tmp_path: Path, family: str, variant: Variant):
+    state = build(family)
+    fields = variant(state, family) or {}
+    assert not audit(write(tmp_path, family, state, **fields)).findings
+
+
+@families
+def test_audit_of_expert_in_two_files_and_empty_file_finds_nothing(tmp_path: Path, family: str):
+    state = build(family)
+    write(tmp_path, family, {})
+    names = list(state)
+    entries = {}
+    for number, part in enumerate((names[:2], names[2:], []), 1):
+        file = f"model-{number:05d}-of-00003.safetensors"
+        save_file({name: state[name] for name in part}, tmp_path / file)
+        entries |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": entries}))
+    assert not audit(tmp_path).findings
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("mergekit_moe_config.yml", ""), ("config.json", '{"upcycled_shards": 2, "num_experts": 8}')]
+)
+def test_audit_of_declared_copies_finds_nothing(tmp_path: Path, file: str, text: str):
+    state = build("qwen3_moe")
+    tile(state)
+    write(tmp_path, "qwen3_moe", state)
+    (tmp_path / file).write_text(text)
+    assert not audit(tmp_path).findings

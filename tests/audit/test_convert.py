@@ -1,7 +1,5 @@
 """Conversion of expert adapters between the layouts of PEFT, vLLM and SGLang."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from tests.integrations.peft.models import MATRICES
 from toolkit.audit import convert as conversion
 from toolkit.audit.checks import audit
 from toolkit.audit.convert import convert
-from toolkit.commands import main
 from toolkit.errors import UserError
 from toolkit.integrations.transformers import causal_lm
 
@@ -194,12 +191,13 @@ A, B = "gate_up_proj.lora_A", "gate_up_proj.lora_B"
     ],
 )
 def test_convert_of_unsupported_tensors_exits_with_one_line(
-    layout: str, edit: Edit, message: str, layouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: str, edit: Edit, message: str, layouts: Path, tmp_path: Path, toolkit: Any
 ):
     source, target = changed(layouts / layout, tmp_path / "changed", edit), tmp_path / "out"
     to = "vllm" if layout == "sglang" else "peft"
-    assert main(["adapter", "convert", str(source), str(target), "--to", to, "--base", str(layouts / "base")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    code, text = toolkit("adapter", "convert", source, target, "--to", to, "--base", layouts / "base")
+    assert code == 2
+    (line,) = text.splitlines()
     assert message in line
     assert not target.exists()
 

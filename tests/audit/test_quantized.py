@@ -1,15 +1,120 @@
 """Audits of checkpoints with quantized experts."""
 
-from __future__ import annotations
-
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.audit.models import State, build, copy_experts, write
-from tests.audit.quantized import SEPARATE, STACKED, Scheme, fp8_blocks, gptq, mxfp4, nf4, quantize
 from toolkit.audit.checks import audit
+
+Parts = dict[str, Tensor]
+"""Tensors that replace the matrix of an expert, or of all experts of a layer: "+" extends its name, other suffixes
+replace "weight"."""
+
+
+def _bytes(value: Tensor) -> Tensor:
+    return (value * 20 + 128).clamp(0, 255).to(torch.uint8)
+
+
+def _words(value: Tensor) -> Tensor:
+    return (value * 2**24).to(torch.int32)
+
+
+def _half(value: Tensor) -> Tensor:
+    return value[..., : value.shape[-1] // 2].contiguous()
+
+
+def nf4(value: Tensor) -> Parts:
+    """4-bit bitsandbytes with double quantization, whose settings differ in length by expert."""
+    settings = json.dumps({"quant_type": "nf4", "nested_offset": round(value.mean().item(), 3 + value.numel() % 7)})
+    offset = json.dumps({"settings": settings, "sum": str(value.sum().item())[: 4 + int(value.abs().sum() * 100) % 5]})
+    return {
+        "+": _bytes(value).reshape(-1, 2)[:, :1].contiguous(),
+        "+.absmax": _bytes(value.abs().amax(1)),
+        "+.quant_map": torch.linspace(-1, 1, 16),
+        "+.nested_absmax": value.abs().amax().reshape(1),
+        "+.nested_quant_map": torch.linspace(-1, 1, 256),
+        "+.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(offset, "utf-8"), dtype=torch.uint8),
+    }
+
+
+def int8(value: Tensor) -> Parts:
+    """8-bit bitsandbytes."""
+    parts = {"+": (value * 20).to(torch.int8), "SCB": value.abs().amax(1)}
+    return parts | {"weight_format": torch.zeros((), dtype=torch.uint8)}
+
+
+def fp8_blocks(value: Tensor) -> Parts:
+    """float8 with a scale per block, as in DeepSeek-V3."""
+    scale = value.abs().amax((-2, -1), keepdim=True) / 448
+    return {"+": (value / scale).to(torch.float8_e4m3fn), "+_scale_inv": scale}
+
+
+def fp8_tensors(value: Tensor) -> Parts:
+    """float8 with a scale per tensor, and an input scale that experts share."""
+    scales = {"+_scale": value.abs().amax((-2, -1)) / 448, "input_scale": torch.tensor(0.5)}
+    return {"+": value.to(torch.float8_e4m3fn)} | scales
+
+
+def gptq(value: Tensor) -> Parts:
+    """Symmetric GPTQ, with equal zero points."""
+    return {
+        "qweight": _words(value.T.contiguous()),
+        "qzeros": torch.full((2, value.shape[0] // 2), 0x77777777, dtype=torch.int32),
+        "scales": value.T[:2].half().contiguous(),
+        "g_idx": torch.arange(value.shape[1], dtype=torch.int32) // 4,
+    }
+
+
+def awq(value: Tensor) -> Parts:
+    """AWQ, with zero points."""
+    zeros, scales = _words(value.T[:2]), value.T[:2].half().contiguous()
+    return {"qweight": _words(_half(value.T)), "qzeros": zeros, "scales": scales}
+
+
+def compressed(value: Tensor) -> Parts:
+    """4-bit compressed-tensors."""
+    scale = value[:, :2].bfloat16().contiguous()
+    return {"+_packed": _words(_half(value)), "+_scale": scale, "+_shape": torch.tensor(value.shape)}
+
+
+def nvfp4(value: Tensor) -> Parts:
+    """NVFP4, with block scales in float8 and tensor scales in float32."""
+    return {
+        "+_packed": _bytes(_half(value)),
+        "+_scale": value[:, :1].abs().to(torch.float8_e4m3fn),
+        "+_global_scale": value.abs().amax().reshape(1),
+        "input_global_scale": torch.ones(1),
+    }
+
+
+def mxfp4(value: Tensor) -> Parts:
+    """MXFP4 of stacked experts, as in gpt-oss."""
+    blocks = value.transpose(1, 2).unflatten(2, (-1, 2))
+    return {"+_blocks": _bytes(blocks), "+_scales": _bytes(blocks.abs().amax(3))}
+
+
+Scheme = Callable[[Tensor], Parts]
+SEPARATE: list[Scheme] = [nf4, int8, fp8_blocks, fp8_tensors, gptq, awq, compressed, nvfp4]
+"""Schemes of families with a tensor per expert."""
+STACKED: list[Scheme] = [mxfp4, fp8_blocks, fp8_tensors]
+"""Schemes of families with a tensor per layer."""
+
+
+def quantize(state: State, scheme: Scheme, *, part: str = ".experts.", kept: str = "?") -> State:
+    """Quantize the matrices whose names contain `part` and not `kept`."""
+    found: State = {}
+    for name, value in state.items():
+        if part in name and not name.endswith("bias") and kept not in name:
+            stem = name.removesuffix("weight")
+            found |= {key.replace("+", name) if "+" in key else stem + key: each for key, each in scheme(value).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def with_module_names(state: State) -> State:
@@ -34,14 +139,11 @@ def test_audit_of_quantized_experts_finds_nothing(tmp_path: Path, family: str, s
     assert not audit(tmp_path, tmp_path).findings
 
 
-@pytest.mark.parametrize("scheme", SEPARATE)
+@pytest.mark.parametrize("scheme", [*SEPARATE, mxfp4])
 @pytest.mark.parametrize("kept", ["layers.1.", "layers.0.mlp.experts.3.", "experts.3.down_proj"])
 def test_audit_of_partly_quantized_experts_finds_nothing(tmp_path: Path, scheme: Scheme, kept: str):
-    assert not audit(write(tmp_path, "qwen3_moe", quantize(build("qwen3_moe"), scheme, kept=kept))).findings
-
-
-def test_audit_of_partly_quantized_stacked_experts_finds_nothing(tmp_path: Path):
-    assert not audit(write(tmp_path, "gpt_oss", quantize(build("gpt_oss"), mxfp4, kept="layers.1."))).findings
+    family = "gpt_oss" if scheme is mxfp4 else "qwen3_moe"
+    assert not audit(write(tmp_path, family, quantize(build(family), scheme, kept=kept))).findings
 
 
 def test_audit_of_quantized_router_finds_nothing(tmp_path: Path):

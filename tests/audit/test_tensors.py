@@ -1,7 +1,5 @@
 """Damaged or hostile checkpoints raise one error, and run no code."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -9,6 +7,7 @@ import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 
 from tests.audit.models import build, write
 from toolkit.audit.checks import audit
-from toolkit.commands import main
 from toolkit.errors import UserError
 
 FILE = "model-00001-of-00003.safetensors"
@@ -73,13 +71,12 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
-def test_audit_of_hostile_files_exits_with_one_line(
-    tmp_path: Path, damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
-):
+def test_audit_of_hostile_files_exits_with_one_line(tmp_path: Path, damage: Callable[[Path], object], toolkit: Any):
     folder = write(tmp_path / "model", "mixtral", build("mixtral"))
     damage(folder)
-    assert main(["audit", str(folder)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    code, text = toolkit("audit", folder)
+    assert code == 2
+    (line,) = text.splitlines()
     assert str(folder) in line
     assert not (folder / "ran").exists()
 

@@ -1,10 +1,9 @@
 """Small MoE models with PEFT adapters, and their tensors by expert."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -13,8 +12,11 @@ from tests.integrations.transformers.families import EXPERTS, config, randomize_
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.integrations.transformers import causal_lm
 
-ATTENTION = {"deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa"]}
 MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS = {
+    "deepseek_v3": {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa"]},
+    "nemotron_h": {"target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"]},
+}
 FAMILIES = (*families.FAMILIES, "olmoe", "qwen2_moe", "glm4_moe", "dots1", "nemotron_h")
 
 
@@ -23,24 +25,22 @@ def base(family: str) -> Any:
     return randomize_routers(causal_lm(config(family), dtype=torch.float64, experts_implementation="eager"))
 
 
-def add_adapters(model: nn.Module, **options: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
+def lora_config(**options: Any) -> LoraConfig:
+    """Return a configuration of random adapters, all of which have gradients at once."""
+    usual: dict[str, Any] = {"r": 3, "lora_alpha": 12, "init_lora_weights": False}
+    usual |= {"target_modules": ["q_proj", "v_proj"], "target_parameters": MATRICES}
+    return LoraConfig(**usual | options)
 
+
+def add_adapters(model: nn.Module, **options: Any) -> Any:
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"], "target_parameters": MATRICES} | options))
 
 
 def adapted(family: str, **options: Any) -> Any:
-    """Return a base with random adapters of attention and experts, so that all of them have gradients at once."""
-    settings: dict[str, Any] = {
-        "r": 3,
-        "lora_alpha": 12,
-        "target_modules": ATTENTION.get(family, ["q_proj", "v_proj"]),
-        "init_lora_weights": False,
-    }
-    if family == "nemotron_h":
-        settings["target_parameters"] = ["mixer.experts.up_proj", "mixer.experts.down_proj"]
-    return add_adapters(base(family), **settings | options)
+    model = base(family)
+    torch.manual_seed(1)
+    return get_peft_model(model, lora_config(**TARGETS.get(family, {}) | options))
 
 
 def _by_expert(name: str, parameter: nn.Parameter, value: Tensor, experts: int) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Frozen experts with adapters have no weight gradients, and no tensors of their size are allocated."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

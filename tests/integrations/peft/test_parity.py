@@ -1,7 +1,5 @@
 """Adapters of sharded experts equal unmodified PEFT on one process over two clipped AdamW steps in float64."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,7 +30,7 @@ class Case(NamedTuple):
     kind: str = "plain"
 
     @property
-    def reference(self) -> Case:
+    def reference(self) -> "Case":
         return Case(1, 0, self.family, trains_base=self.trains_base, kind=self.kind)
 
 

@@ -1,7 +1,5 @@
 """A bfloat16 base with float32 adapters, sharded over processes and saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.integrations.peft.models import add_adapters, rows, together
-from tests.integrations.transformers.families import config, randomize_routers, tokens
-from tests.integrations.transformers.training import adamw
+from tests.integrations.transformers.families import config, randomize_routers
+from tests.integrations.transformers.training import adamw, train_step
 from tests.support.helpers import run_distributed
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm, save_pretrained
 
-FAMILIES, SAMPLES, STEPS = ("mixtral", "gpt_oss"), 8, 3
+FAMILIES, STEPS = ("mixtral", "gpt_oss"), 3
 
 
 def train(folder: Path, family: str, dtype: torch.dtype, shards: bool) -> dict[str, Any]:
@@ -26,25 +24,18 @@ def train(folder: Path, family: str, dtype: torch.dtype, shards: bool) -> dict[s
     # Both types have the same values.
     base = randomize_routers(causal_lm(config(family))).to(torch.bfloat16).to(dtype)
     model = inner = add_adapters(base, r=8, lora_alpha=16, init_lora_weights=False)
-    accelerator, optimizer = Accelerator(cpu=True), adamw(model, 1e-3)
-    world, rank = accelerator.num_processes, accelerator.process_index
+    accelerator, optimizer, grads = Accelerator(cpu=True), adamw(model, 1e-3), []
+    optimizer.register_step_pre_hook(lambda *_: grads.append(rows(inner, grads=True)))
     if shards:
         model, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
-    losses, grads = [], {}
-    for step in range(STEPS):
-        ids = tokens(step, SAMPLES)[rank * SAMPLES // world :][: SAMPLES // world]
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        grads = grads or {name: grad for name, grad in rows(inner, grads=True).items() if "experts" in name}
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach().float(), "mean")))
+    losses = [train_step(accelerator, model, optimizer, step) for step in range(STEPS)]
     if shards:
         save_pretrained(model, folder / family)
     dtypes: dict[bool, set[torch.dtype]] = {False: set(), True: set()}
     for name, parameter in inner.named_parameters():
         dtypes["lora" in name].add(parameter.dtype)
-    return {"losses": losses, "grads": grads, "base": dtypes[False], "adapters": dtypes[True]}
+    expert_grads = {name: grad for name, grad in grads[0].items() if "experts" in name}
+    return {"losses": losses, "grads": expert_grads, "base": dtypes[False], "adapters": dtypes[True]}
 
 
 def train_all(folder: Path, dtypes: list[torch.dtype], shards: bool) -> list[list[dict[str, Any]]]:

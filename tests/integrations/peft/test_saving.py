@@ -1,7 +1,5 @@
 """Adapters of sharded experts are saved for unmodified PEFT, and load into any layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,22 +40,25 @@ def gather_rows(model: nn.Module) -> dict[str, Tensor]:
     return together(ranks)
 
 
-def save_and_load(folder: Path, family: str) -> None:
+def save_and_load(folder: Path, family: str, options: dict[str, Any]) -> None:
     """Train sharded adapters, save them, and load them into unmodified PEFT, merged, and into another layout."""
     with in_float64():
-        model = adapted(family)
+        model = adapted(family, **options)
         experts, wrapped, optimizer = prepare(model, **layout(2, "copies"))
         for number in range(2):
             train_step(experts.accelerator, wrapped, optimizer, number, clip=0.03)
-        model.save_pretrained(folder / "adapters")
-        with mock.patch.object(pretrained_files, "MOST_IN_A_FILE", "20KB"):  # several files, by layer
-            save_merged(wrapped, folder / "merged")
+        save_pretrained(wrapped, folder / "adapters")
         dist.barrier()
         trained, ids = gather_rows(model), tokens(9, 4)
         unmodified = PeftModel.from_pretrained(base(family), folder / "adapters")
         assert difference(rows(unmodified), trained) == 0
         assert logit_difference(base(family), unmodified, ids) > 1e-3
         assert logit_difference(wrapped, unmodified, ids) < 1e-6
+        if options:
+            return
+        with mock.patch.object(pretrained_files, "MOST_IN_A_FILE", "20KB"):  # several files, by layer
+            save_merged(wrapped, folder / "merged")
+        dist.barrier()
         assert (folder / "merged" / "model.safetensors.index.json").exists()
         merged = causal_lm(folder / "merged", dtype=torch.float64, experts_implementation="eager")
         assert logit_difference(merged, unmodified, ids) < 1e-6
@@ -68,30 +69,17 @@ def save_and_load(folder: Path, family: str) -> None:
         assert logit_difference(wrapped_other, unmodified, ids) < 1e-6
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
-def test_saved_adapters_load_into_unmodified_peft_and_other_layout(family: str, tmp_path: Path):
-    run_distributed(save_and_load, 2, tmp_path, family)
+TRAINED_EXPERTS = {"target_parameters": None, "modules_to_save": ["experts"]}
 
 
-def save_trained_experts(folder: Path) -> None:
-    """Train copies of experts in `modules_to_save`, save them, and load them into unmodified PEFT."""
-    with in_float64():
-        model = adapted("qwen3_moe", target_parameters=None, modules_to_save=["experts"])
-        experts, wrapped, optimizer = prepare(model, **layout(2, "copies"))
-        for number in range(2):
-            train_step(experts.accelerator, wrapped, optimizer, number, clip=0.03)
-        save_pretrained(wrapped, folder)
-        dist.barrier()
-        unmodified, ids = PeftModel.from_pretrained(base("qwen3_moe"), folder), tokens(9, 4)
-        assert difference(rows(unmodified), gather_rows(model)) == 0
-        assert logit_difference(unmodified, wrapped, ids) < 1e-6
-        assert logit_difference(base("qwen3_moe"), wrapped, ids) > 1e-3
-
-
-def test_save_of_experts_in_modules_to_save_keeps_model_card(tmp_path: Path):
-    (tmp_path / "README.md").write_text("Trained on tests")
-    run_distributed(save_trained_experts, 2, tmp_path)
-    card = (tmp_path / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("family", "options"), [("mixtral", {}), ("gpt_oss", {}), ("nemotron_h", {}), ("qwen3_moe", TRAINED_EXPERTS)]
+)
+def test_saved_adapters_load_into_unmodified_peft_and_other_layout(family: str, options: Any, tmp_path: Path):
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "README.md").write_text("Trained on tests")
+    run_distributed(save_and_load, 2, tmp_path, family, options)
+    card = (tmp_path / "adapters" / "README.md").read_text()
     assert "Trained on tests" in card
     assert "library_name: peft" in card
 
@@ -117,23 +105,6 @@ def test_adapters_resume_on_four_two_and_one_processes(tmp_path: Path):
     assert [loss for ((losses, _), *_) in parts for loss in losses] == pytest.approx(expected, rel=1e-6)
     ((_, found),) = parts[-1]
     assert difference(found, weights) < 1e-6
-
-
-def join(forwards: list[int]) -> list[float]:
-    """Return the logit differences from unmodified PEFT, with another number of batches on each rank."""
-    with in_float64():
-        unmodified, model = adapted("mixtral"), adapted("mixtral")
-        experts, wrapped, _ = prepare(model, **layout(2, "shuffled"))
-        with torch.no_grad(), experts.join():
-            return [
-                logit_difference(wrapped, unmodified, tokens(number, 2)) for number in range(forwards[dist.get_rank()])
-            ]
-
-
-def test_join_with_unequal_batches_applies_adapters():
-    several, none = run_distributed(join, 2, [2, 0])
-    assert (len(several), len(none)) == (2, 0)
-    assert max(several) < 1e-6
 
 
 def losses_by_adapter(shards: bool) -> list[float]:

@@ -1,7 +1,5 @@
 """Runs of the scripts of docs/examples in the form of other projects' examples and plugins."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib
@@ -13,31 +11,29 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from peft import get_peft_model
 from pydantic import BaseModel
+from safetensors.torch import load_file
 
-from tests.integrations.peft.models import base
-from tests.integrations.transformers.trainers import dataset, lora_config, quiet_float64, tokenizer, world
+from tests.integrations.peft.models import base, lora_config
+from tests.integrations.transformers.trainers import dataset, settings_of_run, tokenizer, world
 from tests.support.helpers import ROOT
 
 FOLDER = ROOT / "docs" / "examples"
-GLOBAL_BATCH = 8
 
 
-class Result(NamedTuple):
-    losses: list[float]
-    weights: dict[str, torch.Tensor]
-    """Weights of the saved model or adapters."""
-    migrations: int
+Result = tuple[list[float], dict[str, torch.Tensor], int]
+"""Losses, weights of the saved model or adapters, and the number of migrations."""
 
 
 def run(folder: Path) -> dict[str, Result]:
     """Run each script, with migrations if there are several processes; returns results by project."""
-    with quiet_float64(), mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
+    with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
         # Accelerate's last, whose end_training ends the process group.
         return {"trl": trl(folder), "axolotl": axolotl(folder), "accelerate": accelerate(folder)}
 
@@ -72,19 +68,7 @@ def accelerate(folder: Path) -> Result:
 def trl(folder: Path) -> Result:
     script = import_in_float64("trl_expert_parallelism")
     out = folder / f"trl-{world()}"
-    given = {
-        "output_dir": out,
-        "bf16": False,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": GLOBAL_BATCH // world(),
-        "report_to": "none",
-        "disable_tqdm": True,
-        "planner": "lpt",
-        "replan_every": 1,
-    }
+    given = settings_of_run(out) | {"bf16": False, "planner": "lpt", "replan_every": 1}
     words = ["--use_cpu", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
     trainer = script.main(*script.make_parser().parse_args_and_config(words))
     return result(out, losses_of(trainer), trainer.experts)
@@ -95,24 +79,22 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 def result(out: Path, losses: list[float], experts: Any) -> Result:
-    from safetensors.torch import load_file
-
     if dist.is_initialized():
         dist.barrier()
     (file,) = out.glob("*model.safetensors")
-    return Result(losses, load_file(file), len(experts.migrations))
+    return losses, load_file(file), len(experts.migrations)
 
 
 # --- Axolotl 0.19.0, which pins other versions of the libraries: its calls of a plugin, in its order ---------------
 
 
-class Settings(dict[str, Any]):
-    """Stub of `axolotl.utils.dict.DictDefault`: missing names are None."""
+class DictDefault(dict[str, Any]):
+    """Stub of `axolotl.utils.dict.DictDefault`, whose missing names are None."""
 
     def __missing__(self, name: str) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return Settings(value) if type(value := self[name]) is dict else value
+        return DictDefault(value) if type(value := self[name]) is dict else value
 
 
 @contextlib.contextmanager
@@ -139,7 +121,7 @@ def stub_axolotl() -> Iterator[None]:
         yield
 
 
-def load_plugin(**given: Any) -> tuple[Any, Settings]:
+def load_plugin(**given: Any) -> tuple[Any, DictDefault]:
     """Return the plugin, and settings validated by a model that inherits from its arguments."""
     plugin = importlib.import_module("axolotl_expert_parallelism").ExpertPlacementPlugin()
     module, name = plugin.get_input_args().rsplit(".", 1)
@@ -150,11 +132,10 @@ def load_plugin(**given: Any) -> tuple[Any, Settings]:
         expert_parallel_size: int | None = None
 
     merged = type("Merged", (Known, getattr(importlib.import_module(module), name)), {})
-    return plugin, Settings(merged(**given).model_dump(exclude_none=True))
+    return plugin, DictDefault(merged(**given).model_dump(exclude_none=True))
 
 
 def axolotl(folder: Path) -> Result:
-    from peft import get_peft_model
     from transformers import PrinterCallback, TrainingArguments
 
     out = folder / f"axolotl-{world()}"
@@ -165,17 +146,11 @@ def axolotl(folder: Path) -> Result:
         torch.seed()
         plugin.pre_lora_load(cfg, model)
         model = get_peft_model(model, lora_config())
-        given: dict[str, Any] = {
-            "output_dir": str(out),
-            "use_cpu": True,
-            "max_steps": 3,
-            "save_steps": 2,
-            "logging_steps": 1,
-            "learning_rate": 1e-2,
-            "per_device_train_batch_size": GLOBAL_BATCH // world(),
-            "report_to": [],
-            "disable_tqdm": True,
-        } | plugin.get_training_args(cfg)
+        given = (
+            settings_of_run(out)
+            | {"use_cpu": True, "save_strategy": "steps", "save_steps": 2}
+            | plugin.get_training_args(cfg)
+        )
         trainer = plugin.get_trainer_cls(cfg)(
             model=model,
             args=TrainingArguments(**given),

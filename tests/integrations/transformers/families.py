@@ -1,7 +1,5 @@
 """Small models of transformers' MoE families, with random weights."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from typing import Any
@@ -50,6 +48,7 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": [24, 24],
         "rope_parameters": ROTARY | {"mrope_section": [1, 1, 2]},
     },
+    "gpt_oss": {"sliding_window": 8},
     "glm4v_moe_text": {"rope_parameters": ROTARY | {"mrope_section": [1, 1, 0]}},
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "hy_v4_vl_text": {"rope_parameters": ROTARY | {"mrope_section": [1, 1, 0]}},

@@ -1,7 +1,5 @@
 """CPU offload of frozen experts equals experts on the device, and prefetch avoids host syncs."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,17 +32,14 @@ from toolkit.integrations.transformers import (
 
 LAYERS = 4
 TABLES = ("gate_up_proj", "down_proj")
-MOVED = {
-    1: ExpertPlacement(((3, 1, 7, 0, 5, 2, 6, 4),)),
-    2: ExpertPlacement(((2, 5, 0, 7), (1, 6, 4, 3))),
-}
+MOVED = {1: ExpertPlacement(((3, 1, 7, 0, 5, 2, 6, 4),)), 2: ExpertPlacement(((2, 5, 0, 7), (1, 6, 4, 3)))}
 DEVICES = ["emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def train(
     folder: Path, device: EmulatedDevice | Gpu, *, offload: Any, quantize: Any = None, recompute: bool = False
 ) -> dict[str, Any]:
-    """Train adapters for five clipped steps with migrations; return losses, copies, host syncs and the state dict."""
+    """Train adapters for four clipped steps with migrations; return losses, copies, host syncs and the state dict."""
     with experts_in_files(offload=offload, quantize=quantize):
         model: Any = causal_lm(folder, experts_implementation=use_toolkit_kernel())
     if recompute:
@@ -79,7 +74,7 @@ def train(
         mock.patch.object(cpu_offload.LayersOnHost, "_copy", copy),
         mock.patch.object(migrate._Payload, "_operation", operation),
     ):
-        for step in range(5):
+        for step in range(4):
             samples = 4 // ranks
             ids = tokens(step, 4)[samples * rank : samples * (rank + 1)].to(device.device)
             begin = len(device.waits)
@@ -90,8 +85,8 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            if step in (1, 2):
-                place_experts(model, (MOVED[ranks], contiguous(8, ranks))[step % 2], optimizer)
+            if step < 2:
+                place_experts(model, (MOVED[ranks], contiguous(8, ranks))[step], optimizer)
     with mock.patch.object(dist, "send", checked_send):
         state = {name: value.cpu() for name, value in whole_state_dict(model).items()}
     experts.save(folder / "saved")
@@ -131,5 +126,5 @@ def test_cpu_offload_with_prefetch_equals_experts_on_device(tmp_path: Path, proc
             device == "gpu" and offloaded["offload"] != "memory"
         )  # file reads are synced
         # Without migration, the forward pass prefetches all layers but two, and the backward pass the two others.
-        copied = [(layer, ahead) for step, layer, ahead in offloaded["copied"] if step == 4]
+        copied = [(layer, ahead) for step, layer, ahead in offloaded["copied"] if step == 3]
         assert copied == [(2, True), (3, True), (1, True), (0, True)]

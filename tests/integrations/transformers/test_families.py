@@ -5,8 +5,6 @@ is saved. `make families` runs all families and writes `docs/experts/transformer
 of the families with equal results.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile
@@ -19,8 +17,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from tests.integrations.peft.models import add_adapters, rows
 from tests.integrations.transformers.families import (
@@ -39,6 +41,7 @@ from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.sharding.shard import shard_experts
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import experts_in_files, place_experts, save_pretrained, watch_routers
 
 TABLE = ROOT / "docs" / "experts" / "transformers_families.md"
@@ -86,10 +89,6 @@ def weights(model: nn.Module) -> dict[str, Tensor | None]:
 
 def compare(family: str, folder: Path, *, find_unused: bool = False) -> dict[str, float]:
     """Return the difference between two processes and one in training, migration, saving and loading."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-
-    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if find_unused else []
     accelerator, rank = Accelerator(cpu=True, kwargs_handlers=handlers), dist.get_rank()
     reference, model = build(family), build(family)
@@ -166,11 +165,6 @@ def row_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 def compare_adapters(family: str, folder: Path) -> dict[str, float]:
     """Return the difference between adapters on two processes and unmodified PEFT on one, after a step and saved."""
-    from accelerate import Accelerator
-    from peft import PeftModel
-
-    from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-
     reference, model = with_adapters(family), with_adapters(family)
     optimizers: list[Any] = [
         torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (reference, model)
@@ -235,9 +229,6 @@ def supports_router_penalty(family: str) -> bool:
 
 
 def judge_all(names: list[str], folder: Path) -> list[dict[str, Any]]:
-    from accelerate.state import AcceleratorState
-    from transformers.utils import logging
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     found = []

@@ -1,7 +1,5 @@
 """The toolkit's experts implementation equals transformers' loop over experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

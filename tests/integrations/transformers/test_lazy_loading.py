@@ -1,10 +1,7 @@
 """Lazily loaded models train, migrate and are saved like fully loaded models."""
 
-from __future__ import annotations
-
 import copy
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -209,22 +206,31 @@ def test_lazy_loading_with_quantization_config_raises(tmp_path: Path):
         causal_lm(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
+def _cast(folder: Path, dtype: torch.dtype) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+MISSING = r"lack \d weight|have 7 rows|cannot be read \(RuntimeError: .*ize"
+INTEGERS = r"model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight in .* has type"
+
+
 @pytest.mark.parametrize("load", [causal_lm, load_lazily])
 @pytest.mark.parametrize(
-    "name", ["mlp.gate.weight", "self_attn.q_proj.weight", "model.embed_tokens.weight", "mlp.experts.3"]
+    ("damage", "message"),
+    [
+        (partial(_remove, prefix="model.layers.1.mlp.gate.weight"), MISSING),
+        (partial(_remove, prefix="model.layers.1.self_attn.q_proj.weight"), MISSING),
+        (partial(_remove, prefix="model.embed_tokens.weight"), MISSING),
+        (partial(_remove, prefix="model.layers.1.mlp.experts.3"), MISSING),
+        (partial(_cast, dtype=torch.int8), INTEGERS),
+        (partial(_cast, dtype=torch.int32), INTEGERS),
+        (partial(_cast, dtype=torch.bool), INTEGERS),
+    ],
 )
-def test_causal_lm_of_files_with_missing_weight_raises(tmp_path: Path, load: Any, name: str):
-    _remove(save_model(tmp_path), name if name.startswith("model") else f"model.layers.1.{name}")
-    with pytest.raises(UserError, match=r"lack \d weight|have 7 rows|cannot be read \(RuntimeError: .*ize"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("load", [causal_lm, load_lazily])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool])
-def test_causal_lm_of_files_with_integers_raises(tmp_path: Path, load: Any, dtype: torch.dtype):
-    (file,) = save_model(tmp_path).glob("*.safetensors")
-    tensors = load_file(file)
-    name = "model.layers.0.mlp.experts.2.up_proj.weight"
-    save_file(tensors | {name: tensors[name].to(dtype)}, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"{re.escape(name)} in .* has type"):
-        load(tmp_path)
+def test_causal_lm_of_files_with_missing_or_integer_weight_raises(tmp_path: Path, load: Any, damage: Any, message: str):
+    folder = save_model(tmp_path)
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        load(folder)

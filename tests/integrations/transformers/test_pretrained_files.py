@@ -1,7 +1,5 @@
 """Models with sharded experts are saved as ordinary transformers weights, and failures keep the older model."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -81,13 +79,8 @@ def test_save_pretrained_and_push_to_hub_write_all_experts(tmp_path: Path):
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
 
 
-class Unsavable(nn.Module):
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def save_pretrained(self, *_: Any, **__: Any) -> None:
-        raise self.error
+def model_with(save_pretrained: mock.Mock) -> nn.Module:
+    return type("Model", (nn.Module,), {"save_pretrained": save_pretrained})()
 
 
 def errors_of_saving(folder: Path) -> list[Exception]:
@@ -98,7 +91,7 @@ def errors_of_saving(folder: Path) -> list[Exception]:
         MemoryError(),
     ):
         with pytest.raises((RuntimeError, UserError)) as raised:
-            write_pretrained(Unsavable(error), folder, [Tensors(0, lambda _: None)])
+            write_pretrained(model_with(mock.Mock(side_effect=error)), folder, [Tensors(0, lambda _: None)])
         found.append(raised.value)
     return found
 
@@ -112,27 +105,18 @@ def test_write_pretrained_that_fails_on_rank_0_raises_on_all_ranks(tmp_path: Pat
     assert not any(tmp_path.iterdir())
 
 
-class Uploaded(nn.Module):
-    def save_pretrained(self, folder: Path, **_: Any) -> None:
-        self.folders = [*getattr(self, "folders", ()), folder]
-
-
 def test_write_pretrained_with_push_to_hub_saves_once_in_named_folder(tmp_path: Path):
-    model = Uploaded()
+    save_pretrained = mock.Mock()
     two_files = [Tensors(10, lambda _: None), Tensors(10, lambda _: None)]
-    write_pretrained(model, tmp_path / "mine", two_files, max_shard_size="10B", push_to_hub=True)
-    assert [folder.name for folder in model.folders] == ["mine"]
+    write_pretrained(model_with(save_pretrained), tmp_path / "mine", two_files, max_shard_size="10B", push_to_hub=True)
+    assert [call.args[1].name for call in save_pretrained.call_args_list] == ["mine"]
 
 
-def save(size: str, folder: Path, fail: Callable[[], None] | None = None) -> None:
-    """Save a model in files of `size`; with `fail`, other values, and call it after the first file."""
+def save(size: str, folder: Path, scale: float = 1.0, fail: Callable[[], object] = dict) -> None:
+    """Save a model with a scaled weight in files of `size`, and call `fail` after the first file."""
     model = model_of("mixtral")
     shard_experts(model, ExpertGroups())
-    if fail is None:
-        save_pretrained(model, folder, max_shard_size=size)
-        return
-    with torch.no_grad():
-        next(model.parameters()).zero_()
+    next(model.parameters()).data *= scale
     write = type(model).save_pretrained
 
     def write_and_fail(*args: Any, **options: Any) -> None:
@@ -161,9 +145,9 @@ def test_save_pretrained_that_fails_midway_keeps_older_model(size: str, tmp_path
     before = _files(tmp_path)
     assert (len(before) > 5) == (size == "20KB")
     with pytest.raises(UserError, match=r"cannot be written \(.*No space left"):
-        save(size, tmp_path, _run_out_of_space)
+        save(size, tmp_path, 2.0, _run_out_of_space)
     with pytest.raises(AssertionError, match="exited without a result"):
-        run_distributed(save, 1, size, tmp_path, _kill)
+        run_distributed(save, 1, size, tmp_path, 2.0, _kill)
     assert _files(tmp_path) == before
     save(size, tmp_path)  # deletes the remains
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -192,18 +176,16 @@ def interrupt_after(count: int) -> Iterator[list[str]]:
     """Raise KeyboardInterrupt after `count` renamed or removed files; yields the called methods."""
     called: list[str] = []
 
-    def interrupting(name: str) -> Callable[..., Any]:
-        call = getattr(Path, name)
-
+    def interrupting(method: Callable[..., Any]) -> Callable[..., Any]:
         def call_or_interrupt(*args: Any, **options: Any) -> Any:
-            called.append(name)
+            called.append(method.__name__)
             if len(called) > count:
                 raise KeyboardInterrupt
-            return call(*args, **options)
+            return method(*args, **options)
 
         return call_or_interrupt
 
-    methods = {name: interrupting(name) for name in ("replace", "unlink")}
+    methods = {"replace": interrupting(Path.replace), "unlink": interrupting(Path.unlink)}
     with mock.patch.multiple(Path, **methods), suppress(KeyboardInterrupt):
         yield called
 

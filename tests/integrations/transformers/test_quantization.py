@@ -1,7 +1,5 @@
 """Adapters of 4-bit experts train as on one process, and packed weights migrate and are saved exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from tests.integrations.peft.models import add_adapters
+from tests.integrations.peft.models import add_adapters, together
 from tests.integrations.transformers.families import EXPERTS
 from tests.integrations.transformers.test_lazy_loading import MOVED, PLACED, save_model
 from tests.integrations.transformers.training import adamw, prepare, train_step
@@ -54,15 +52,14 @@ def load_rounded(folder: Path) -> Any:
     return model
 
 
-def train_4bit(folder: Path, migrates: bool, checkpoint: Path) -> dict[str, Any]:
-    """Return losses, and packed rows before and after training and after loading a checkpoint of another layout."""
+def train_4bit(folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Return losses, and packed rows before and after training with migrations and after loading a checkpoint."""
     model = add_adapters(load_4bit(folder), r=2)
     experts, wrapped, optimizer = prepare(model, ep_size=2, placement=lambda *_: PLACED)
     before, losses = packed_rows(model), []
     for step in range(4):
         losses.append(train_step(experts.accelerator, wrapped, optimizer, step, samples=4, clip=0.5))
-        if migrates:
-            place_experts(model, (MOVED, PLACED)[step % 2], optimizer)
+        place_experts(model, (MOVED, PLACED)[step % 2], optimizer)
     after = packed_rows(model)
     experts.save(checkpoint / "0")
     place_experts(model, MOVED, optimizer)
@@ -89,16 +86,15 @@ def train_rounded(folder: Path) -> list[float]:
 def test_4bit_experts_on_two_processes_equal_one_and_keep_packed_rows(tmp_path: Path):
     folder = save_model(tmp_path / "model")
     (expected,) = run_distributed(train_rounded, 1, folder)
-    runs = [run_distributed(train_4bit, 2, folder, moves, tmp_path / str(moves)) for moves in (False, True)]
-    rows = {key: row for rank in runs[0] for key, row in rank["before"].items()}
+    ranks = run_distributed(train_4bit, 2, folder, tmp_path / "checkpoint")
+    rows = together([rank["before"] for rank in ranks])
     assert len(rows) == EXPERTS * 4 * len({key.split(" ")[0].rpartition(".")[0] for key in rows})
     assert {row.dtype for row in rows.values()} == {torch.uint8, torch.int32}
-    for ranks in runs:
-        assert all(rank["losses"] == pytest.approx(expected, rel=1e-6) for rank in ranks)
-        for state in ("after", "loaded"):
-            found = {key: row for rank in ranks for key, row in rank[state].items()}
-            assert found.keys() == rows.keys()
-            assert all(torch.equal(row, rows[key]) for key, row in found.items())
+    assert all(rank["losses"] == pytest.approx(expected, rel=1e-6) for rank in ranks)
+    for state in ("after", "loaded"):
+        found = together([rank[state] for rank in ranks])
+        assert found.keys() == rows.keys()
+        assert all(torch.equal(row, rows[key]) for key, row in found.items())
 
 
 def test_unpacked_experts_equal_bitsandbytes_in_30_percent_of_memory(tmp_path: Path):

@@ -1,7 +1,5 @@
 """Remote code in a model folder does not run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

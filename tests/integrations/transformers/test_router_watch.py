@@ -1,7 +1,5 @@
 """Experts and routers of transformers models, and aux losses of their routing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

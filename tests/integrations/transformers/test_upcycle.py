@@ -1,7 +1,5 @@
 """Upcycled models start with the loss of the dense model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

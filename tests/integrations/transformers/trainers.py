@@ -1,7 +1,5 @@
 """Runs of transformers' Trainer and TRL's trainers with sharded experts, on generated data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,20 +41,21 @@ def dataset(kind: str, number: int = 96) -> Any:
     return Dataset.from_dict({"input_ids": ids, "completion_mask": masks})
 
 
-def lora_config() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=3,
-        lora_alpha=12,
-        target_modules=["q_proj", "v_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        init_lora_weights=False,
-    )
-
-
 def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def settings_of_run(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": SAMPLES // world(),
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def make(kind: str, folder: Path, model: Any, *, options: dict[str, Any] | None = None, **given: Any) -> Any:
@@ -72,20 +71,8 @@ def make(kind: str, folder: Path, model: Any, *, options: dict[str, Any] | None 
     config = getattr(library, "TrainingArguments" if kind == "Trainer" else kind.replace("Trainer", "Config"))
     if options is not None:
         trainer = expert_trainer(trainer, **options)
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": SAMPLES // world() // given.get("gradient_accumulation_steps", 1),
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.03,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "save_only_model": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 0,
-    }
+    settings = settings_of_run(folder) | {"use_cpu": True, "max_grad_norm": 0.03, "save_only_model": True, "seed": 0}
+    settings["per_device_train_batch_size"] //= given.get("gradient_accumulation_steps", 1)
     more: dict[str, Any] = {"train_dataset": dataset(kind)}
     if "eval_strategy" in given:
         more["eval_dataset"] = more["train_dataset"].select(range(SAMPLES))

@@ -1,7 +1,5 @@
 """Training of models with sharded experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
