@@ -18,20 +18,18 @@ def eventful() -> list[tuple[int, ExpertRoster, list[LifecycleEvent]]]:
     second = first.grow(4, step=120, parent=1).grow(5, step=150)
     third = second.merge(3, into=2, step=230)
     fourth = third.prune(5, step=310).grow(3, step=390, parent=4)
-    return [
-        (100, first, []),
-        (200, second, [LifecycleEvent(120, "moe", "grow", (4, 1)), LifecycleEvent(150, "moe", "grow", (5,))]),
-        (300, third, [LifecycleEvent(230, "moe", "sleep", ()), LifecycleEvent(230, "moe", "merge", (2, 3))]),
-        (
-            400,
-            fourth,
-            [
-                LifecycleEvent(310, "moe", "prune", (5,)),
-                LifecycleEvent(360, "", "undone", (), {"tried": ["replay"], "before": 0.1, "after": 0.2}),
-                LifecycleEvent(390, "moe", "grow", (6, 4)),
-            ],
-        ),
+    undone = {"tried": ["replay"], "before": 0.1, "after": 0.2}
+    events = [
+        [],
+        [LifecycleEvent(120, "moe", "grow", (4, 1)), LifecycleEvent(150, "moe", "grow", (5,))],
+        [LifecycleEvent(230, "moe", "sleep", ()), LifecycleEvent(230, "moe", "merge", (2, 3))],
+        [
+            LifecycleEvent(310, "moe", "prune", (5,)),
+            LifecycleEvent(360, "", "undone", (), undone),
+            LifecycleEvent(390, "moe", "grow", (6, 4)),
+        ],
     ]
+    return list(zip((100, 200, 300, 400), (first, second, third, fourth), events, strict=True))
 
 
 def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
@@ -46,31 +44,17 @@ def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
         together = together + together.T
         seen = draws.integers(1, 60, (len(uids), classes)) + 900 * (draws.random((len(uids), classes)) < 0.15)
         np.fill_diagonal(together, seen.sum(1))
-        logical_experts = roster.logical_experts // ranks
-        graph.observe_routing(
-            uids, together, seen, {record.uid: record.logical_id // logical_experts for record in roster.active}
-        )
+        per_rank = roster.logical_experts // ranks
+        graph.observe_routing(uids, together, seen, {r.uid: r.logical_id // per_rank for r in roster.active})
         graph.observe_similarity({(0, uids[-1]): Similarity(0.7, 0.8)})
-        lines.append(
-            {
-                "step": step,
-                "epoch": step / STEPS_PER_EPOCH,
-                "first_step": first_step,
-                "seconds": 3.5 + draws.random(),
-                "world_size": ranks,
-                "device": "cpu",
-                "layers": {
-                    "moe": {
-                        "graph": graph.state_dict(),
-                        "uids_of_logical": roster.uids_of_logical,
-                        "logical_on_ranks": [
-                            list(range(r * logical_experts, (r + 1) * logical_experts)) for r in range(ranks)
-                        ],
-                    }
-                },
-                "events": [asdict(event) for event in events],
-            }
-        )
+        layer = {
+            "graph": graph.state_dict(),
+            "uids_of_logical": roster.uids_of_logical,
+            "logical_on_ranks": [list(range(r * per_rank, (r + 1) * per_rank)) for r in range(ranks)],
+        }
+        line = {"step": step, "epoch": step / STEPS_PER_EPOCH, "first_step": first_step, "world_size": ranks}
+        line |= {"seconds": 3.5 + draws.random(), "device": "cpu", "layers": {"moe": layer}}
+        lines.append(line | {"events": [asdict(event) for event in events]})
         first_step = step
     (folder / "lifecycle.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [

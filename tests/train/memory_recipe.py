@@ -1,13 +1,8 @@
-"""A recipe that maps 128 MiB for each sample of a micro-batch: what test_out_of_memory.py runs."""
+"""A recipe with a limited micro-batch size on the last rank."""
 
-from __future__ import annotations
-
-import resource
 from typing import Any
 
-import psutil
 import torch
-from torch import Tensor, nn
 
 import toolkit as tk
 from tests.support.small_run import SmallModel
@@ -18,44 +13,35 @@ from toolkit.train.task import Loss
 
 
 class Config(tk.RunConfig):
-    limit_mib: int | None = None
-    """Memory that a process may map beyond what it has when training begins."""
-    rank_1_fits: int | None = None
-    """Samples of a micro-batch that fit into the memory of rank 1."""
+    fits: int | None = None
+    """Largest micro-batch that fits into the memory of the last rank."""
 
 
-class Hungry(tk.Classification):
-    def __init__(self, config: Config, rank: int, **options: Any):
+class Limited(tk.Classification):
+    def __init__(self, limit: int | None, **options: Any):
         super().__init__(**options)
-        self.config, self.rank = config, rank
-        # Kept: of freed memory the C library may break off a piece, and then cannot use it for the next step.
-        self.buffer = torch.empty(0)
+        self.limit = limit
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-        size = len(batch["label"])
-        if len(self.buffer) < size:
-            self.buffer = torch.empty(size, 2**25)
-        if self.rank == 1 and self.config.rank_1_fits is not None and size > self.config.rank_1_fits:
+    def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
+        if self.limit is not None and len(batch["label"]) > self.limit:
             torch.empty(2**50)
         return super().loss(model, batch)
 
 
 def main(config: Config) -> dict[str, Any]:
-    if config.limit_mib is not None:
-        limit = psutil.Process().memory_info().vms + config.limit_mib * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    with tk.start_run("hungry", config) as run:
+    with tk.start_run("limited", config) as run:
         model = SmallModel(tk.experts.make_expert_groups(run.world_size))
         draws = torch.Generator().manual_seed(1)
         table = TensorTable(input=torch.randn(200, 8, generator=draws), label=torch.randint(3, (200,), generator=draws))
-        task = Hungry(config, run.rank, penalty=tk.experts.RouterPenalty(model, balance_weight=0.01))
+        limit = config.fits if run.rank == run.world_size - 1 else None
+        task = Limited(limit, penalty=tk.experts.RouterPenalty(model, balance_weight=0.01))
         callbacks = [BiasBalancing(model)]
         trainer = standard_trainer(run, task, model, train=table, test=table, callbacks=callbacks)
         return run.finish(trainer.fit())
 
 
 def full() -> Config:
-    """The only one."""
+    """Default settings."""
     return Config(batch_size=64, lr=0.02, log_every=2, tracker="none", cpu=True)
 
 

@@ -1,6 +1,4 @@
-"""The memory that is expected equals what the same step takes when it is made with values."""
-
-from __future__ import annotations
+"""Expected memory of fine-tuning against the measured memory of the same step."""
 
 from functools import partial
 from typing import Any
@@ -32,8 +30,8 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
 
-def taken(asked: Layout, family: str) -> ExpectedMemory:
-    """What the whole model takes with values, by the same count of storages."""
+def measured(asked: Layout, family: str) -> ExpectedMemory:
+    """Return the memory of a step of the materialized model."""
     model: Any = causal_lm(config(family), dtype=asked.dtype, experts_implementation=use_toolkit_kernel())
     if asked.gradient_checkpointing:
         recompute_blocks(model)
@@ -45,7 +43,7 @@ def taken(asked: Layout, family: str) -> ExpectedMemory:
     tokens = torch.randint(3, 60, (asked.sequences, asked.context + 1))
     with _Allocated() as allocated:
         for each in (*model.parameters(), *model.buffers()):
-            each.view(-1)  # is seen by the count
+            each.view(-1)  # counts the storage
         weights = allocated.now
         LanguageModeling().loss(model, {"tokens": tokens.clone()}).total.backward()
         step = allocated.most - weights
@@ -56,47 +54,47 @@ def taken(asked: Layout, family: str) -> ExpectedMemory:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_a_step_takes_what_is_expected(family: str, gradient_checkpointing: bool):
+def test_expected_memory_equals_measured_memory(family, gradient_checkpointing):
     asked = layout(gradient_checkpointing=gradient_checkpointing)
-    expected, found = fine_tuning_memory(config(family), asked, ADAPT, adamw), taken(asked, family)
+    expected, found = fine_tuning_memory(config(family), asked, ADAPT, adamw), measured(asked, family)
     assert (expected.weights, expected.optimizer) == (found.weights, found.optimizer)
     assert expected.step == pytest.approx(found.step, rel=0.02)
 
 
-def test_ranks_packed_experts_and_recomputed_blocks_take_less():
+def test_expected_memory_by_ep_size_quantization_and_offload():
     expect = partial(fine_tuning_memory, config("qwen3_moe"), adapt=ADAPT)
-    whole, half = expect(layout=layout()), expect(layout=layout(ep_size=2))
+    full, half = expect(layout=layout()), expect(layout=layout(ep_size=2))
     layers = require_experts(causal_lm(config("qwen3_moe"))).values()
     experts = sum(parameter.nbytes for module in layers for parameter in module.parameters())
-    frozen = whole.weights - half.weights
-    assert frozen > experts / 2  # and the adapters of half of them
-    assert half.loading == whole.loading / 2 == experts / len(layers) / 2  # all at once, held a second time
+    frozen = full.weights - half.weights
+    assert frozen > experts / 2  # plus adapters
+    assert half.loading == full.loading / 2 == experts / len(layers) / 2  # one layer, held twice
     with mock.patch("toolkit.train.fine_tuning_memory.experts_at_a_time", return_value=2):
-        assert expect(layout=layout()).loading == whole.loading * 2 / EXPERTS
+        assert expect(layout=layout()).loading == full.loading * 2 / EXPERTS
     packed = expect(layout=layout(quantize="4bit", dtype=torch.bfloat16))
     plain = expect(layout=layout(dtype=torch.bfloat16))
     assert plain.weights - packed.weights == experts / 2 - (1 / 2 + 4 / 64) * experts / 4
     assert packed.loading == plain.loading
     in_file, on_host = (expect(layout=layout(offload=place)) for place in ("file", "host"))
-    assert whole.weights - in_file.weights == on_host.host == experts
+    assert full.weights - in_file.weights == on_host.host == experts
     assert on_host.weights - in_file.weights == 2 * experts / len(layers)
     assert in_file.host == 0
-    assert expect(layout=layout(spare_slots=1)).weights > whole.weights
+    assert expect(layout=layout(spare_slots=1)).weights > full.weights
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])  # with a dense layer first; with two kinds in turn
-def test_deeper_models_take_as_much_more_as_their_layers(family: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])  # a dense first layer; alternating layer types
+def test_expected_memory_extrapolates_from_few_layers(family, monkeypatch):
     deep = config(family)
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 6} if family == "gpt_oss" else {}
     deep.update({"num_hidden_layers": 12} | kinds)
     few = fine_tuning_memory(deep, layout(), ADAPT, adamw)
     monkeypatch.setattr("toolkit.train.fine_tuning_memory.FEW_LAYERS", (4, 12))
-    whole = fine_tuning_memory(deep, layout(), ADAPT, adamw)
-    assert (few.weights, few.optimizer, few.loading) == (whole.weights, whole.optimizer, whole.loading)
-    assert few.step == pytest.approx(whole.step, rel=0.01)
+    full = fine_tuning_memory(deep, layout(), ADAPT, adamw)
+    assert (few.weights, few.optimizer, few.loading) == (full.weights, full.optimizer, full.loading)
+    assert few.step == pytest.approx(full.step, rel=0.01)
 
 
-def test_what_is_shared_counts_once():
+def test_shared_weights_count_once():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
         model[1].weight = model[0].weight

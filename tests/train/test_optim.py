@@ -1,51 +1,67 @@
-"""Schedules by hand-computed points."""
+"""Optimizers against torch's with hand-made groups, and schedules against their formulas."""
 
 import math
+from copy import deepcopy
 
 import pytest
+import torch
+from torch import nn
 
+import toolkit as tk
+from toolkit.errors import UserError
 from toolkit.run.config.optimizer_options import ScheduleOptions
-from toolkit.train.optim import build_schedule, constant, warmup_cosine, warmup_stable_decay
+from toolkit.train.optim import build_optimizer, build_schedule, initial_rates
+
+STEPS = 20
 
 
-def test_constant_rises_in_equal_steps_and_stays_at_one():
-    schedule = constant(warmup_steps=3)
-    assert [schedule(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert constant()(0) == 1.0
+def cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def test_cosine_starts_at_one_after_the_warmup_and_is_halfway_down_in_the_middle():
-    schedule = warmup_cosine(max_steps=12, warmup_steps=2)
-    assert schedule(0) == pytest.approx(1 / 3)
-    assert schedule(1) == pytest.approx(2 / 3)
-    assert schedule(2) == pytest.approx(1.0)
-    assert schedule(7) == pytest.approx(0.5)
-    assert schedule(4) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.2)))
-    assert schedule(12) == pytest.approx(0.0)
-    assert schedule(50) == pytest.approx(0.0), "past the end it stays"
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"kind": "constant", "warmup_steps": 3}, {0: 1 / 4, 1: 2 / 4, 2: 3 / 4, 3: 1, 50: 1}),
+        ({"kind": "cosine"}, {0: 1, 5: cosine(5 / 20), 10: 0.5, 20: 0, 50: 0}),
+        ({"kind": "cosine", "warmup_steps": 2}, {11: 0.5, 5: cosine(3 / 18), 20: 0, 2: 1, 1: 2 / 3, 0: 1 / 3}),
+        ({"kind": "cosine", "warmup_epochs": 0.5}, {0: 1 / 5, 3: 4 / 5, 4: 1, 8: cosine(4 / 16), 20: 0}),
+        ({"kind": "stable_decay"}, {0: 1, 16: 1, 18: 0.5}),
+        ({"kind": "stable_decay", "warmup_steps": 1}, {0: 1 / 2, 1: 1, 16: 1, 17: 3 / 4, 19: 1 / 4, 20: 0, 50: 0}),
+    ],
+)
+def test_build_schedule_equals_formula(options, expected):
+    schedule = build_schedule(ScheduleOptions(**options), max_steps=STEPS, steps_per_epoch=8)
+    assert {step: schedule(step) for step in expected} == pytest.approx(expected)
 
 
-def test_stable_decay_has_a_plateau_and_falls_in_a_straight_line():
-    schedule = warmup_stable_decay(max_steps=20, warmup_steps=1)
-    assert [schedule(step) for step in (0, 1, 15, 16, 17, 18, 19, 20)] == [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
+def test_build_optimizer_equals_adamw_that_decays_matrices_only():
+    torch.manual_seed(0)
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    moe = tk.experts.make_moe(6, 5, num_experts=4, top_k=2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), moe, nn.Linear(6, 3), frozen)
+    reference = deepcopy(model)
+    names = {"0.weight", "2.router.weight", "2.experts.up", "2.experts.down", "3.weight"}
+    matrices = [p for name, p in reference.named_parameters() if name in names]
+    vectors = [p for name, p in reference.named_parameters() if name in {"0.bias", "1.weight", "1.bias", "3.bias"}]
+    groups = [{"params": matrices, "weight_decay": 0.7}, {"params": vectors, "weight_decay": 0.0}]
+    config = tk.RunConfig(lr=0.1, batch_size=8, scale_lr=16, optimizer=tk.OptimizerOptions(weight_decay=0.7))
+    for net, optimizer in [
+        (model, build_optimizer(model, config)),
+        (reference, torch.optim.AdamW(groups, lr=0.1 * 8 / 16, betas=(0.9, 0.999), eps=1e-8)),
+    ]:
+        inputs = torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(1))
+        for x in inputs:
+            net(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)
 
 
-def test_a_rate_does_not_depend_on_which_steps_were_asked_before():
-    schedule = warmup_cosine(max_steps=10, warmup_steps=3)
-    forwards = [schedule(step) for step in range(10)]
-    assert [schedule(step) for step in reversed(range(10))] == forwards[::-1]
-
-
-def test_the_config_names_the_schedule():
-    cosine = build_schedule(ScheduleOptions(kind="cosine", warmup_steps=2), max_steps=20)
-    assert cosine(11) == pytest.approx(0.5)
-    assert build_schedule(ScheduleOptions(kind="constant"), max_steps=20)(19) == 1.0
-    decay = build_schedule(ScheduleOptions(kind="stable_decay"), max_steps=20)
-    assert [decay(15), decay(16), decay(18)] == pytest.approx([1.0, 1.0, 0.5])
-
-
-def test_a_warmup_in_epochs_is_as_long_as_that_many_steps():
-    by_epochs = build_schedule(ScheduleOptions(warmup_epochs=0.5), max_steps=20, steps_per_epoch=8)
-    by_steps = build_schedule(ScheduleOptions(warmup_steps=4), max_steps=20, steps_per_epoch=8)
-    assert [by_epochs(step) for step in range(20)] == [by_steps(step) for step in range(20)]
-    assert [by_epochs(0), by_epochs(4)] == [0.2, 1.0]
+def test_initial_rates_of_all_zero_raise():
+    weight = nn.Linear(1, 1)
+    with pytest.raises(UserError, match="the learning rate of every group is 0"):
+        initial_rates(torch.optim.SGD(weight.parameters(), lr=0.0))
+    groups = [{"params": [weight.weight], "lr": 0.0}, {"params": [weight.bias]}]
+    assert initial_rates(torch.optim.SGD(groups, lr=0.1)) == [0.0, 0.1]

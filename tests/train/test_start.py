@@ -1,8 +1,6 @@
-"""What a run prints before its first step."""
+"""Facts, lines and warnings of a run before its first step, and its plots and placement at the end."""
 
-from __future__ import annotations
-
-import os
+import json
 import re
 import shutil
 import subprocess
@@ -20,29 +18,36 @@ import toolkit as tk
 from recipes import mnist_moe
 from tests.support.helpers import ROOT, run_distributed
 from tests.support.trainers import standard_trainer
-from toolkit.train.start import count_parameters, describe_start, warnings_of
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.train.pictures import draw_run
+from toolkit.train.start import count_parameters, describe_experts, describe_start, warnings_of
+
+TABLE = tk.TensorTable(input=torch.arange(64.0).view(16, 4), label=torch.arange(16) % 2)
 
 
-def test_a_run_says_where_on_what_and_how_long_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = mnist_moe.debug().replace(run_dir=tmp_path, tracker="none", cpu=True, max_steps=2)
-    mnist_moe.main(config)
+def config(folder: Path, **settings: Any) -> tk.RunConfig:
+    return tk.RunConfig(run_dir=folder, tracker="none", cpu=True, **settings)
+
+
+def test_run_announces_device_data_parameters_and_steps(tmp_path, capsys):
+    mnist_moe.main(mnist_moe.debug().replace(run_dir=tmp_path, tracker="none", cpu=True, max_steps=2))
     out = capsys.readouterr().out
     assert f"run folder {tmp_path}\n" in out
     assert "device      cpu, 1 process, float32\n" in out
     assert "data        digits, 1,442 training samples\n" in out
-    # Stem 25,120, head 330, router 128, and four experts of 2 * 32 * 32 weights, two of which a token is sent to.
+    # Stem 25,120, head 330, router 128, four experts of 2 * 32 * 32 weights, and top-2 routing.
     assert "parameters  33,770, of which a token uses 29,674\n" in out
     assert "steps       2 of 64 samples, 0.08696 epoch(s)\n" in out
 
 
-@pytest.mark.parametrize("settings", [{"warmup_steps": 20}, {"warmup_epochs": 50}])
-def test_warnings_of_a_run_of_warmup_only(tmp_path: Path, settings: dict[str, Any]):
-    for given in (settings, {}):
-        schedule = tk.ScheduleOptions(**given)
-        folder = tmp_path / str(len(given))
-        with tk.start_run("mine", tk.RunConfig(run_dir=folder, tracker="none", cpu=True, schedule=schedule)) as run:
-            warnings = warnings_of(run, nn.Linear(1, 1), tk.Splits([], []), 10, max_steps=20)
-        assert any("all 20 steps are warm-up" in warning for warning in warnings) == bool(given)
+@pytest.mark.parametrize(
+    ("settings", "warns"), [({"warmup_steps": 20}, True), ({"warmup_epochs": 50}, True), ({}, False)]
+)
+def test_run_of_warmup_only_warns(tmp_path, settings, warns):
+    with tk.start_run("toy", config(tmp_path, schedule=tk.ScheduleOptions(**settings))) as run:
+        warnings = warnings_of(run, nn.Linear(1, 1), tk.Splits([], []), 10, max_steps=20)
+    assert any("all 20 steps are warm-up" in warning for warning in warnings) is warns
 
 
 def counts(ep_size: int) -> tuple[int, int | None]:
@@ -51,84 +56,55 @@ def counts(ep_size: int) -> tuple[int, int | None]:
     return count_parameters(nn.Sequential(nn.Linear(4, 8), moe), 2)
 
 
-def test_every_expert_counts_once_however_many_ranks_and_slots_there_are():
-    whole = counts(1)
-    each = (whole[0] - whole[1]) // 2
-    assert each == sum(p[:1].numel() for p in tk.experts.make_moe(8, 16, 4, 2).experts.parameters())
-    assert run_distributed(counts, 2, 2) == [whole, whole]
-
-
-def test_a_model_without_experts_has_no_second_number():
+def test_count_parameters_counts_each_expert_once_over_all_ranks():
+    per_expert = 2 * 8 * 16
+    rest = 4 * 8 + 8 + 4 * 8
+    assert run_distributed(counts, 2, 2) == [(rest + 4 * per_expert, rest + 2 * per_expert)] * 2
+    assert counts(1) == (rest + 4 * per_expert, rest + 2 * per_expert)
     assert count_parameters(nn.Linear(4, 8), 1) == (40, None)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "says"),
-    [
-        (4, None, "cuda (4 x NVIDIA L4), 1 process, float32 (one of 4 GPUs: --num-processes 4 uses all)"),
-        (4, 1, "cuda (4 x NVIDIA L4), 1 process, float32"),
-        (1, None, "cuda (1 x NVIDIA L4), 1 process, float32"),
-    ],
+    ("gpus", "num_processes", "hint"),
+    [(4, None, " (one of 4 GPUs: --num-processes 4 uses all)"), (4, 1, ""), (1, None, "")],
 )
-def test_one_of_several_gpus_is_named_unless_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, asked: int | None, says: str
-):
+def test_describe_start_names_unused_gpus(tmp_path, monkeypatch, gpus, num_processes, hint):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L4")
-    with tk.start_run("mine", tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, num_processes=asked)) as run:
+    with tk.start_run("toy", config(tmp_path, num_processes=num_processes)) as run:
         run.device = torch.device("cuda")
         endless: Any = SimpleNamespace(endless=True, steps_per_epoch=1)
-        assert describe_start(run, nn.Linear(4, 8), endless, 1)[0] == ("device", says)
+        expected = ("device", f"cuda ({gpus} x NVIDIA L4), 1 process, float32{hint}")
+        assert describe_start(run, nn.Linear(4, 8), endless, 1)[0] == expected
 
 
-def test_an_installation_says_how_long_it_takes_and_how_to_activate_it(tmp_path: Path):
-    python = tmp_path / "venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\nexit 0\n")
-    python.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "VENV")}
-    done = subprocess.run(
-        ["make", "-C", str(ROOT), "install", f"VENV={tmp_path / 'venv'}"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "a few minutes" in done.stdout
-    assert f"source {tmp_path}/venv/bin/activate" in done.stdout
+def batch_norm_messages(folder: Path) -> tuple[str, str]:
+    """Return the lines of a run with batch norm, and the error of torch with SyncBatchNorm on a CPU."""
+    lines: list[str] = []
+    for sync_bn in (False, True):
+        with tk.start_run("toy", config(folder / str(sync_bn), batch_size=4, epochs=1, sync_bn=sync_bn)) as run:
+            run.print = lines.append
+            try:
+                model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+                standard_trainer(run, tk.Classification(), model, train=TABLE, test=TABLE)
+            except ValueError as error:
+                return "\n".join(lines), str(error)
+    return "\n".join(lines), ""
 
 
-def normed(folder: Path, sync_bn: bool) -> str:
-    config = tk.RunConfig(run_dir=folder, tracker="none", cpu=True, batch_size=4, epochs=1, sync_bn=sync_bn)
-    table = tk.TensorTable(input=torch.randn(8, 4), label=torch.arange(8) % 2)
-    said: list[str] = []
-    with tk.start_run("mine", config) as run:
-        run.print = said.append
-        try:
-            standard_trainer(
-                run, tk.Classification(), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), train=table, test=table
-            )
-        except ValueError as error:  # of torch, on a CPU
-            return str(error)
-    return "\n".join(said)
+def test_batch_norm_on_two_processes_warns_and_sync_bn_converts(tmp_path):
+    for lines, error in run_distributed(batch_norm_messages, 2, tmp_path / "two"):
+        assert "batch norm is over each process's part of the batch, unlike in one process: --sync-bn has it" in lines
+        assert error == "SyncBatchNorm layers only work with GPU modules"
+    assert "batch norm" not in run_distributed(batch_norm_messages, 1, tmp_path / "one")[0][0]
 
 
-def test_batch_norm_on_several_processes_is_said_and_not_synchronised_on_a_cpu(tmp_path: Path):
-    for said in run_distributed(normed, 2, tmp_path / "each", False):
-        assert "batch norm is over each process's part of the batch, unlike in one process: --sync-bn has it" in said
-    assert "batch norm" not in run_distributed(normed, 1, tmp_path / "one", False)[0]
-
-
-def test_trainer_with_sync_bn_converts_batch_norm(tmp_path: Path):
-    for said in run_distributed(normed, 2, tmp_path, True):
-        assert said == "SyncBatchNorm layers only work with GPU modules"
-
-
-def test_editors_and_type_checkers_find_the_package_that_make_installs(tmp_path: Path):
-    """They follow a path in a .pth file, and no finder, which is what setuptools writes by itself."""
+def test_editable_wheel_has_a_path_for_editors_and_type_checkers(tmp_path):
     mode = re.search(r"editable_mode=(\w+)", (ROOT / "Makefile").read_text())
     source = tmp_path / "source"
-    source.mkdir()
+    shutil.copytree(ROOT / "toolkit", source / "toolkit", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "toolkit", source / "toolkit", ignore=shutil.ignore_patterns("__pycache__"))
     options = f"{str(tmp_path)!r}, {{'editable_mode': {mode and mode[1]!r}}}"
     code = f"import setuptools.build_meta as build; build.build_editable({options})"
     subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
@@ -136,3 +112,42 @@ def test_editors_and_type_checkers_find_the_package_that_make_installs(tmp_path:
     with zipfile.ZipFile(wheel) as files:
         (path,) = [name for name in files.namelist() if name.endswith(".pth")]
         assert files.read(path).decode().strip() == str(source)
+
+
+def test_standard_trainer_draws_plots_at_the_end_of_the_run(tmp_path):
+    with tk.start_run("toy", config(tmp_path / "run", epochs=1, batch_size=8, log_every=1)) as run:
+        results = standard_trainer(run, tk.Classification(), tk.MLP(4, 2), train=TABLE, test=TABLE).fit()
+        assert not list(run.folder.glob("*.png"))
+        run.finish(results)
+    assert [path.name for path in run.folder.glob("*.png")] == ["loss.png"]
+
+
+def test_results_and_plot_have_the_placement_at_the_end(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "toolkit.train.pictures.draw_experts", lambda _, experts, *__: drawn.append(experts.placement) or {}
+    )
+    layer = tk.experts.make_moe(4, 4, 4, 1, spare_slots=1)
+    with tk.start_run("toy", config(tmp_path / "run")) as run:
+        run.describe(**describe_experts(nn.ModuleDict({"block": layer}), ExpertGroups()))
+        run.draw_at_finish(draw_run)
+        assert run.facts["expert_placement"] == {"block": [[0, 1, 2, 3]]}
+        layer.expert_stack.place(ExpertPlacement(((-1, 3, 1, 2, 0),)))
+        run.finish({})
+    results = json.loads((run.folder / "results.json").read_text())
+    assert results["expert_placement"] == {"block": [[3, 1, 2, 0]]}
+    assert drawn == [results["expert_placement"]]
+
+
+def test_describe_experts_leaves_out_inactive_experts():
+    layer = tk.experts.make_moe(4, 4, 4, 1)
+    layer.router.register_buffer("active_E", torch.tensor([True, False, True, False]))
+    facts = describe_experts(nn.ModuleDict({"block": layer}), ExpertGroups())
+    assert facts["ep_size"] == 1
+    assert facts["expert_placement"]() == {"block": [[0, 2]]}
+
+
+def test_describe_experts_names_ranks_of_groups_that_are_not_neighbours():
+    assert "ep_groups" not in describe_experts(nn.Linear(1, 1), ExpertGroups(ep_size=2))
+    crossed = ExpertGroups(ep_size=2, partition=((0, 3), (1, 2)))
+    assert describe_experts(nn.Linear(1, 1), crossed)["ep_groups"] == [[0, 3], [1, 2]]

@@ -1,4 +1,4 @@
-"""The drawing of the nine hooks in `toolkit/train/callbacks/base.py` is what happens."""
+"""Hooks as drawn in `toolkit/train/callbacks/base.py`, the order of callbacks, and their state."""
 
 import re
 from typing import Any
@@ -11,24 +11,17 @@ from toolkit.data.batches import EvalBatches
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 from toolkit.train.callbacks import base
-from toolkit.train.callbacks.base import HOOKS, Callback, check_callbacks
+from toolkit.train.callbacks.base import HOOKS, Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.early_stopping import EarlyStopping
 from toolkit.train.callbacks.preemption import Preemption
 from toolkit.train.callbacks.throughput import Throughput
-from toolkit.train.trainer import Trainer
 
-STOPPING = EarlyStopping(1, "eval/loss")
-
-
-def hooks_in_the_drawing() -> list[str]:
-    assert base.__doc__ is not None
-    drawing = base.__doc__[base.__doc__.index("    fit:") : base.__doc__.index("Callbacks run in the order")]
-    return re.findall(r"\bon_\w+", drawing)
+STEP = ["on_step_start", "on_before_forward", "on_before_optimizer_step", "on_step_end"]
 
 
 def recorder(calls: list[str], name: str = "") -> Callback:
-    """A callback that has all nine hooks and writes down each call."""
+    """Return a callback that records the calls of all hooks."""
 
     def hook(hook_name: str) -> Any:
         return lambda *_: calls.append(name + hook_name)
@@ -37,95 +30,44 @@ def recorder(calls: list[str], name: str = "") -> Callback:
 
 
 class EvaluateAndSave(Callback):
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer):
         inputs, labels = toy_data(5)
         trainer.evaluate(EvalBatches(TensorTable(input=inputs, label=labels), batch_size=2))
         trainer.call_hooks("on_save", None)
 
 
 class Fail(Callback):
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer):
         if trainer.state.step == 2:
-            raise RuntimeError("step two is unwell")
+            raise RuntimeError("step two failed")
 
 
-def two_steps() -> list[str]:
-    calls: list[str] = []
-    toy_trainer(max_steps=2, callbacks=[recorder(calls), EvaluateAndSave()]).fit()
-    return calls
+def calls_of_hooks() -> tuple[list[str], list[str], list[str]]:
+    """Return the calls of two steps, of a run that fails, and with two recorders."""
+    two_steps: list[str] = []
+    toy_trainer(max_steps=2, callbacks=[recorder(two_steps), EvaluateAndSave()]).fit()
+    failure: list[str] = []
+    with pytest.raises(RuntimeError, match="step two failed"):
+        toy_trainer(max_steps=3, callbacks=[recorder(failure), Fail()]).fit()
+    both: list[str] = []
+    toy_trainer(max_steps=1, callbacks=[recorder(both, "first "), recorder(both, "second ")]).fit()
+    return two_steps, failure, both
 
 
-def two_steps_and_a_failure() -> list[str]:
-    calls: list[str] = []
-    with pytest.raises(RuntimeError, match="step two is unwell"):
-        toy_trainer(max_steps=3, callbacks=[recorder(calls), Fail()]).fit()
-    return calls
-
-
-def two_recorders() -> list[str]:
-    calls: list[str] = []
-    toy_trainer(max_steps=1, callbacks=[recorder(calls, "first "), recorder(calls, "second ")]).fit()
-    return calls
-
-
-STEP = ["on_step_start", "on_before_forward", "on_before_optimizer_step", "on_step_end"]
-
-
-def test_two_steps_call_the_hooks_as_drawn():
-    (calls,) = run_distributed(two_steps, 1)
+def test_hooks_are_called_as_drawn_in_the_order_of_the_list():
+    ((two_steps, failure, both),) = run_distributed(calls_of_hooks, 1)
     step = [*STEP, "on_evaluate_end", "on_save"]
-    assert calls == ["on_fit_start", *step, *step, "on_fit_end"]
-    drawn = hooks_in_the_drawing()
+    assert two_steps == ["on_fit_start", *step, *step, "on_fit_end"]
+    assert base.__doc__ is not None
+    drawing = base.__doc__[base.__doc__.index("    fit:") : base.__doc__.index("Callbacks run in the order")]
+    drawn = re.findall(r"\bon_\w+", drawing)
     assert drawn == ["on_fit_start", *step, "on_fit_end", "on_exception"]
-    assert set(drawn) == set(HOOKS)
+    assert set(drawn) == set(HOOKS) == {name for name in vars(Callback) if name.startswith("on_")}
+    assert failure == ["on_fit_start", *STEP, *STEP, "on_exception"]
+    assert both == [who + hook for hook in ("on_fit_start", *STEP, "on_fit_end") for who in ("first ", "second ")]
 
 
-def test_a_failure_calls_on_exception_in_place_of_on_fit_end():
-    (calls,) = run_distributed(two_steps_and_a_failure, 1)
-    assert calls == ["on_fit_start", *STEP, *STEP, "on_exception"]
-
-
-def test_callbacks_run_in_the_order_of_the_list():
-    (calls,) = run_distributed(two_recorders, 1)
-    assert calls == [who + hook for hook in ("on_fit_start", *STEP, "on_fit_end") for who in ("first ", "second ")]
-
-
-def test_every_hook_is_a_method_of_callback_with_a_docstring():
-    methods = [name for name in vars(Callback) if name.startswith("on_")]
-    assert sorted(methods) == sorted(HOOKS)
-    assert all(getattr(Callback, name).__doc__ for name in HOOKS)
-
-
-# --- the order of the list ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "message"),
-    [
-        ([Preemption(), Checkpointing()], "Checkpointing must come before Preemption"),
-        (
-            [STOPPING, Checkpointing()],
-            "Checkpointing must come before EarlyStopping",
-        ),
-        ([Checkpointing(), Throughput()], "Throughput must come before Checkpointing"),
-    ],
-)
-def test_a_wrong_order_is_refused_when_the_trainer_is_made(callbacks: list[Callback], message: str):
-    with pytest.raises(ValueError, match=message):
-        toy_trainer(max_steps=1, callbacks=callbacks)
-
-
-def test_check_callbacks_misspelt_hook_raises_with_the_nearest_name():
-    misspelt = type("Misspelt", (Callback,), {"on_steps_end": lambda self, trainer: None})  # noqa: ARG005
-    with pytest.raises(UserError, match=r"Misspelt\.on_steps_end is not a hook .* Did you mean on_step_end\?"):
-        check_callbacks([misspelt()])
-
-
-def test_an_order_that_every_callback_declares_possible_is_accepted():
-    check_callbacks([recorder([]), Throughput(), Checkpointing(), STOPPING])
-
-
-# --- state in checkpoints -------------------------------------------------------------------------------------------
+STOPPING = EarlyStopping(1, "eval/loss")
 
 
 class Counter(Callback):
@@ -134,7 +76,7 @@ class Counter(Callback):
     def __init__(self, start: int, state_key: str = ""):
         self.count, self.state_key = start, state_key
 
-    def on_step_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer):  # noqa: ARG002
         self.count += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,10 +86,23 @@ class Counter(Callback):
         self.count = state["count"]
 
 
-def test_two_callbacks_of_one_class_with_one_key_are_refused():
-    with pytest.raises(ValueError, match="would save their state as 'Counter' in checkpoints: give each a `state_key`"):
-        check_callbacks([Counter(0), Counter(10)])
-    check_callbacks([recorder([]), recorder([])])  # which have no state
+class Misspelt(Callback):
+    def on_steps_end(self, trainer): ...
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([Preemption(), Checkpointing()], "Checkpointing must come before Preemption"),
+        ([STOPPING, Checkpointing()], "Checkpointing must come before EarlyStopping"),
+        ([Checkpointing(), Throughput()], "Throughput must come before Checkpointing"),
+        ([Misspelt()], r"Misspelt\.on_steps_end is not a hook .* Did you mean on_step_end\?"),
+        ([Counter(0), Counter(10)], "would save their state as 'Counter' in checkpoints: give each a `state_key`"),
+    ],
+)
+def test_trainer_with_invalid_callbacks_raises(callbacks, message):
+    with pytest.raises((ValueError, UserError), match=message):
+        toy_trainer(max_steps=1, callbacks=callbacks)
 
 
 def resumed_counts() -> list[int]:
@@ -158,5 +113,5 @@ def resumed_counts() -> list[int]:
     return [counter.count for counter in counters]
 
 
-def test_two_callbacks_of_one_class_resume_with_their_own_state():
+def test_callbacks_of_one_class_resume_from_their_state_keys():
     assert run_distributed(resumed_counts, 1) == [[2, 12, 22]]

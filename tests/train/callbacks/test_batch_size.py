@@ -1,9 +1,8 @@
-"""A step that runs out of memory is repeated with smaller micro-batches, and the result is that of the smaller ones."""
-
-from __future__ import annotations
+"""Out-of-memory steps are repeated with smaller micro-batches."""
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,21 +28,16 @@ def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def learned(folder: Path) -> tuple[list[dict], bytes]:
-    """Metrics without what the clock says and what was said of restarts, and the last checkpoint's tensors."""
+    """Return metrics without timings and restarts, and the tensors of the last checkpoint."""
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "run/restarts" not in line]
     lines = [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines]
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     return lines, b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors")))
 
 
-@pytest.mark.parametrize(
-    ("processes", "limit"),
-    # Micro-batches of 64 map 8 GiB and those of 32 map 4, of which nothing is touched; threads map what they like.
-    [(1, ("--limit-mib", "6144")), (2, ("--num-processes", "2", "--rank-1-fits", "16"))],
-    ids=["under a limit of the process", "on one of two processes"],
-)
-def test_the_result_is_that_of_the_smaller_micro_batches(tmp_path: Path, processes: int, limit: tuple[str, ...]):
-    done = run(tmp_path / "run", *limit)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_restart_after_out_of_memory_equals_a_run_with_smaller_micro_batches(tmp_path, processes):
+    done = run(tmp_path / "run", "--num-processes", str(processes), "--fits", str(32 // processes))
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if "memory" in line] == [
         LINE.format(64 // processes) + f"the run continues from its newest checkpoint with {32 // processes}."
@@ -59,14 +53,13 @@ def test_the_result_is_that_of_the_smaller_micro_batches(tmp_path: Path, process
 
 
 def trainer_of(folder: Path, *, rank: int = 0, world_size: int = 2, accumulation: int = 1, phase: str = "step"):
-    run = SimpleNamespace(
-        config=memory_recipe.full(), folder=folder, rank=rank, world_size=world_size, is_main=rank == 0
-    )
+    of_rank = {"rank": rank, "world_size": world_size, "is_main": rank == 0}
+    run = SimpleNamespace(config=memory_recipe.full(), folder=folder, **of_rank)
     batches = SimpleNamespace(accumulation=accumulation)
     return SimpleNamespace(run=run, phase=phase, batches=batches, state=SimpleNamespace(step=6))
 
 
-def test_only_a_step_that_micro_batches_can_shorten_is_repeated(tmp_path: Path):
+def test_on_exception_restarts_only_steps_with_divisible_micro_batches(tmp_path):
     callback = SmallerMicroBatches()
     callback.on_exception(trainer_of(tmp_path, phase="evaluation"), MemoryError())
     callback.on_exception(trainer_of(tmp_path), RuntimeError("a bug"))
@@ -74,7 +67,7 @@ def test_only_a_step_that_micro_batches_can_shorten_is_repeated(tmp_path: Path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(StepOutOfMemory, match=r"step 7 ran out of memory with micro-batches of 32 .* with 16"):
         callback.on_exception(trainer_of(tmp_path, rank=1), MemoryError())
-    # The others notice that rank 1 is gone.
+    # The other ranks lose the connection to rank 1.
     with pytest.raises(StepOutOfMemory, match="with 16"):
         callback.on_exception(trainer_of(tmp_path), RuntimeError("Connection closed by peer"))
     callback.on_exception(trainer_of(tmp_path), UserError("bad input"))
@@ -83,7 +76,7 @@ def test_only_a_step_that_micro_batches_can_shorten_is_repeated(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_it"),
+    ("error", "expected"),
     [
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
@@ -95,30 +88,25 @@ def test_only_a_step_that_micro_batches_can_shorten_is_repeated(tmp_path: Path):
         (ValueError("out of memory"), False),
     ],
 )
-def test_where_there_is_no_memory_is_told_by_what_libraries_say(error: Exception, is_it: bool):
-    assert is_out_of_memory(error) == is_it
+def test_is_out_of_memory_recognizes_the_errors_of_libraries(error, expected):
+    assert is_out_of_memory(error) is expected
 
 
-def test_under_a_launcher_the_same_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    told: list[object] = []
+def test_start_again_under_a_launcher_exits_with_the_preempted_code(monkeypatch, tmp_path):
+    lines: list[str] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(exits, "report", lambda line, label: told.append(label + line))
-
-    def leave(code: int) -> None:
-        told.append(code)
-        raise SystemExit
-
-    monkeypatch.setattr(exits, "leave", leave)
-    with pytest.raises(SystemExit):
+    monkeypatch.setattr(exits, "report", lambda line, label: lines.append(label + line))
+    monkeypatch.setattr(exits, "leave", sys.exit)
+    with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
         exits.start_again(StepOutOfMemory("step 1 ran out of memory.", tmp_path))
-    assert told == ["step 1 ran out of memory. Run the same command again.", EXIT_PREEMPTED]
+    assert lines == ["step 1 ran out of memory. Run the same command again."]
 
 
 def started(folder: Path) -> Run:
     return tk.start_run("small", tk.RunConfig(run_dir=folder, tracker="none", cpu=True, batch_size=24))
 
 
-def test_a_run_that_ran_out_of_memory_continues_with_the_next_smaller_size_that_divides(tmp_path: Path):
+def test_run_continues_with_the_next_smaller_divisor_of_the_batch_size(tmp_path):
     with started(tmp_path) as run:
         assert run.accumulation == 1
         assert [_shrink(run, pieces) for pieces in (1, 3, 8, 24)] == [12, 4, 1, None]
@@ -131,7 +119,7 @@ def test_a_run_that_ran_out_of_memory_continues_with_the_next_smaller_size_that_
     assert saved == {"world_size": 1, "micro_batch_size": 4, "out_of_memory_with": 8}
 
 
-def test_a_run_on_another_number_of_processes_begins_with_the_size_of_its_config(tmp_path: Path):
+def test_run_with_another_world_size_starts_with_the_configured_size(tmp_path):
     with started(tmp_path) as run:
         _shrink(run, 1)
     (tmp_path / MICRO_BATCH_SIZE).write_text('{"world_size": 2, "micro_batch_size": 6, "out_of_memory_with": 12}')
@@ -139,26 +127,18 @@ def test_a_run_on_another_number_of_processes_begins_with_the_size_of_its_config
         assert run.accumulation == 1
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff{",
-        b"[]",
-        b"{}",
-        b'{"world_size": 1, "micro_batch_size": 6}',
-        b'{"world_size": null, "micro_batch_size": 6, "out_of_memory_with": 12}',
-        b'{"world_size": 1, "micro_batch_size": "six", "out_of_memory_with": 12}',
-        b'{"world_size": 1, "micro_batch_size": true, "out_of_memory_with": 12}',
-        b'{"world_size": 1, "micro_batch_size": 0, "out_of_memory_with": 12}',
-        b'{"world_size": 1, "micro_batch_size": -6, "out_of_memory_with": 12}',
-        b'{"world_size": 1, "micro_batch_size": 48, "out_of_memory_with": 12}',
-        b'{"world_size": 1, "micro_batch_size": 5, "out_of_memory_with": 12}',
-        b'{"world_size": 1, "micro_batch_size": 6, "out_of_memory_with": [12]}',
-    ],
-)
-def test_damaged_micro_batch_size_raises_with_its_name(tmp_path: Path, content: bytes):
+@pytest.mark.parametrize("content", ["", "\xff{", "[]", "{}", '{"world_size": 1, "micro_batch_size": 6}'])
+def test_damaged_micro_batch_size_raises(tmp_path, content):
     started(tmp_path).close()
-    (tmp_path / MICRO_BATCH_SIZE).write_bytes(content)
+    (tmp_path / MICRO_BATCH_SIZE).write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match=f"{MICRO_BATCH_SIZE}: cannot be read"):
         started(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "out_of_memory_with"),
+    [(None, 6, 12), (1, "six", 12), (1, True, 12), (1, 0, 12), (1, -6, 12), (1, 48, 12), (1, 5, 12), (1, 6, [12])],
+)
+def test_invalid_micro_batch_size_raises(tmp_path, world_size, micro_batch_size, out_of_memory_with):
+    values = {"world_size": world_size, "micro_batch_size": micro_batch_size, "out_of_memory_with": out_of_memory_with}
+    test_damaged_micro_batch_size_raises(tmp_path, json.dumps(values))

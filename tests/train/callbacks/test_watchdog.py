@@ -1,6 +1,4 @@
-"""A run that hangs ends, names the rank that it waits for, and goes on from its checkpoint where it may."""
-
-from __future__ import annotations
+"""A run that hangs ends with the name of the rank it waits for, and may restart from its checkpoint."""
 
 import json
 import subprocess
@@ -17,7 +15,7 @@ from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, _frames, _stacks, what_ranks_do
 
 RECIPE = '''
-"""A small run that something happens to."""
+"""A small run that hangs."""
 import json, os, signal, sys, time
 from pathlib import Path
 import toolkit as tk
@@ -27,27 +25,23 @@ from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.run.launch.restarts import past_restarts
 
 class Sleeps(tk.Callback):
-    """Rank 1 is late for step 8, in its data."""
     def on_step_end(self, trainer):
         if trainer.state.step == 7 and trainer.run.rank == 1:
-            take = trainer.batches.steps
             trainer.task.loss = lambda *_: time.sleep(600)
 
 class Hangs(tk.Callback):
-    """Something that does not end, where $WITH says."""
+    """Hangs in the hook $WITH."""
     def on_fit_start(self, trainer):
         if os.environ["WITH"] == "on_evaluate_end":
             (trainer.run.folder / "hang").mkdir()
             for name in ("rank-00000.partial", ".rank-00000.txt.partial", "rank-00000.txt"):
                 planted(trainer.run.folder / "hang" / name)
 
-    def on_evaluate_end(self, trainer, name, metrics):
-        if os.environ["WITH"] == "on_evaluate_end":
-            time.sleep(600)
+    def on_evaluate_end(self, *_):
+        time.sleep(600 * (os.environ["WITH"] == "on_evaluate_end"))
 
-    def on_fit_end(self, trainer):
-        if os.environ["WITH"] == "on_fit_end":
-            time.sleep(600)
+    def on_fit_end(self, *_):
+        time.sleep(600 * (os.environ["WITH"] == "on_fit_end"))
 
 def draw(folder, results):
     time.sleep(600)
@@ -62,39 +56,39 @@ def main(config):
         if os.environ["WITH"] == "draw":
             trainer.save()
             trainer.evaluate(trainer.callbacks[2].batches)
-            time.sleep(6)  # what the recipe does after training may take longer than the limit
+            time.sleep(6)  # a recipe may work for longer than the limit after training
             trainer.run.draw_at_finish(draw)
         trainer.run.finish(results)
 
 if __name__ == "__main__":
     sys.modules["__main__"].SmallConfig = SmallConfig
     def full():
-        """The only one."""
+        """Default settings."""
         return SmallConfig(batch_size=10, epochs=2, lr=0.02, log_every=3, tracker="none", cpu=True, num_processes=2)
     tk.run_recipe(main, {"full": full}, __doc__)
 '''
 
 
-def run(folder: Path, happens: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, hangs_in: str, *flags: str) -> subprocess.CompletedProcess[str]:
     recipe = folder.parent / "small.py"
     recipe.write_text(RECIPE)
     words = [str(recipe), "--run-dir", str(folder), "--checkpoint.every-steps", "5", *flags]
-    return run_forked(*words, env=program_environment(WITH=happens), timeout_s=120)
+    return run_forked(*words, env=program_environment(WITH=hangs_in), timeout_s=120)
 
 
 def trained(folder: Path) -> tuple[list[dict], bytes]:
-    """Metrics without what was said of restarts, and the last checkpoint's weights."""
+    """Return metrics without restarts, and the weights of the last checkpoint."""
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "run/restarts" not in line]
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     return lines, b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors")))
 
 
-def test_a_run_that_hung_starts_again_and_ends_with_the_same_bits(tmp_path: Path):
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
-    done = run(undisturbed, "nothing", "--step-timeout", "60")
+def test_restart_after_a_hang_is_bitwise_identical(tmp_path):
+    expected, folder = tmp_path / "undisturbed", tmp_path / "run"
+    done = run(expected, "nothing", "--step-timeout", "60")
     assert done.returncode == 0, done.stderr
-    assert not (undisturbed / "hang").exists()
-    assert json.loads((undisturbed / "results.json").read_text())["restarts"] == []
+    assert not (expected / "hang").exists()
+    assert json.loads((expected / "results.json").read_text())["restarts"] == []
     done = run(folder, "SIGSTOP", "--max-restarts", "1", "--step-timeout", "2")
     assert done.returncode == 0, done.stderr
     named = "rank 1 of 2 does not answer: it is stopped, frozen or gone."
@@ -104,73 +98,53 @@ def test_a_run_that_hung_starts_again_and_ends_with_the_same_bits(tmp_path: Path
     assert restart["run/restart_reason"].startswith(named)
     assert len(json.loads((folder / "results.json").read_text())["restarts"]) == 1
     assert "restarts" in (folder / "summary.txt").read_text()
-    assert trained(folder) == trained(undisturbed)
+    assert trained(folder) == trained(expected)
 
 
-def test_a_rank_that_holds_up_the_others_is_named_and_all_stacks_are_written(tmp_path: Path):
+def test_late_rank_is_named_and_all_stacks_are_written(tmp_path):
     done = run(tmp_path / "run", "sleep", "--step-timeout", "2")
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    number = 1 + next(n for n, text in enumerate(RECIPE.splitlines()) if "lambda *_: time.sleep" in text)
     assert "rank 1 of 2 in <lambda> (" in line
-    assert "small.py:" in line
-    waits, sleeps = (tmp_path.joinpath("run", "hang", f"rank-0000{rank}.txt").read_text() for rank in range(2))
-    assert "small.py" in sleeps
-    assert "<lambda>" not in waits
+    assert f"small.py:{number})" in line
+    waiting, late = (tmp_path.joinpath("run", "hang", f"rank-0000{rank}.txt").read_text() for rank in range(2))
+    assert "small.py" in late
+    assert "<lambda>" not in waiting
 
 
-@pytest.mark.parametrize(("happens", "processes"), [("on_evaluate_end", 1), ("on_fit_end", 1), ("draw", 2)])
-def test_what_hangs_in_one_process_of_a_run_ends(tmp_path: Path, happens: str, processes: int):
-    done = run(tmp_path / "run", happens, "--num-processes", str(processes), "--process-timeout", "0.1")
+@pytest.mark.parametrize(("hangs_in", "processes"), [("on_evaluate_end", 1), ("on_fit_end", 1), ("draw", 2)])
+def test_hang_outside_of_steps_ends_the_run(tmp_path, hangs_in, processes):
+    done = run(tmp_path / "run", hangs_in, "--num-processes", str(processes), "--process-timeout", "0.1")
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert f"rank 0 of {processes} in {happens} (" in line
+    assert f"rank 0 of {processes} in {hangs_in} (" in line
     assert {path.read_text() for path in tmp_path.glob("run/hang/*.precious")} <= {"precious"}
     assert "longer than 6 s (--process-timeout)" in line
 
 
 def report(rank: int, **changes: object) -> Report:
-    same = Report(rank, late=True, step=7, phase="step", frame="loss (a.py:1)")
-    return replace(same, **changes)  # type: ignore[arg-type]
+    return replace(Report(rank, late=True, step=7, phase="step", frame="loss (a.py:1)"), **changes)
 
 
 @pytest.mark.parametrize(
-    ("reports", "silent", "says"),
+    ("reports", "silent", "expected"),
     [
         ([report(0)], [1], "rank 1 of 2 does not answer:"),
-        (
-            [report(0), report(1), report(2, step=6)],
-            [],
-            "on: rank 2 of 3 in loss (a.py:1), in the phase 'step' after step 6",
-        ),
+        ([report(0), report(1), report(2, step=6)], [], "on: rank 2 of 3 in loss (a.py:1), in the phase 'step' after "),
         ([report(0), report(1, late=False, frame="read (b.py:2)"), report(2)], [], "on: rank 1 of 3 in read (b.py:2)"),
         ([report(0), report(1)], [], "the run does not go on: ranks 0, 1 of 2 in loss (a.py:1)"),
     ],
 )
-def test_the_rank_that_is_waited_for_is_named(reports: list[Report], silent: list[int], says: str):
-    assert says in what_ranks_do(reports, silent, len(reports) + len(silent))
+def test_what_ranks_do_names_the_late_rank(reports, silent, expected):
+    assert expected in what_ranks_do(reports, silent, len(reports) + len(silent))
 
 
-def test_the_frames_of_a_thread_are_read_while_others_run():
-    begun, may_end = threading.Event(), threading.Event()
-
-    def waiting_place():
-        begun.set()
-        may_end.wait()
-
-    thread = threading.Thread(target=waiting_place)
-    thread.start()
-    begun.wait()
-    frames = _frames(_stacks(), thread.ident or 0)
-    may_end.set()
-    thread.join()
-    (name, line, _), *_ = [frame for frame in frames if frame[2] == "waiting_place"]
-    assert name == __file__
-    assert line == waiting_place.__code__.co_firstlineno + 2
-    assert frames[0][2] == "wait"
-    assert _frames(_stacks(), thread.ident or 0) == []
+def test_frames_of_an_unknown_thread_are_empty():
+    assert _frames(_stacks(), -1) == []
 
 
-def test_the_limit_follows_the_runs_own_steps():
+def test_limit_follows_the_measured_step_time():
     watchdog = Watchdog(longest_s=600)
     assert watchdog.limit_of("step") == 600
     watchdog._seconds.extend([0.1] * LEARN_STEPS)
@@ -183,23 +157,22 @@ def test_the_limit_follows_the_runs_own_steps():
     assert Watchdog(limit_s=3).limit_of("evaluation") == 600
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_rank_that_goes_on_while_others_report_is_not_ended(goes_on: bool, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("progresses", [True, False])
+def test_rank_that_makes_progress_is_not_ended(progresses, tmp_path, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr("toolkit.train.callbacks.watchdog.end_from_a_thread", ended.append)
     run = SimpleNamespace(folder=tmp_path, rank=0, world_size=1, ranks_here=[0])
     state = SimpleNamespace(step=7)
-    trainer = SimpleNamespace(run=run, state=state, phase="step", phase_began=2.0 if goes_on else 1.0)
+    trainer = SimpleNamespace(run=run, state=state, phase="step", phase_began=2.0 if progresses else 1.0)
     watchdog = Watchdog()
     watchdog._main = threading.get_ident()
     watchdog._end_run(trainer, began=1.0, every=0.01, limit=5.0)
-    assert bool(ended) is not goes_on
-    assert (tmp_path / "hang").exists() is not goes_on
+    assert bool(ended) is not progresses
+    assert (tmp_path / "hang").exists() is not progresses
 
 
 @pytest.mark.parametrize(("naps", "ends"), [([1.0] * 8, True), ([1.0, 1000.0], False)])
-def test_process_that_was_suspended_is_not_ended(naps: list[float], ends: bool, tmp_path: Path, monkeypatch):
-    """Each nap is the time between two looks of the thread, which come every second."""
+def test_suspended_process_is_not_ended(naps, ends, tmp_path, monkeypatch):
     clock, ended = [0.0], []
 
     def wait(_seconds: float) -> bool:
@@ -208,7 +181,7 @@ def test_process_that_was_suspended_is_not_ended(naps: list[float], ends: bool, 
 
     monkeypatch.setattr("toolkit.train.callbacks.watchdog.time", SimpleNamespace(monotonic=lambda: clock[0]))
     watchdog = Watchdog(limit_s=5)
-    naps.append(0.0)  # the last one ends the thread
+    naps.append(0.0)  # ends the thread
     watchdog._stop = SimpleNamespace(wait=wait)
     watchdog._end_run = lambda *reason: ended.append(reason)
     watchdog._watch(SimpleNamespace(phase="step", phase_began=0.5, run=SimpleNamespace(folder=tmp_path)))

@@ -1,6 +1,4 @@
-"""Labels without a class raise before anything is learned, and ignored labels are not counted."""
-
-from __future__ import annotations
+"""Classification: invalid labels raise, and ignored labels do not count."""
 
 import math
 from pathlib import Path
@@ -16,20 +14,18 @@ import toolkit as tk
 from tests.support.emulated_device import emulate
 from tests.support.equality import IN_FLOAT64, in_float64
 from tests.support.helpers import run_distributed
-from tests.support.trainers import standard_trainer
+from tests.support.trainers import fit
 from toolkit.errors import UserError
 from toolkit.run.tracking.jsonl import read_metrics
 
 
-@pytest.mark.parametrize(("wrong", "label"), [("train", 4), ("test", -1)])
-def test_classification_label_without_a_class_raises_with_its_row(tmp_path: Path, wrong: str, label: int):
+@pytest.mark.parametrize(("split", "label"), [("train", 4), ("test", -1)])
+def test_label_without_a_class_raises_with_its_row(tmp_path, split, label):
     tables = {name: tk.TensorTable(input=torch.randn(16, 4), label=torch.arange(16) % 4) for name in ("train", "test")}
-    tables[wrong].columns["label"][6] = label
-    tables[wrong].columns["label"][7] = -100
-    config = tk.RunConfig(run_dir=tmp_path, tracker="none", cpu=True, batch_size=2, epochs=1)
-    said = rf"row 6 of the {wrong}(ing)? data has {label}\. The model has 4 classes"
-    with tk.start_run("mine", config) as run, pytest.raises(UserError, match=said):
-        standard_trainer(run, tk.Classification(), nn.Linear(4, 4), **tables).fit()
+    tables[split].columns["label"][6] = label
+    tables[split].columns["label"][7] = -100
+    with pytest.raises(UserError, match=rf"row 6 of the {split}(ing)? data has {label}\. The model has 4 classes"):
+        fit(tmp_path, nn.Linear(4, 4), **tables, batch_size=2)
 
 
 class Scaled(nn.Module):
@@ -37,7 +33,7 @@ class Scaled(nn.Module):
         return x * scale[:, None]
 
 
-def test_each_forward_gives_the_model_the_columns_that_were_named():
+def test_losses_pass_the_named_columns_to_the_model():
     task = tk.Classification(inputs=("input", "scale"))
     batch = {"input": torch.randn(3, 4), "scale": torch.tensor([1.0, 2.0, 0.0]), "label": torch.tensor([0, 3, 1])}
     losses = task.sample_losses(Scaled(), batch)
@@ -46,73 +42,40 @@ def test_each_forward_gives_the_model_the_columns_that_were_named():
         assert loss.sum.item() == pytest.approx(losses.sum().item())
 
 
-def partly_labelled() -> dict[str, Tensor]:
-    """Half of the labels are left out, among them all of the last batch of eight."""
-    draws = torch.Generator().manual_seed(3)
+def partly_labelled() -> tuple[Tensor, Tensor]:
+    """Return inputs and labels of three batches of eight, without labels in the third."""
     label = torch.arange(24) % 4
     label[[0, 1, 5, 9, *range(16, 24)]] = -100
-    return {"input": torch.randn(24, 4, generator=draws, dtype=torch.float64), "label": label}
+    return torch.randn(24, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64), label
 
 
-def start() -> nn.Linear:
+def train(folder: Path, micro_batches: int) -> tuple[list[dict[str, Any]], float, list[float]]:
+    """Return metrics, test loss, and the loss and gradient norm of torch for the first batch and the trained model."""
     torch.manual_seed(5)
-    return nn.Linear(4, 4)
+    inputs, labels = partly_labelled()
+    rows = [{"input": row, "label": label} for row, label in zip(inputs, labels, strict=True)]
+    options = tk.OptimizerOptions(max_grad_norm=None)
+    settings = {"log_every": 1, "gradient_accumulation_steps": micro_batches, "optimizer": options, "batch_size": 8}
+    with in_float64():
+        model = nn.Linear(4, 4)
+        loss = F.cross_entropy(model(inputs[:8]), labels[:8])
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        results = fit(folder, model, DataLoader(rows, batch_size=8), rows, **settings)  # type: ignore[arg-type]
+        expected = [loss.item(), norm.item(), F.cross_entropy(model(inputs), labels).item()]
+    return list(read_metrics(folder / "metrics.jsonl")), results["test_loss"], expected
 
 
-class InOrder:
-    """Rows in their order, in batches of eight."""
-
-    steps_per_epoch = 3
-
-    def samples_before(self, step: int) -> int:
-        return 8 * step
-
-    def epoch_of(self, step: int) -> int:
-        return step // 3
-
-    def batches(self, start_step: int) -> Any:
-        return (torch.arange(8) + 8 * (step % 3) for step in range(start_step, 100))
-
-
-def train(folder: Path, micro_batches: int, as_table: bool) -> tuple[list[dict[str, Any]], Any]:
-    config = tk.RunConfig(
-        run_dir=folder,
-        tracker="none",
-        cpu=True,
-        batch_size=8,
-        epochs=1,
-        log_every=1,
-        gradient_accumulation_steps=micro_batches,
-        optimizer=tk.OptimizerOptions(max_grad_norm=None),
-    )
-    columns = partly_labelled()
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    table = tk.TensorTable(**columns)
-    with in_float64(), tk.start_run("mine", config) as run:
-        data: Any = {"train": table, "order": InOrder()} if as_table else {"train": DataLoader(rows, batch_size=8)}
-        trainer = standard_trainer(run, tk.Classification(), start(), test=table if as_table else rows, **data)
-        results = trainer.fit()
-        results["true"] = F.cross_entropy(trainer.raw_model(columns["input"]), columns["label"]).item()
-    return list(read_metrics(folder / "metrics.jsonl")), results
-
-
-@pytest.mark.parametrize(("processes", "micro_batches", "as_table"), [(1, 1, True), (1, 2, False), (2, 2, True)])
-def test_means_are_over_the_labels_that_count(tmp_path: Path, processes: int, micro_batches: int, as_table: bool):
-    for lines, results in run_distributed(train, processes, tmp_path, micro_batches, as_table):
-        with in_float64():
-            model, first = start(), {name: column[:8] for name, column in partly_labelled().items()}
-            loss = F.cross_entropy(model(first["input"]), first["label"])
-            loss.backward()
-        norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
-        assert lines[0]["train/loss"] == pytest.approx(loss.item(), rel=IN_FLOAT64)
-        assert lines[0]["train/grad_norm"] == pytest.approx(norm.item(), rel=IN_FLOAT64)
-        assert results["test_loss"] == pytest.approx(results["true"], rel=IN_FLOAT64)
-        # Nothing counts in the third batch: it has no mean, and no gradient.
+@pytest.mark.parametrize(("processes", "micro_batches"), [(1, 1), (1, 2), (2, 2)])
+def test_means_are_over_counted_labels(tmp_path, processes, micro_batches):
+    for lines, test_loss, expected in run_distributed(train, processes, tmp_path, micro_batches):
+        found = [lines[0]["train/loss"], lines[0]["train/grad_norm"], test_loss]
+        assert found == pytest.approx(expected, rel=IN_FLOAT64)
         assert "train/loss" not in lines[2]
         assert lines[2]["train/grad_norm"] == 0
 
 
-def counted_on_the_device() -> None:
+def count_on_the_device() -> None:
     task = tk.Classification()
     with emulate() as device:
         model = nn.Linear(4, 4).to(device.device)
@@ -124,5 +87,5 @@ def counted_on_the_device() -> None:
         assert [int(count) for count in counts] == [2, 2, 2]
 
 
-def test_a_gpu_is_not_waited_for_to_count_labels():
-    run_distributed(counted_on_the_device, 1)
+def test_counting_labels_does_not_wait_for_the_device():
+    run_distributed(count_on_the_device, 1)

@@ -1,6 +1,4 @@
-"""The loss of a language model is a sum over targets, in nats, and means bits per byte."""
-
-from __future__ import annotations
+"""The loss of language models, in nats, and bits per byte."""
 
 import math
 from types import SimpleNamespace
@@ -11,11 +9,9 @@ from torch import nn
 
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
-LN2 = math.log(2)
-
 
 class Bigram(nn.Module):
-    """Logits that depend on the last token alone."""
+    """A model whose logits depend on the last token only."""
 
     def __init__(self, vocab_size: int):
         super().__init__()
@@ -26,60 +22,42 @@ class Bigram(nn.Module):
 
 
 @pytest.fixture
-def uniform() -> Bigram:
+def uniform():
     model = Bigram(256)
     nn.init.zeros_(model.table.weight)
     return model
 
 
-def test_a_model_that_knows_nothing_needs_eight_bits_for_a_byte(uniform):
+@pytest.mark.parametrize(("bytes_per_token", "bits"), [(1.0, 8), (2.0, 4)])
+def test_uniform_model_needs_eight_bits_per_token(uniform, bytes_per_token, bits):
     tokens = torch.tensor([[1, 2, 3, 4], [4, 5, -1, -1]], dtype=torch.int32)
-    loss = LanguageModeling().evaluate(uniform, {"tokens": tokens})
-    assert int(loss.count) == 4  # 2, 3, 4 and 5
-    assert loss.sum.item() == pytest.approx(4 * 8 * LN2)
-    assert loss.sums["bits_per_byte"].item() == pytest.approx(4 * 8)
+    loss = LanguageModeling(bytes_per_token=bytes_per_token).evaluate(uniform, {"tokens": tokens})
+    assert int(loss.count) == 4
+    assert loss.sum.item() == pytest.approx(4 * 8 * math.log(2))
+    assert loss.sums["bits_per_byte"].item() == pytest.approx(4 * bits)
 
 
-def test_bits_per_byte_do_not_depend_on_how_long_tokens_are(uniform):
-    # Two bytes a token: 8 bits each are 4 bits per byte.
-    loss = LanguageModeling(bytes_per_token=2.0).evaluate(uniform, {"tokens": torch.tensor([[1, 2, 3]])})
-    assert loss.sums["bits_per_byte"].item() / int(loss.count) == pytest.approx(4)
-
-
-def test_the_training_loss_is_that_of_transformers_times_the_targets():
+def test_loss_sums_cross_entropy_over_marked_targets():
     torch.manual_seed(0)
-    model = Bigram(16)
-    tokens = torch.randint(16, (3, 9))
-    task = LanguageModeling(penalty=lambda: torch.tensor(7.0))
-    loss = task.loss(model, {"tokens": tokens.to(torch.uint8)})
-    mean = nn.functional.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-    assert loss.count == task.count({"tokens": tokens}) == 24
-    assert loss.sum.item() == pytest.approx(24 * mean.item())
-    assert loss.penalty == 7
-
-
-def test_tokens_that_are_no_targets_are_read_and_counted_by_nobody():
-    """The sums and counts of two processes' parts add up to those of the whole: an unequal number of targets each."""
-    torch.manual_seed(0)
-    model = Bigram(16)
-    tokens = torch.randint(16, (4, 9))
+    model, tokens = Bigram(16), torch.randint(16, (4, 9))
     learned = torch.arange(36).view(4, 9) % 5 == 2
     learned[3] = False
     marked = torch.where(learned, tokens, ~tokens).int()
-    task = LanguageModeling()
-    every = nn.functional.cross_entropy(
-        model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
-    )
-    loss = task.loss(model, {"tokens": marked})
-    assert loss.count == task.count({"tokens": marked}) == int(learned[:, 1:].sum()) == 5
-    assert loss.sum.item() == pytest.approx(every[learned[:, 1:].flatten()].sum().item())
-    assert task.evaluate(model, {"tokens": marked}).sum.item() == loss.sum.item()
-    parts = [task.loss(model, {"tokens": part}) for part in marked.split([1, 3])]
-    assert sum(part.count for part in parts) == loss.count
-    assert sum(part.sum.item() for part in parts) == pytest.approx(loss.sum.item())
+    logits, targets = model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
+    expected = nn.functional.cross_entropy(logits, targets, reduction="none")
+    task = LanguageModeling(penalty=lambda: torch.tensor(7.0))
+    for batch, counts in [(tokens.to(torch.uint8), torch.ones(4, 9, dtype=torch.bool)), (marked, learned)]:
+        loss = task.loss(model, {"tokens": batch})
+        assert loss.count == task.count({"tokens": batch}) == int(counts[:, 1:].sum())
+        assert loss.sum.item() == pytest.approx(expected[counts[:, 1:].flatten()].sum().item())
+        assert task.evaluate(model, {"tokens": batch}).sum.item() == loss.sum.item()
+        assert loss.penalty == 7
+        parts = [task.loss(model, {"tokens": part}) for part in batch.split([1, 3])]
+        assert sum(part.count for part in parts) == loss.count
+        assert sum(part.sum.item() for part in parts) == pytest.approx(loss.sum.item())
 
 
-def test_an_empty_batch_costs_nothing_and_stays_connected(uniform):
+def test_empty_batch_has_zero_loss_and_gradients(uniform):
     task, batch = LanguageModeling(), {"tokens": torch.zeros(0, 5, dtype=torch.uint8)}
     loss = task.loss(uniform, batch)
     loss.sum.backward()
