@@ -1,4 +1,4 @@
-"""A checkpoint written in the background holds what a synchronous save would have written."""
+"""Checkpoints written in the background equal synchronous checkpoints."""
 
 import threading
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from tests.checkpoint.test_checkpoint import OneRank, Pair, save, state_at, trained
+from tests.checkpoint.test_checkpoint import OneRank, save, state_at, trained
 from tests.support.helpers import run_distributed
 from tests.support.small_run import Stop, small_config, train
 from toolkit.checkpoint import checkpoint
@@ -22,49 +22,39 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def begin(folder: Path, pair: Pair, state: dict[str, Any], background: BackgroundSave, run: OneRank) -> None:
-    background.start(
-        checkpoint.begin_checkpoint(
-            folder, model=pair[0], optimizer=pair[1], state=state, keep=2, run=run, to_cpu=background.buffers
-        )
-    )
-
-
-def train_while_it_is_written(folder: Path, world: int) -> None:
-    """Everything that is saved changes before the first file is written, and another save takes the same memory."""
+def change_during_a_save(folder: Path, world: int) -> None:
+    """Change everything that is saved before the first file is written, and save again into the same buffers."""
     run, background, may_write = OneRank(), BackgroundSave(), threading.Event()
     write = checkpoint_files.save_file
 
-    def when_it_may(*args: Any) -> None:
+    def delayed(*args: Any) -> None:
         assert threading.current_thread() is not threading.main_thread()
         assert may_write.wait(60)
         write(*args)
 
     for step in (3, 5):
-        pair = trained(make_expert_groups(world), steps=step)
-        expected = save(folder / "at_once", pair, step, run=run)
-        state = state_at(step)
+        model, optimizer = trained(make_expert_groups(world), steps=step)
+        expected = save(folder / "at_once", (model, optimizer), step, run=run)
         may_write.clear()
-        checkpoint_files.save_file = when_it_may
-        begin(folder / "background", pair, state, background, run)
+        checkpoint_files.save_file = delayed
+        state = state_at(step)
+        parts = {"model": model, "optimizer": optimizer, "state": state, "keep": 2, "run": run}
+        background.start(checkpoint.begin_checkpoint(folder / "background", **parts, to_cpu=background.buffers))
         with torch.no_grad():
-            for parameter in pair[0].parameters():
-                parameter += 1
-                for value in pair[1].state[parameter].values():
+            for parameter in model.parameters():
+                for value in (parameter, *optimizer.state[parameter].values()):
                     value += 1
         state["callbacks"]["Some"] = {}
         may_write.set()
         saved = background.wait()
         checkpoint_files.save_file = write
-        assert expected is not None
-        assert saved is not None
         assert bytes_of(saved) == bytes_of(expected)
-    assert run.said == []
+    assert run.lines == []
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_background_save_writes_the_numbers_at_its_start(tmp_path: Path, world: int):
-    run_distributed(train_while_it_is_written, world, tmp_path, world)
+def test_background_save_writes_the_values_at_its_start(tmp_path, world):
+    run_distributed(change_during_a_save, world, tmp_path, world)
 
 
 def in_background(folder: Path, **settings: Any) -> Any:
@@ -81,17 +71,17 @@ def train_both_ways(folder: Path) -> None:
         assert all(files[0][file] == files[1][file] for file in files[0] if file.endswith(".safetensors"))
 
 
-def test_background_saves_change_neither_run_nor_checkpoints(tmp_path: Path):
+def test_background_saves_change_neither_run_nor_checkpoints(tmp_path):
     run_distributed(train_both_ways, 2, tmp_path)
 
 
-def test_exception_waits_for_the_checkpoint_in_progress(tmp_path: Path):
+def test_exception_waits_for_the_checkpoint_in_progress(tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         train(in_background(tmp_path / "run"), Stop(9, "exception"))
     assert manifest.find_damage(tmp_path / "run" / "checkpoints" / "step-00000008") is None
 
 
-def test_run_without_its_last_checkpoint_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_run_without_its_last_checkpoint_is_not_finished(tmp_path, monkeypatch):
     write = checkpoint_files.save_file
 
     def full(*args: Any) -> None:
@@ -100,9 +90,7 @@ def test_run_without_its_last_checkpoint_is_not_finished(tmp_path: Path, monkeyp
         write(*args)
 
     monkeypatch.setattr(checkpoint_files, "save_file", full)
-    with pytest.raises(
-        tk.UserError, match=r"the last checkpoint, of step 20, could not be written to .*\. Make room, "
-    ):
+    with pytest.raises(tk.UserError, match=r"the last checkpoint, of step 20, could not be written to .*\. Make room"):
         train(in_background(tmp_path / "run"))
     assert not (tmp_path / "run" / "results.json").exists()
     monkeypatch.undo()
@@ -110,7 +98,7 @@ def test_run_without_its_last_checkpoint_is_not_finished(tmp_path: Path, monkeyp
     assert manifest.find_damage(tmp_path / "run" / "checkpoints" / "step-00000020") is None
 
 
-def test_error_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_error_in_the_thread_ends_the_run(tmp_path, monkeypatch):
     def bug(*_: Any) -> None:
         raise KeyError("bug")
 

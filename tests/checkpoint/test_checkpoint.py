@@ -1,10 +1,11 @@
-"""A checkpoint is complete and verified or not there, and fits or raises before anything is changed."""
+"""Contents, verification, retention and atomic writes of checkpoints."""
 
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,30 +32,29 @@ from toolkit.train.optim import build_optimizer
 
 
 class OneRank:
-    """What a checkpoint needs of a run, without a folder and without Accelerate."""
+    """The part of `Run` that checkpoints use."""
 
     def __init__(self, config: tk.RunConfig | None = None):
         self.config = config or SmallConfig()
         self.data: dict = {}
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.is_main = self.owns_folder = self.rank == 0
         self.ranks_here = list(range(self.world_size))
         self.storage: Storage | None = None
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     on_main_and_share = tk.Run.on_main_and_share
 
     def print(self, text: str) -> None:
         if self.is_main:
-            self.said.append(text)
+            self.lines.append(text)
 
 
 Pair = tuple[SmallModel, torch.optim.Optimizer]
 
 
 def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int = 4, spare_slots: int = 0) -> Pair:
-    """A model and its optimizer in which every number depends on the uid, the parameter and `steps`."""
+    """Return a model and its optimizer, with values that depend on uid, parameter and `steps`."""
     torch.manual_seed(0)
     model = SmallModel(groups or ExpertGroups(), experts)
     if spare_slots:
@@ -72,7 +72,6 @@ def trained(groups: ExpertGroups | None = None, *, steps: int = 2, experts: int 
 
 
 def state_at(step: int) -> dict[str, Any]:
-    """The parts of `Trainer.state_dict` that checkpoints read."""
     return {"step": step, "callbacks": {"Some": {"of": "these"}}}
 
 
@@ -107,9 +106,6 @@ def assert_same(one: Pair, other: Pair) -> None:
         assert torch.equal(value, right[name]), name
 
 
-# --- contents -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [0, 5])
 def test_load_restores_weights_and_states_bitwise_and_in_place(steps, tmp_path):
     then, now = trained(), trained(steps=steps)
@@ -119,29 +115,26 @@ def test_load_restores_weights_and_states_bitwise_and_in_place(steps, tmp_path):
     assert load(path, now) == state_at(7)
     assert_same(now, then)
     assert places == {name: tensor.data_ptr() for name, tensor in now[0].state_dict().items()}
-    assert checkpoint_files.load(path, *trained(steps=0))["step"] == 7, "loops without a Run load it as well"
+    assert checkpoint_files.load(path, *trained(steps=0))["step"] == 7
 
 
 def test_load_keeps_the_memory_format_of_weights_for_moments(tmp_path):
-    """A fused optimizer goes through a weight and its moments as they lie in memory."""
+    """Fused optimizers step weights and moments in memory order."""
     images = torch.randn(3, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+    expected, loaded = (torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
+    optimizers = [build_optimizer(model, tk.RunConfig(lr=0.1)) for model in (expected, loaded)]
 
-    def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
         model(images).square().sum().backward()
         optimizer.step()
-        optimizer.zero_grad()
 
-    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        return model, build_optimizer(model, tk.RunConfig(lr=0.1))
-
-    going_on, loaded = fresh(), fresh()
-    learn(*going_on)
-    checkpoint_files.save(tmp_path / "saved", *going_on)
-    checkpoint_files.load(tmp_path / "saved", *loaded)
-    learn(*going_on)
-    learn(*loaded)
-    assert torch.equal(going_on[0].weight, loaded[0].weight)
+    step(expected, optimizers[0])
+    checkpoint_files.save(tmp_path / "saved", expected, optimizers[0])
+    checkpoint_files.load(tmp_path / "saved", loaded, optimizers[1])
+    step(expected, optimizers[0])
+    step(loaded, optimizers[1])
+    assert torch.equal(expected.weight, loaded.weight)
 
 
 def test_save_writes_rows_under_uids_and_everything_else_once(tmp_path):
@@ -189,15 +182,11 @@ def test_rank_that_owns_no_row_gets_empty_moments_and_shared_states(tmp_path):
 
 
 def test_loss_scaling_is_restored(tmp_path):
-    class Wrapped:
-        def __init__(self, optimizer: torch.optim.Optimizer):
-            self.optimizer, self.scaler = optimizer, torch.amp.GradScaler("cpu")
-
-    then, now = trained(), trained(steps=0)
-    wrapped, other = Wrapped(then[1]), Wrapped(now[1])
-    wrapped.scaler.load_state_dict(wrapped.scaler.state_dict() | {"scale": 1024.0, "_growth_tracker": 17})
-    load(save(tmp_path, (then[0], wrapped), 7), (now[0], other))
-    assert other.scaler.state_dict() == wrapped.scaler.state_dict()
+    (model, optimizer), (other, fresh) = trained(), trained(steps=0)
+    saved, loaded = (SimpleNamespace(optimizer=each, scaler=torch.amp.GradScaler("cpu")) for each in (optimizer, fresh))
+    saved.scaler.load_state_dict(saved.scaler.state_dict() | {"scale": 1024.0, "_growth_tracker": 17})
+    load(save(tmp_path, (model, saved), 7), (other, loaded))
+    assert loaded.scaler.state_dict() == saved.scaler.state_dict()
 
 
 def test_experts_are_placed_where_they_were_saved(tmp_path):
@@ -213,10 +202,7 @@ def test_experts_are_placed_where_they_were_saved(tmp_path):
     assert torch.equal(optimizer.state[now]["exp_avg"], moved[1].state[expected]["exp_avg"])
 
 
-# --- mismatches ---------------------------------------------------------------------------------------------------
-
-
-def refusal(folder: Path, pair: Pair, run: OneRank | None = None) -> str:
+def error_of(folder: Path, pair: Pair, run: OneRank | None = None) -> str:
     before = {name: value.detach().clone() for name, value in numbers(pair)}
     placement = pair[0].moe.placement
     with pytest.raises(tk.UserError) as caught:
@@ -227,10 +213,9 @@ def refusal(folder: Path, pair: Pair, run: OneRank | None = None) -> str:
     return str(caught.value)
 
 
-def doubled() -> Pair:
-    pair = trained(steps=0)
-    pair[0].double()
-    return pair
+def in_float64() -> Pair:
+    model, optimizer = trained(steps=0)
+    return model.double(), optimizer
 
 
 def with_sgd() -> Pair:
@@ -239,43 +224,40 @@ def with_sgd() -> Pair:
 
 
 @pytest.mark.parametrize(
-    ("saved", "present", "said"),
+    ("saved", "present", "message"),
     [
         (lambda: trained(experts=6), trained, "'moe.router.weight' is float32[6, 16] and this run's is float32[4, 16]"),
         (lambda: with_rows((0, 1, 2, 9)), lambda: with_rows((0, 1, 2, EMPTY_ROW)), "it holds 'moe.experts.down/9'"),
         (lambda: with_rows((0, 1, 2, EMPTY_ROW)), trained, "it lacks 'moe.experts.up/3'"),
-        (trained, doubled, "'stem.weight' is float32[16, 8] and this run's is float64[16, 8]"),
+        (trained, in_float64, "'stem.weight' is float32[16, 8] and this run's is float64[16, 8]"),
         (trained, with_sgd, "made with the optimizer AdamW and this run has SGD"),
     ],
 )
-def test_load_of_another_model_or_optimizer_raises_before_anything_is_changed(saved, present, said, tmp_path):
+def test_load_of_another_model_or_optimizer_raises_before_anything_is_changed(saved, present, message, tmp_path):
     save(tmp_path, saved(), 7)
-    assert said in refusal(tmp_path, present())
+    assert message in error_of(tmp_path, present())
 
 
-def test_load_with_other_settings_raises_only_for_those_that_decide_results(tmp_path):
+def test_load_with_other_settings_raises_if_they_affect_results(tmp_path):
     path = save(tmp_path, trained(), 7)
     load(path, trained(steps=0), OneRank(SmallConfig(log_every=7, tracker="none")))
-    said = refusal(tmp_path, trained(), OneRank(SmallConfig(lr=0.5)))
-    assert "it was made with lr 0.001 and this run has 0.5. Use" in said
+    message = error_of(tmp_path, trained(), OneRank(SmallConfig(lr=0.5)))
+    assert "it was made with lr 0.001 and this run has 0.5. Use" in message
 
 
-def test_load_on_other_data_raises_also_without_config_json(tmp_path):
+def test_load_with_other_data_raises(tmp_path):
     then, now = OneRank(), OneRank()
     then.data, now.data = ({"train": identity_of_length(rows)} for rows in (3, 4))
     path = save(tmp_path, trained(), 7, run=then)
     load(path, trained(steps=0), then)
-    assert "it was made with train data of 3 rows" in refusal(tmp_path, trained(), now)
+    assert "it was made with train data of 3 rows" in error_of(tmp_path, trained(), now)
 
 
 def test_checkpoint_of_another_format_is_not_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "FORMAT", 2)
     save(tmp_path, trained(), 7)
     monkeypatch.undo()
-    assert "has format 2, and this version reads format 1" in refusal(tmp_path, trained())
-
-
-# --- damage -------------------------------------------------------------------------------------------------------
+    assert "has format 2, and this version reads format 1" in error_of(tmp_path, trained())
 
 
 def flip(file: Path, seed: int) -> None:
@@ -304,7 +286,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture(scope="module")
-def two_checkpoints(tmp_path_factory) -> Path:
+def two_checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     save(folder, trained(steps=1), 3)
     save(folder, trained(steps=2), 7)
@@ -312,19 +294,19 @@ def two_checkpoints(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def folder(two_checkpoints, tmp_path) -> Path:
+def folder(two_checkpoints, tmp_path):
     """Checkpoints of steps 3 and 7."""
     return shutil.copytree(two_checkpoints, tmp_path / "checkpoints")
 
 
-def passed_over(folder: Path) -> str:
-    """Why the checkpoint of step 7 is passed over for the one of step 3."""
+def warning_of(folder: Path) -> str:
+    """Return the warning for the checkpoint of step 7, without its start."""
     run = OneRank()
     assert find_checkpoint(folder, run) == folder / "step-00000003"
-    (said,) = run.said
+    (line,) = run.lines
     start = "warning: checkpoint step-00000007 is passed over: "
-    assert said.startswith(start)
-    return said.removeprefix(start)
+    assert line.startswith(start)
+    return line.removeprefix(start)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -332,7 +314,7 @@ def passed_over(folder: Path) -> str:
 def test_damaged_file_is_found_and_the_checkpoint_before_is_used(name, damage, folder):
     file = folder / "step-00000007" / (name if "." in name else f"{name}.safetensors")
     DAMAGES[damage](file)
-    passed_over(folder)
+    warning_of(folder)
     with pytest.raises(tk.UserError, match="cannot be loaded, because"):
         checkpoint_files.load(folder / "step-00000007", *trained())
     pair = trained(steps=0)
@@ -340,42 +322,43 @@ def test_damaged_file_is_found_and_the_checkpoint_before_is_used(name, damage, f
     assert_same(pair, trained(steps=1))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-@pytest.mark.parametrize("what", ["link", "named pipe"])
-def test_link_or_device_is_not_opened(what, name, folder, tmp_path):
-    file = folder / "step-00000007" / name
-    elsewhere = file.rename(tmp_path / name)
-    if what == "named pipe":
-        os.mkfifo(file)
-    else:
-        file.symlink_to(elsewhere)
-    assert passed_over(folder).startswith(f"{name} cannot be read (it is a link")
+def link(file: Path) -> None:
+    file.symlink_to(file.rename(file.parents[2] / file.name))
 
 
-def test_huge_manifest_is_not_read(folder):
-    os.truncate(folder / "step-00000007" / manifest.NAME, 2**40)  # a sparse file
-    assert "manifest.json cannot be read (it has 1,099,511,627,776 bytes)" in passed_over(folder)
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
 
 
-def test_manifest_with_a_path_to_another_folder_is_passed_over(folder):
-    path = folder / "step-00000007"
-    about = manifest.read_manifest(path)
+def name_a_file_of_another_folder(file: Path) -> None:
+    about = manifest.read_manifest(file.parent)
     about["files"]["../step-00000003/model.safetensors"] = about["files"]["model.safetensors"]
-    manifest.write_canonical(path / manifest.NAME, about | {"digest": manifest.digest(about)})
-    assert "names a file of another folder" in passed_over(folder)
+    manifest.write_canonical(file, about | {"digest": manifest.digest(about)})
+
+
+@pytest.mark.parametrize(
+    ("name", "tamper", "message"),
+    [
+        *((name, link, f"{name} cannot be read (it is a link") for name in ("model.safetensors", manifest.NAME)),
+        *((name, pipe, f"{name} cannot be read (it is a link") for name in ("model.safetensors", manifest.NAME)),
+        (manifest.NAME, lambda file: os.truncate(file, 2**40), "cannot be read (it has 1,099,511,627,776 bytes)"),
+        (manifest.NAME, name_a_file_of_another_folder, "names a file of another folder"),
+    ],
+)
+def test_tampered_checkpoint_is_passed_over(name, tamper, message, folder):
+    tamper(folder / "step-00000007" / name)
+    assert message in warning_of(folder)
 
 
 def test_folder_renamed_to_another_step_is_passed_over(folder):
     (folder / "step-00000003").rename(folder / "step-00000009")
     run = OneRank()
     assert find_checkpoint(folder, run).name == "step-00000007"
-    assert run.said == ["warning: checkpoint step-00000009 is passed over: its files are from step 3."]
+    assert run.lines == ["warning: checkpoint step-00000009 is passed over: its files are from step 3."]
 
 
-# --- retention ----------------------------------------------------------------------------------------------------
-
-
-def test_damaged_checkpoint_is_replaced_and_an_undamaged_one_kept_when_its_step_comes_again(folder):
+def test_repeated_save_replaces_a_damaged_checkpoint_only(folder):
     before = (folder / "step-00000007").stat().st_ino
     assert save(folder, trained(steps=2), 7) == folder / "step-00000007"
     assert (folder / "step-00000007").stat().st_ino == before
@@ -398,72 +381,65 @@ def test_full_disk_deletes_neither_the_best_nor_the_newest_checkpoint(folder):
 
 
 @pytest.mark.parametrize(
-    ("room", "newest_is_damaged", "kept"),
-    [
-        pytest.param(2.5, False, [7, 9], id="the older of two makes room"),
-        pytest.param(2.5, True, [3, 7], id="the last that verifies stays"),
-        pytest.param(1.5, False, [3, 7], id="none goes if that frees too little"),
-    ],
+    ("capacity", "newest_is_damaged", "kept"),
+    [(2.5, False, [7, 9]), (2.5, True, [3, 7]), (1.5, False, [3, 7])],
+    ids=["older deleted", "last valid kept", "too little to free"],
 )
-def test_full_disk_deletes_older_checkpoints(room, newest_is_damaged, kept, folder, monkeypatch):
+def test_full_disk_deletes_older_checkpoints(capacity, newest_is_damaged, kept, folder, monkeypatch):
     size = sum(file.stat().st_size for file in (folder / "step-00000007").iterdir())
     if newest_is_damaged:
         flip(folder / "step-00000007" / "model.safetensors", 0)
 
     def usage(_: Path) -> Any:
         used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        return shutil._ntuple_diskusage(int(size * room), used, int(size * room) - used)
+        return shutil._ntuple_diskusage(int(size * capacity), used, int(size * capacity) - used)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     run = OneRank()
     assert (save(folder, trained(steps=3), 9, run=run) is not None) == (9 in kept)
     assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:08d}" for step in kept]
-    expected = "step-00000003 was deleted to make room for step 9." if 9 in kept else "the disk is full"
-    assert len(run.said) == 1
-    assert expected in run.said[0]
+    (line,) = run.lines
+    assert ("step-00000003 was deleted to make room for step 9." if 9 in kept else "the disk is full") in line
 
 
-# --- failures during a save ---------------------------------------------------------------------------------------
+class Killed(BaseException):
+    """Stands for a kill, which nothing may handle."""
 
 
-class Died(BaseException):
-    """Instead of a kill: nothing may handle it."""
+def before_operations(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
+    """Call `before(name)` before each file operation of a save."""
 
-
-def operations(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
-    """Have `before(what)` called ahead of everything that a save does to the disk."""
-
-    def watch(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             before(name)
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, watched)
+        return call
 
-    watch(checkpoint_files, "save_file")
-    for name in ("mkdir", "rename", "write_text"):
-        watch(Path, name)
-    for name in ("fsync", "unlink", "rmdir"):
-        watch(manifest.os, name)
+    for owner, names in (
+        (checkpoint_files, ["save_file"]),
+        (Path, ["mkdir", "rename", "write_text"]),
+        (manifest.os, ["fsync", "unlink", "rmdir"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
 
 
-def die_at(point: int) -> Callable[[str], None]:
+def kill_at(point: int) -> Callable[[str], None]:
     left = iter(range(point))
 
-    def die(_: str) -> None:
+    def kill(_: str) -> None:
         if next(left, None) is None:
-            raise Died
+            raise Killed
 
-    return die
+    return kill
 
 
 def save_after(folder: Path, monkeypatch: pytest.MonkeyPatch, keep: int, before: Callable[[str], None]) -> None:
     for step in range(1, 1 + keep):
         save(folder, trained(steps=1), step, keep)
     with monkeypatch.context() as patch:
-        operations(patch, before)
+        before_operations(patch, before)
         save(folder, trained(steps=2), 7, keep)
 
 
@@ -471,16 +447,16 @@ def save_after(folder: Path, monkeypatch: pytest.MonkeyPatch, keep: int, before:
 def test_kill_at_any_moment_of_a_save_leaves_a_checkpoint_to_continue_from(keep, tmp_path, monkeypatch):
     done: list[str] = []
     save_after(tmp_path / "undisturbed", monkeypatch, keep, done.append)
-    assert done.count("fsync") == 7, "four files, the manifest, two folders"
-    assert done.count("rename") == 2, "the new checkpoint, and the old one out of sight"
+    assert done.count("fsync") == 7, "four files, the manifest, and two folders"
+    assert done.count("rename") == 2, "publishes the new checkpoint and hides the old one"
     for point in range(len(done)):
         folder = tmp_path / str(point)
-        with pytest.raises(Died):
-            save_after(folder, monkeypatch, keep, die_at(point))
+        with pytest.raises(Killed):
+            save_after(folder, monkeypatch, keep, kill_at(point))
         run = OneRank()
         path = find_checkpoint(folder, run)
-        assert path is not None, f"nothing left after a kill before {done[point]} number {point}"
-        assert not run.said, "a half-written folder was taken for a checkpoint"
+        assert path is not None, f"no checkpoint after a kill before {done[point]} number {point}"
+        assert not run.lines
         assert path.name == ("step-00000007" if "rename" in done[:point] else f"step-{keep:08d}")
         pair = trained(steps=0)
         load(path, pair)
@@ -488,14 +464,14 @@ def test_kill_at_any_moment_of_a_save_leaves_a_checkpoint_to_continue_from(keep,
         save(folder, trained(steps=2), 8, keep)
         expected = [f"step-{step:08d}" for step in (*range(1, keep + 1), 7, 8)]
         kept = sorted(path.name for path in folder.iterdir())
-        assert kept == sorted(set(kept) & set(expected))[-keep:], "leftovers"
+        assert kept == sorted(set(kept) & set(expected))[-keep:]
 
 
 def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_path, monkeypatch):
     def replaced(folder: Path, before: Callable[[str], None]) -> None:
         checkpoint_files.save(folder, *trained(steps=1), {"of": "old"})
         with monkeypatch.context() as patch:
-            operations(patch, before)
+            before_operations(patch, before)
             checkpoint_files.save(folder, *trained(steps=2), {"of": "new"})
 
     done: list[str] = []
@@ -503,14 +479,14 @@ def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_path,
     found = []
     for point in range(len(done)):
         folder = tmp_path / str(point) / "last"
-        with pytest.raises(Died):
-            replaced(folder, die_at(point))
+        with pytest.raises(Killed):
+            replaced(folder, kill_at(point))
         pair = trained(steps=0)
         found.append(checkpoint_files.load(folder, *pair)["of"])
         assert_same(pair, trained(steps=2 if found[-1] == "new" else 1))
         checkpoint_files.save(folder, *pair, {"of": "later"})
-        assert [path.name for path in folder.parent.iterdir()] == ["last"], "leftovers"
-    assert found == sorted(found, reverse=True), "first the old, then the new"
+        assert [path.name for path in folder.parent.iterdir()] == ["last"]
+    assert found == sorted(found, reverse=True)
     assert set(found) == {"old", "new"}
 
 
@@ -531,7 +507,7 @@ def test_every_file_reaches_the_disk_before_the_folder_gets_its_name(tmp_path, m
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(Path, "rename", checking_rename)
     save(tmp_path, trained(), 7)
-    assert tmp_path.stat().st_ino in synced, "the name itself"
+    assert tmp_path.stat().st_ino in synced
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -542,21 +518,21 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_failed_write_is_one_warning_and_keeps_older_checkpoints(operation, folder, monkeypatch):
     before = snapshot(folder)
 
-    def full(what: str) -> None:
-        if what == operation:
-            failure = SafetensorError if what == "save_file" else OSError
+    def full(name: str) -> None:
+        if name == operation:
+            failure = SafetensorError if name == "save_file" else OSError
             raise failure("No space left on device (os error 28)")
 
     run = OneRank()
     with monkeypatch.context() as patch:
-        operations(patch, full)
+        before_operations(patch, full)
         assert save(folder, trained(steps=3), 9, keep=1, run=run) is None
         with pytest.raises(OSError, match=r"No space left on device.*; .* bytes needed in"):
             checkpoint_files.save(folder / "step-00000007", *trained(steps=5))
     assert snapshot(folder) == before
-    (said,) = run.said
-    assert "no checkpoint at step 9: No space left on device" in said
-    assert save(folder, trained(steps=3), 9, keep=1) == folder / "step-00000009", "when there is room again"
+    assert len(run.lines) == 1
+    assert "no checkpoint at step 9: No space left on device" in run.lines[0]
+    assert save(folder, trained(steps=3), 9, keep=1) == folder / "step-00000009"
 
 
 def test_file_that_the_disk_changed_is_not_published(folder, monkeypatch):
@@ -572,7 +548,7 @@ def test_file_that_the_disk_changed_is_not_published(folder, monkeypatch):
     run = OneRank()
     assert save(folder, trained(steps=3), 9, keep=1, run=run) is None
     assert snapshot(folder) == before
-    assert "model.safetensors does not match its SHA-256 when read back" in run.said[0]
+    assert "model.safetensors does not match its SHA-256 when read back" in run.lines[0]
 
 
 def fail_on_rank_one(folder: Path) -> None:
@@ -580,21 +556,21 @@ def fail_on_rank_one(folder: Path) -> None:
     path = save(folder, trained(groups, steps=1), 3, run=run)
     write = checkpoint_files.save_file
 
-    def failing(error: Exception) -> Callable[..., None]:
+    def fail_with(error: Exception) -> None:
         def save_file(*args: Any) -> None:
             if run.rank == 1:
                 raise error
             write(*args)
 
-        return save_file
+        checkpoint_files.save_file = save_file
 
-    checkpoint_files.save_file = failing(OSError(28, "No space left on device"))
+    fail_with(OSError(28, "No space left on device"))
     assert save(folder, trained(groups), 7, run=run) is None
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
-    assert len(run.said) == (1 if run.is_main else 0)
-    assert all("No space left on device on rank 1" in line for line in run.said)
-    checkpoint_files.save_file = failing(KeyError("bug"))
+    assert len(run.lines) == (1 if run.is_main else 0)
+    assert all("No space left on device on rank 1" in line for line in run.lines)
+    fail_with(KeyError("bug"))
     with pytest.raises(RuntimeError, match=r"bug.*on rank 1"):
         save(folder, trained(groups), 9, run=run)
     pair = trained(groups, steps=0)

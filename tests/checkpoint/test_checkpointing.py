@@ -1,8 +1,7 @@
-"""When a run saves, what it keeps, and which checkpoint it continues from."""
+"""When runs save checkpoints, which they keep, and the checkpoint they resume from."""
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 import toolkit as tk
 from tests.checkpoint.test_checkpoint import OneRank, flip
 from tests.support.small_run import SmallConfig, small_config, small_trainer
+from tests.support.trainers import in_hook
 from toolkit.checkpoint import without_model
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import best_or_newest
@@ -20,32 +20,28 @@ from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.train.callbacks.evaluation import Evaluation
 
 
-class Listener(tk.Callback):
-    def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
-
-    def on_save(self, trainer: tk.Trainer, folder: Path) -> None:
-        assert manifest.find_damage(folder) is None
-        self.told.append((trainer.state.step, folder.name))
-
-
 def test_run_keeps_the_newest_and_continues_from_one_that_verifies(tmp_path, capsys):
     config = small_config(tmp_path / "run", checkpoint=CheckpointOptions(every_steps=4, keep=3))
-    listener = Listener()
-    with small_trainer(config, callbacks=[listener]) as trainer:
+    saved = []
+
+    def on_save(trainer, folder):
+        assert manifest.find_damage(folder) is None
+        saved.append((trainer.state.step, folder.name))
+
+    with small_trainer(config, callbacks=[in_hook("on_save", on_save)]) as trainer:
         trainer.fit()
-        assert json.loads(json.dumps(trainer.state_dict())) == trainer.state_dict(), "plain JSON"
+        assert json.loads(json.dumps(trainer.state_dict())) == trainer.state_dict()
     names = [f"step-{step:08d}" for step in (4, 8, 12, 16, 20)]
-    assert listener.told == [(int(name[5:]), name) for name in names]
+    assert saved == [(int(name[5:]), name) for name in names]
     folder = config.run_dir / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == names[2:]
     flip(folder / "step-00000020" / "model.safetensors", 1)
     capsys.readouterr()
     with small_trainer(config) as trainer:
         trainer.fit()
-    said = capsys.readouterr().out.splitlines()
-    assert "warning: checkpoint step-00000020 is passed over: model.safetensors does not match its SHA-256." in said
-    assert "continuing at step 16 (step-00000016 verified)" in said
+    lines = capsys.readouterr().out.splitlines()
+    assert "warning: checkpoint step-00000020 is passed over: model.safetensors does not match its SHA-256." in lines
+    assert "continuing at step 16 (step-00000016 verified)" in lines
     assert manifest.find_damage(folder / "step-00000020") is None
 
 
@@ -60,7 +56,7 @@ def test_resume_yes_without_a_checkpoint_raises(tmp_path):
 
 
 class Evaluated(Evaluation):
-    """Returns these accuracies in turn, after every second step."""
+    """Reports the given accuracies in turn after every second step."""
 
     on_fit_start = on_step_start = on_fit_end = lambda *_: None
     state_key, name = "validation", "validation"
@@ -71,7 +67,7 @@ class Evaluated(Evaluation):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def on_step_end(self, trainer: tk.Trainer) -> None:
+    def on_step_end(self, trainer):
         if trainer.state.step % 2 == 0 and self.accuracies:
             trainer.call_hooks("on_evaluate_end", "validation", {"validation/accuracy": self.accuracies.pop(0)})
 
@@ -97,16 +93,16 @@ def test_best_checkpoint_is_kept_with_the_newest_and_ends_the_run(tmp_path):
 
     assert run([0.5, 0.7, torch.nan, 0.6], 10) == ["step-00000004", "step-00000010"]
     assert best[-1] == {"metric": "validation/accuracy", "step": 4, "evaluated": {"validation/accuracy": 0.7}}
-    assert results[-1]["validation_accuracy"] == 0.7, "as the weights"
+    assert results[-1]["validation_accuracy"] == 0.7
     assert best_or_newest(folder).name == "step-00000004"
-    assert run([0.7, 0.1], 16) == ["step-00000004", "step-00000016"], "equal is not better"
+    assert run([0.7, 0.1], 16) == ["step-00000004", "step-00000016"]
     shutil.rmtree(folder / "step-00000004")
     with pytest.raises(tk.UserError, match="the best checkpoint, of step 4, is missing"):
         best_or_newest(folder)
-    assert run([0.6], 20) == ["step-00000018", "step-00000020"], "a deleted checkpoint is no longer the best"
+    assert run([0.6], 20) == ["step-00000018", "step-00000020"]
     run([], 20, config.replace(checkpoint=CheckpointOptions(every_steps=5, keep=2)))
-    assert best[-1] is None, "an earlier start of the run kept it"
-    assert find_checkpoint(folder, OneRank()).name == "step-00000020", "a run continues from the newest"
+    assert best[-1] is None
+    assert find_checkpoint(folder, OneRank()).name == "step-00000020"
     flip(folder / "step-00000020" / "state.json", 0)
     assert best_or_newest(folder).name == "step-00000018"
 
