@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 
 TOOLKIT = sorted((ROOT / "toolkit").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.py"))

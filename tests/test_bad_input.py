@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from filelock import FileLock
 
+from benchmarks.support.processes import ROOT, program_environment, run_distributed
 from recipes.mnist_moe import PRESETS, main
 from tests.support.forked_python import run_forked
-from tests.support.helpers import ROOT, program_environment, run_distributed
 from toolkit.errors import UserError
 from toolkit.run import cli
 from toolkit.run.config.flags import as_typed

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit import compat as other_compat
 from toolkit.experts import compat
 from toolkit.integrations.accelerate import compat as accelerate_compat

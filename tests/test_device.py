@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import toolkit as tk
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, base
 from tests.integrations.transformers.trainers import make, quiet_float64
 from tests.recipes.test_lm_moe import corpus
 from tests.support.emulated_device import EmulatedDevice, emulate
 from tests.support.gpu import Gpu, use_gpu
-from tests.support.helpers import run_distributed
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.run.cli import parse
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import toolkit as tk
-from tests.support.equality import IN_FLOAT64, assert_equal_rows, in_float64
-from tests.support.helpers import run_distributed
+from benchmarks.support.precision import IN_FLOAT64, in_float64
+from benchmarks.support.processes import run_distributed
+from tests.support.equality import assert_equal_rows
 from tests.support.trainers import in_hook
 from tests.test_parity import BATCH, EXPERTS, SAMPLES, Trace, TwoLayers, by_id, place
 from toolkit.data.batches import TrainBatches

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import toolkit as tk
+from benchmarks.support.processes import run_distributed
 from tests.support.gpu import has_grouped_kernel, skip_without_gpus, use_gpu
-from tests.support.helpers import run_distributed
 from tests.support.trainers import in_hook
 from toolkit.data.batches import TrainBatches
 from toolkit.run.config.callback_options import CheckpointOptions

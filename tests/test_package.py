@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT, program_environment
+from benchmarks.support.processes import ROOT, program_environment
 from toolkit.version import __version__
 
 FOR_DEVELOPERS = {"bench", "docs", "dev", "all"}

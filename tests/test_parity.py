@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.equality import assert_equal_rows, relative_difference, replicas_agree
+from benchmarks.support.precision import relative_difference
+from benchmarks.support.processes import run_distributed
+from tests.support.equality import assert_equal_rows, replicas_agree
 from tests.support.gpu import skip_without_gpus, use_gpu
-from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.support.precision import IN_FLOAT64, in_float64
+from benchmarks.support.processes import run_distributed
 from recipes import mnist_moe
-from tests.support.equality import IN_FLOAT64, in_float64
-from tests.support.helpers import run_distributed
 from toolkit.run import cli
 
 COMMON = ["debug", "--epochs", "1", "--dataset", "digits", "--tracker", "none", "--cpu", "--balance", "none"]

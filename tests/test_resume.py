@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
+from benchmarks.support.processes import run_distributed
 from tests.support.forked_python import run_forked
-from tests.support.helpers import run_distributed
 from tests.support.small_run import SAMPLES, STEPS, STEPS_PER_EPOCH, Outcome, Stop, small_config, small_trainer, train
 from toolkit.errors import Preempted
 from toolkit.run.config.callback_options import CheckpointOptions

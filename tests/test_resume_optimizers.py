@@ -10,8 +10,8 @@ from lion_pytorch import Lion
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.support.equality import in_float64, relative_difference
-from tests.support.helpers import run_distributed
+from benchmarks.support.precision import in_float64, relative_difference
+from benchmarks.support.processes import run_distributed
 from tests.support.optimizers import GrowingRates, ScheduleFreeSGD
 from tests.test_elastic import STEPS, Layout, stop_at, trainer_of
 from tests.test_parity import Trace, by_id

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.processes import ROOT
 from tests.commands.sweep.toy import RECIPE
-from tests.support.helpers import ROOT
 
 pytestmark = pytest.mark.slurm
 

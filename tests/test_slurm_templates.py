@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 
 TEMPLATES = sorted((ROOT / "slurm").glob("*.sbatch"))
 each_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import write_report
+from benchmarks.support.families import moe_families, supports_float64
+from benchmarks.support.precision import in_float64, relative_difference
 from tests.experts.sharding.test_router_replay import ROUTERS, gradients, kl, logits, make, perturb, tokens
-from tests.integrations.transformers.families import moe_families, supports_float64
-from tests.support.equality import in_float64, relative_difference
 from toolkit.errors import UserError
 from toolkit.experts.sharding.router_replay import record_routes, replay_routes
 

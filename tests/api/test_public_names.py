@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 
 STUB = ast.parse((ROOT / "toolkit" / "__init__.pyi").read_text())
 HEAVY = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "matplotlib", "tyro", "scipy", "networkx"}

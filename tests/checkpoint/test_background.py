@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import toolkit as tk
+from benchmarks.support.processes import run_distributed
 from tests.checkpoint.test_checkpoint import OneRank, save, state_at, trained
-from tests.support.helpers import run_distributed
 from tests.support.small_run import Stop, small_config, train
 from toolkit.checkpoint import checkpoint
 from toolkit.checkpoint.background import BackgroundSave

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 import toolkit as tk
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.small_run import SmallConfig, SmallModel
 from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint
 from toolkit.checkpoint.finding import find_checkpoint

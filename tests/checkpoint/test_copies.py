@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.helpers import planted, run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.small_run import SmallConfig, Stop, small_config, small_trainer, train
+from tests.support.symlinks import symlink_to_file
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions
@@ -126,7 +127,7 @@ def test_unreachable_storage_raises_at_the_start_and_warns_at_the_end(bucket, tm
 def test_download_does_not_follow_links(bucket, tmp_path):
     (tmp_path / "own").write_text("own")
     Storage(bucket).put(tmp_path / "own", "summary.txt")
-    precious = [planted(tmp_path / name) for name in ("summary.txt", ".summary.txt.partial")]
+    precious = [symlink_to_file(tmp_path / name) for name in ("summary.txt", ".summary.txt.partial")]
     Storage(bucket).get("summary.txt", tmp_path / "summary.txt")
     assert (tmp_path / "summary.txt").read_text() == "own"
     assert [path.read_text() for path in precious] == ["precious"] * 2

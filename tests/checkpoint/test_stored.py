@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit import experts
 from toolkit.commands import main
 

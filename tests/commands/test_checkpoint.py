@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from benchmarks.support.processes import run_distributed
 from tests.checkpoint.test_checkpoint import flip, trained
-from tests.support.helpers import run_distributed
 from tests.support.small_run import SmallModel
 from toolkit.commands import main
 from toolkit.experts.moving.migrate import place_experts

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.transformers.families import config
+from benchmarks.support.families import config
 from toolkit.commands import main
 from toolkit.commands.plan import OF_A_DEVICE
 

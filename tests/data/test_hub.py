@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from benchmarks.support.processes import free_port
 from tests.data.layouts import REVISION
-from tests.support.helpers import free_port
 from toolkit.data import hub
 from toolkit.data.hub import model_folder, pretrained_folder, why_out_of_reach
 from toolkit.data.text import load_text

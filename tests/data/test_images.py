@@ -7,8 +7,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from benchmarks.support.processes import run_distributed
 from tests.data.layouts import TEST, TRAIN, fill_hub_cache, png, write_parquet, write_parquet_set
-from tests.support.helpers import run_distributed
 from toolkit.data.images import HUB_REPOS, ImageData, load_images
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.processes import ROOT
 from tests.support.forked_python import forked_commands
-from tests.support.helpers import ROOT
 
 PAGES = sorted(p for p in ROOT.glob("**/*.md") if not {".venv", "runs", "build"} & set(p.relative_to(ROOT).parts))
 FENCE = re.compile(r"^```(?P<language>bash|python) run\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

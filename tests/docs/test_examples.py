@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.processes import ROOT
 from tests.support.forked_python import run_forked
-from tests.support.helpers import ROOT
 from toolkit.run.tracking.jsonl import read_metrics
 
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 from functools import cache
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 
 HISTORY = ("CHANGELOG.md", "docs/project/notes/")
 GLOSSARY = {"CONTRIBUTING.md", "tests/docs/test_glossary.py"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 from toolkit.commands import COMMANDS
 from toolkit.run import cli
 from toolkit.run.config.flags import flags_of

@@ -4,7 +4,7 @@ import pkgutil
 import re
 import subprocess
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 
 HISTORY = "docs/project/notes/"
 DOTTED = re.compile(r"(?<![\w./-])(?:toolkit|tk)((?:\.[A-Za-z]\w*)+)")

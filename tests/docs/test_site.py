@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import toolkit
+from benchmarks.support.processes import ROOT
 from tests.support.browser import browser_page
-from tests.support.helpers import ROOT
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "extensions" / "public_names.py"))
 

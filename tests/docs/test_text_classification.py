@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.support.equality import IN_FLOAT64, in_float64
-from tests.support.helpers import ROOT, run_distributed
+from benchmarks.support.precision import IN_FLOAT64, in_float64
+from benchmarks.support.processes import ROOT, run_distributed
 from toolkit.run.tracking.jsonl import read_metrics
 
 SCRIPT = ROOT / "docs" / "examples" / "text_classification.py"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.doctor.compare import Evidence
 from toolkit.doctor.record import read_records
 from toolkit.doctor.recorder import Variant

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.processes import ROOT
 from tests.doctor.recording import record
-from tests.support.helpers import ROOT
 from toolkit.doctor.compare import Comparison, Evidence
 from toolkit.doctor.examine import judge
 from toolkit.doctor.recorder import Variant

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import toolkit as tk
-from tests.support.orders import TaskAfterTask
+from benchmarks.support.task_order import TaskOrder
 from tests.support.trainers import standard_trainer
 from toolkit.data.batches import Augment
 from toolkit.data.replay_memory import ReplayMemory
@@ -87,9 +87,7 @@ def dynamic_trainer(
         memory = ReplayMemory(table, config.lifecycle.memory_size, seed=config.seed)
         lifecycle = Lifecycle(model, task, memory, config.lifecycle)
         report = [LifecycleReport(model, lifecycle=lifecycle, num_classes=CLASSES)] if reported else []
-        order = TaskAfterTask(
-            tasks=TASKS, samples_per_task=PER_TASK, batch_size=BATCH, seed=config.seed, epochs_per_task=5
-        )
+        order = TaskOrder(tasks=TASKS, samples_per_task=PER_TASK, batch_size=BATCH, seed=config.seed, epochs_per_task=5)
         first = [WholeStepBalance(penalty), Remember(memory, every=2), lifecycle, *report, *callbacks]
         settings = {"order": order, "augment": augment, "callbacks": first}
         yield standard_trainer(run, task, model, train=table, test=table, **settings), lifecycle

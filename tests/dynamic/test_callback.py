@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.support.precision import relative_difference
+from benchmarks.support.processes import run_distributed
 from tests.dynamic.dynamic_run import EVENTFUL, dynamic_config, dynamic_trainer, history_of
-from tests.support.equality import relative_difference
-from tests.support.helpers import run_distributed
 from tests.support.trainers import in_hook
 from toolkit.data.table import Batch
 from toolkit.dynamic.callback import COUNTED, Lifecycle

@@ -9,8 +9,8 @@ import networkx as nx
 import pytest
 
 import toolkit as tk
+from benchmarks.support.processes import run_distributed
 from tests.dynamic.dynamic_run import dynamic_config, dynamic_trainer
-from tests.support.helpers import run_distributed
 from tests.support.trainers import in_hook
 from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import read_lifecycle

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.dynamic import routing_statistics
 from toolkit.dynamic.routing_statistics import RoutingCounts, RoutingStatistics
 from toolkit.experts.layer.moe_layer import moe_layers

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.dynamic.dynamic_router import Hyperplane
 from toolkit.dynamic.expert_rows import ExpertRows

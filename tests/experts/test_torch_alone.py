@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.equality import in_float64
+from benchmarks.support.precision import in_float64
+from benchmarks.support.processes import ROOT, free_port, program_environment, run_distributed
 from tests.support.forked_python import ForkedPython
-from tests.support.helpers import ROOT, free_port, program_environment, run_distributed
 from toolkit import experts
 from toolkit.experts.state.state_dict import whole_state_dict
 

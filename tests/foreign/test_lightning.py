@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from benchmarks.support.processes import ROOT, run_distributed
 from tests.foreign.toy import build, points
 from tests.integrations.accelerate.test_expert_parallel import place
 from tests.support.equality import assert_equal_rows
-from tests.support.helpers import ROOT, run_distributed
 from toolkit.experts.state.state_dict import whole_state_dict
 
 PAGE = (ROOT / "docs" / "experts" / "torch_alone.md").read_text()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from tests.support.helpers import ROOT, run_distributed
+from benchmarks.support.processes import ROOT, run_distributed
 from toolkit.errors import UserError
 
 PATTERNS = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "patterns").glob("*.py"))}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.processes import ROOT, program_environment, run_recipe
 from recipes import few_labels, finetune_moe, har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
-from tests.support.helpers import ROOT, program_environment, run_recipe
 from toolkit.errors import Preempted, UserError
 from toolkit.run import cli
 from toolkit.run.config.flags import as_typed

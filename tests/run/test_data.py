@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.preempted import preempted_at
 from tests.support.small_run import small_config, small_trainer, train
 from toolkit.data.identity import identity_of

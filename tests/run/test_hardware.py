@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 
 CHILD = """
 from types import SimpleNamespace

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 from toolkit.run.process_settings import flushes_subnormals, process_settings
 
 has_glibc = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")

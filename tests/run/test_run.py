@@ -1,5 +1,6 @@
 """Runs and their folders: resume, records, errors."""
 
+import enum
 import importlib.util
 import json
 import os
@@ -14,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import planted, run_distributed
 from toolkit.errors import Preempted, UserError
 from toolkit.run import provenance
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.config.run import RunConfig
+from toolkit.run.folder import open_folder, recorded_config, write_json
 from toolkit.run.process_settings import flushes_subnormals
 from toolkit.run.run import start_run
 from toolkit.run.tracking.jsonl import read_metrics
@@ -38,12 +40,7 @@ def start(recipe="toy", **changes):
     return start_run(recipe, config(**changes))
 
 
-def assert_finished(folder):
-    with pytest.raises(UserError, match=r"has a finished run\. Choose another"):
-        start(run_dir=folder)
-
-
-# --- folder ---------------------------------------------------------------------------------------------------------
+FINISHED = r"has a finished run\. Choose another"
 
 
 def test_run_without_run_dir_gets_new_folder_named_by_recipe(tmp_path):
@@ -110,9 +107,6 @@ def test_start_run_with_unsupported_settings_raises(tmp_path, settings, message)
     assert not (tmp_path / "nothing").exists()
 
 
-# --- records --------------------------------------------------------------------------------------------------------
-
-
 def test_finish_writes_config_results_and_summary(tmp_path, monkeypatch):
     with start(run_dir=tmp_path / "r", lr=0.5) as run:
         rank = "first"
@@ -156,23 +150,12 @@ def test_seed_determines_torch_numpy_and_python_draws():
     assert all(a != b for a, b in zip(draws[0], draws[2], strict=True))
 
 
-def test_run_flushes_subnormals_and_restores_setting():
-    with start():
-        assert flushes_subnormals()
-    assert not flushes_subnormals()
-
-
-def test_runs_in_one_process_differ_in_precision():
+def test_run_sets_precision_and_flushes_subnormals():
     for precision in ("bf16", "no"):
         with start(mixed_precision=precision) as run:
             assert run.accelerator.mixed_precision == precision
-
-
-def test_log_writes_metrics_at_once():
-    with start() as run:
-        run.log({"train/loss": 0.5, "moe/load/block": [0.25, 0.75]}, 10)
-        (line,) = read_metrics(run.folder / "metrics.jsonl")
-    assert line == {"step": 10, "train/loss": 0.5, "moe/load/block": [0.25, 0.75]}
+            assert flushes_subnormals()
+    assert not flushes_subnormals()
 
 
 def test_plot_that_fails_keeps_results_and_other_plots(capsys):
@@ -207,9 +190,6 @@ def test_trackers_are_closed_with_outcome_of_run(error, failed):
     tracker.close.assert_called_once_with(failed=failed)
 
 
-# --- full disk, closed output ---------------------------------------------------------------------------------------
-
-
 def full(*_):
     raise OSError(28, "No space left on device", "results.json")
 
@@ -234,7 +214,8 @@ def test_run_that_ends_while_drawing_plots_is_completed_on_resume(tmp_path, erro
         run.draw_at_finish(lambda _, results: drawn.append(results["steps"]) or {})
         assert run.finish({"steps": 20})["steps"] == 20
     assert drawn == [20]
-    assert_finished(tmp_path)
+    with pytest.raises(UserError, match=FINISHED):
+        start(run_dir=tmp_path)
 
 
 def test_console_output_on_full_disk_does_not_end_run(monkeypatch):
@@ -251,9 +232,6 @@ def test_closed_pipe_of_console_output_warns_once(monkeypatch, capsys):
         run.print("a line")
         run.print("another")
     assert capsys.readouterr().err.count("the reader of the output is gone: the run goes on") == 1
-
-
-# --- resume ---------------------------------------------------------------------------------------------------------
 
 
 def losses_of(folder):
@@ -273,21 +251,24 @@ def test_resumed_run_continues_metrics_after_truncated_line(tmp_path):
     assert losses_of(tmp_path) == [(10, 1.0), (20, 1.0), (25, 2.0), (30, 2.0)]
 
 
-def test_restarted_run_overwrites_metrics(tmp_path):
+def test_log_writes_metrics_at_once_and_restart_overwrites_them(tmp_path):
     for loss in (1.0, 2.0):
         with start(run_dir=tmp_path) as run:
-            run.log({"train/loss": loss}, 10)
-    assert losses_of(tmp_path) == [(10, 2.0)]
+            run.log({"train/loss": loss, "moe/load/block": [0.25, 0.75]}, 10)
+            (line,) = read_metrics(tmp_path / "metrics.jsonl")
+            assert line == {"step": 10, "train/loss": loss, "moe/load/block": [0.25, 0.75]}
 
 
 def test_resume_with_other_config_raises_with_field(tmp_path):
-    with start(run_dir=tmp_path) as run:
+    settings = ExpertRunConfig(tracker="none", cpu=True, run_dir=tmp_path)
+    with start_run("toy", settings) as run:
         run.log({"loss": 1.0}, 1)
     with pytest.raises(UserError, match=r"optimizer.weight_decay=0.5: .* started with 0.01: .* another run_dir"):
-        start(run_dir=tmp_path, optimizer=OptimizerOptions(weight_decay=0.5))
+        start_run("toy", settings.replace(optimizer=OptimizerOptions(weight_decay=0.5)))
     with pytest.raises(UserError, match="a run of the recipe toy"):
-        start("other", run_dir=tmp_path)
-    start(run_dir=tmp_path, num_workers=3, log_every=7).close()
+        start_run("other", settings)
+    with start_run("toy", settings.replace(num_workers=3, log_every=7, exchange="hierarchical")) as run:
+        assert run.continues
 
 
 def test_run_without_steps_restarts_with_other_settings(tmp_path):
@@ -300,25 +281,12 @@ def test_run_without_steps_restarts_with_other_settings(tmp_path):
         start(run_dir=tmp_path)
 
 
-def test_resume_with_other_exchange_continues(tmp_path):
-    settings = {"run_dir": tmp_path, "tracker": "none", "cpu": True}
-    start_run("toy", ExpertRunConfig(**settings)).close()
-    with start_run("toy", ExpertRunConfig(**settings, exchange="hierarchical")) as run:
-        assert run.continues
-
-
-def test_resume_yes_of_finished_run_raises(tmp_path):
-    with start(run_dir=tmp_path) as run:
+def test_resume_of_finished_run_and_new_run_in_used_folder_raise(tmp_path):
+    with start(run_dir=tmp_path, resume="no") as run:
         run.finish({})
-    assert_finished(tmp_path)
-    with pytest.raises(UserError, match=r"has a finished run\. Choose another"):
-        start(run_dir=tmp_path, resume="yes")
-
-
-def test_resume_no_in_used_folder_raises(tmp_path):
-    start(run_dir=tmp_path, resume="no").close()
-    with pytest.raises(UserError, match="resume='no'"):
-        start(run_dir=tmp_path, resume="no")
+    for resume, message in (("auto", FINISHED), ("yes", FINISHED), ("no", "resume='no'")):
+        with pytest.raises(UserError, match=message):
+            start(run_dir=tmp_path, resume=resume)
 
 
 def test_resume_yes_without_run_dir_continues_newest_run(tmp_path):
@@ -339,9 +307,6 @@ def test_damaged_config_is_written_again_with_warning(damaged, tmp_path, capsys)
         run.begin()
     assert f"warning: {tmp_path / 'config.json'} is damaged and is written again" in capsys.readouterr().out
     assert json.loads((tmp_path / "config.json").read_text())["recipe"] == "toy"
-
-
-# --- several ranks --------------------------------------------------------------------------------------------------
 
 
 def errors_and_shared_values(folder):
@@ -402,3 +367,50 @@ def test_start_run_with_different_ranks_raises_on_all(tmp_path):
     assert first == second
     for error, (*_, field) in zip(first, DIFFERENCES, strict=True):
         assert error.startswith(field) if field else not error
+
+
+class Colour(enum.Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+class RecipeConfig(RunConfig):
+    clip: float | None = None
+    colour: Colour = Colour.BLUE
+    label_key: str = "label"
+    hub_token: str = "hf_" + "abcdEFGH12" * 4  # in two parts, so that secret scanners ignore it
+
+
+def reopen(folder, **changes):
+    _, lock, _ = open_folder("own", RecipeConfig(run_dir=folder, **changes), print)
+    lock.release()
+
+
+def test_write_json_keeps_file_name_that_is_not_utf_8(tmp_path):
+    write_json(tmp_path / "facts.json", {"file": "caf\udce9"})
+    assert json.loads((tmp_path / "facts.json").read_text(encoding="utf-8")) == {"file": "caf\udce9"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip": 2.0}, "clip=2.0: the run in .* was started with None:"),
+        ({"colour": Colour.RED}, "colour='r': the run in .* was started with b:"),
+    ],
+)
+def test_resume_with_other_settings_raises(tmp_path, changes, message):
+    write_json(tmp_path / "config.json", recorded_config("own", RecipeConfig()))
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=message):
+        reopen(tmp_path, **changes)
+    reopen(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "lifecycle.jsonl"])
+def test_link_in_run_folder_raises(tmp_path, name):
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").touch()
+    planted(tmp_path / name)
+    with pytest.raises(UserError, match=rf"{name}: is a link, and the run would write to its target. Remove it"):
+        reopen(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoints", name, f"{name}.precious"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integrations.transformers.families import EXPERTS, config
+from benchmarks.support.families import EXPERTS, config
 from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.sharding.libraries import libraries
 from toolkit.integrations.peft.adapter_options import AdapterOptions

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import ExpertStack

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import toolkit as tk
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.small_run import small_config, small_trainer
 from tests.support.trainers import fit, in_hook
 from toolkit.errors import UserError

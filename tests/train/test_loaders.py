@@ -19,8 +19,8 @@ from torch.utils.data import (
 )
 
 import toolkit as tk
-from tests.support.equality import IN_FLOAT64, in_float64
-from tests.support.helpers import run_distributed
+from benchmarks.support.precision import IN_FLOAT64, in_float64
+from benchmarks.support.processes import run_distributed
 from tests.support.trainers import fit, in_hook, standard_trainer
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions

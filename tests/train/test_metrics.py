@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.train.metrics import MetricSums, global_counts
 
 CPU = torch.device("cpu")

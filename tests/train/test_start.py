@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import toolkit as tk
+from benchmarks.support.processes import ROOT, run_distributed
 from recipes import mnist_moe
-from tests.support.helpers import ROOT, run_distributed
 from tests.support.trainers import standard_trainer
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement

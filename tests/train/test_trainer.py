@@ -9,7 +9,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.trainers import in_hook
 from tests.traps.toys import CLASSES, DIM, ToyMoE, toy_data, toy_run, toy_trainer
 from toolkit.data.batches import EvalBatches, TrainBatches

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.traps.toys import ToyMoE, expert_groups, local_loss
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups

@@ -14,7 +14,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 
 
 def loader(accelerator: Accelerator, *, batch_size: int = 2, samples: int = 64, shuffle: bool = True) -> Any:

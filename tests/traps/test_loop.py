@@ -6,7 +6,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.trainers import in_hook
 from tests.traps.toys import ToyMoE, expert_groups, toy_data, toy_trainer
 from toolkit.experts.layer.losses import global_load

@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.equality import relative_difference, replicas_agree
-from tests.support.helpers import run_distributed
+from benchmarks.support.precision import relative_difference
+from benchmarks.support.processes import run_distributed
+from tests.support.equality import replicas_agree
 from tests.traps.toys import ToyMoE, expert_groups, gradients, local_loss, own_rows, reference_gradients
 from toolkit.errors import UserError
 from toolkit.experts.layer import dispatcher

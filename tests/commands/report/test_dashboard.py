@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.processes import run_distributed
 from recipes import mnist_moe
 from tests.commands.report.conftest import write_run
-from tests.support.helpers import run_distributed
 from toolkit.commands import main
 from toolkit.commands.report.dashboard import USUAL
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR

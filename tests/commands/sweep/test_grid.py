@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 from toolkit.commands.sweep.grid import config_digest, grid_cells, parse_axes
 from toolkit.errors import UserError
 from toolkit.run.recipe_script import load_recipe

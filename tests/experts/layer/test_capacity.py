@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
-from tests.support.helpers import run_distributed
 from toolkit.experts.layer.capacity import within_capacity
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.parallel import collectives

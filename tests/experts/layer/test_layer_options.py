@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.support.precision import IN_FLOAT64, in_float64
+from benchmarks.support.processes import run_distributed
 from recipes.mnist_moe import Config, debug, main
-from tests.support.equality import IN_FLOAT64, in_float64
-from tests.support.helpers import run_distributed
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.run.tracking.jsonl import read_metrics

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe

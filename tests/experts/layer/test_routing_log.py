@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
-from tests.support.helpers import run_distributed
 from toolkit.dynamic.routing_statistics import count_pairs
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import checkpoint

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
+from benchmarks.support.precision import in_float64
+from benchmarks.support.processes import run_distributed
 from tests.experts.models import Block
-from tests.support.equality import in_float64
-from tests.support.helpers import run_distributed
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.parallel import collectives

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.integrations.accelerate.prepare import prepare
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.small_run import small_config, small_trainer
 from toolkit.experts.parallel.parallel_options import DDPOptions
 

@@ -15,8 +15,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.support.processes import run_distributed
 from tests.support.equality import replicas_agree
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel import groups

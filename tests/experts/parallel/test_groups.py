@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.parallel import groups
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups, partition_of, strided_partition

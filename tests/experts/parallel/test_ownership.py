@@ -14,8 +14,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.support.processes import free_port, run_distributed
 from tests.experts.models import Block
-from tests.support.helpers import free_port, run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.collectives import rank, world_size

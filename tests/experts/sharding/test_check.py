@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.support.families import build
 from tests.experts.models import StackedExperts
-from tests.integrations.transformers.families import build
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.sharding.find import require_experts

@@ -9,10 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from benchmarks.support.families import tokens
+from benchmarks.support.precision import in_float64
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, base, rows
-from tests.integrations.transformers.families import tokens
-from tests.support.equality import assert_equal_rows, in_float64
-from tests.support.helpers import run_distributed
+from tests.support.equality import assert_equal_rows
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.replan_options import ReplanOptions

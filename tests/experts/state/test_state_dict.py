@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
 from tests.integrations.accelerate.test_expert_parallel import Model, place
-from tests.support.helpers import run_distributed
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe

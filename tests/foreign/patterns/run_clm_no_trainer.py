@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
+from benchmarks.support.families import tokens
 from tests.integrations.peft.models import base
-from tests.integrations.transformers.families import tokens
 
 output = os.environ["FOREIGN_FOLDER"]
 accelerator = Accelerator(gradient_accumulation_steps=2)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.support.families import tokens
+from benchmarks.support.precision import in_float64
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import FAMILIES, base
-from tests.integrations.transformers.families import tokens
-from tests.support.equality import in_float64
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty, global_load, load_balancing_share
 from toolkit.experts.layer.moe_layer import make_moe

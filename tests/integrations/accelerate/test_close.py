@@ -14,8 +14,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.test_expert_parallel import MIGRATING, Model
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel

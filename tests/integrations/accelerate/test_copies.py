@@ -18,11 +18,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from benchmarks.support.families import tokens
+from benchmarks.support.precision import in_float64
+from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.test_expert_parallel import BATCH, MIGRATING, Model, by_id, place, shares, together
 from tests.integrations.peft.models import adapted, base, rows
-from tests.integrations.transformers.families import tokens
-from tests.support.equality import assert_equal_rows, in_float64
-from tests.support.helpers import run_distributed
+from tests.support.equality import assert_equal_rows
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.migrate import place_experts

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.equality import assert_equal_rows, relative_difference
-from tests.support.helpers import run_distributed
+from benchmarks.support.precision import relative_difference
+from benchmarks.support.processes import run_distributed
+from tests.support.equality import assert_equal_rows
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe

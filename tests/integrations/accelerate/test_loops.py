@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.test_expert_parallel import DIM, Model, by_id, place, together
 from tests.support.equality import assert_equal_rows
-from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.moving.migrate import place_experts

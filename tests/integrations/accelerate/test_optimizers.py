@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.support.processes import run_distributed
 from tests.experts.parallel.test_optimizer_rows import transformers_adafactor
 from tests.integrations.accelerate.test_expert_parallel import (
     BATCH,
@@ -26,7 +27,6 @@ from tests.integrations.accelerate.test_expert_parallel import (
 )
 from tests.integrations.accelerate.test_loops import refused
 from tests.support.equality import assert_equal_rows
-from tests.support.helpers import run_distributed
 from tests.support.optimizers import ScheduleFreeSGD
 from tests.support.placements import by_slot
 from toolkit.errors import UserError

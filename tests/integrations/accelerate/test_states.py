@@ -19,8 +19,8 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.test_expert_parallel import Model, by_id, place, together
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 

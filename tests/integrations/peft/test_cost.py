@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.support.families import config
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, add_adapters
-from tests.integrations.transformers.families import config
 from tests.integrations.transformers.training import prepare
-from tests.support.helpers import run_distributed
 from toolkit.experts.sharding.call import slots_of_rows
 from toolkit.integrations.transformers import causal_lm, experts_modules, use_toolkit_kernel, watch_routers
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from benchmarks.support.families import tokens
+from benchmarks.support.precision import in_float64, relative_difference
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, rows, together
-from tests.integrations.transformers.families import tokens
-from tests.support.equality import assert_equal_rows, in_float64, relative_difference
-from tests.support.helpers import run_distributed
+from tests.support.equality import assert_equal_rows
 from tests.support.placements import by_slot
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous

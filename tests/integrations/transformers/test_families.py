@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from tests.integrations.peft.models import add_adapters, rows
-from tests.integrations.transformers.families import (
+from benchmarks.support.families import (
     TINY_EXPERTS,
     build,
     moe_families,
@@ -33,8 +32,9 @@ from tests.integrations.transformers.families import (
     supports_float64,
     tokens,
 )
-from tests.support.equality import in_float64, relative_difference
-from tests.support.helpers import ROOT, run_distributed
+from benchmarks.support.precision import in_float64, relative_difference
+from benchmarks.support.processes import ROOT, run_distributed
+from tests.integrations.peft.models import add_adapters, rows
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import rows_of
 from toolkit.experts.parallel.groups import ExpertGroups

@@ -8,11 +8,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from benchmarks.support.families import EXPERTS
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import add_adapters, together
-from tests.integrations.transformers.families import EXPERTS
 from tests.integrations.transformers.test_lazy_loading import MOVED, PLACED, save_model
 from tests.integrations.transformers.training import adamw, prepare, train_step
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.transformers.families import VOCAB, tokens
+from benchmarks.support.families import VOCAB, tokens
 from toolkit.errors import UserError
 from toolkit.integrations.transformers import causal_lm, experts_modules, upcycle
 

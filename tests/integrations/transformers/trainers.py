@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.integrations.transformers.families import VOCAB, tokens
-from tests.support.equality import in_float64
+from benchmarks.support.families import VOCAB, tokens
+from benchmarks.support.precision import in_float64
 from toolkit.integrations.transformers.expert_trainer import expert_trainer
 
 STEPS, SAMPLES = 3, 8

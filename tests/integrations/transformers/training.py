@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from tests.integrations.transformers.families import tokens
+from benchmarks.support.families import tokens
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoencoder.vae import local_divergence
-from tests.support.equality import in_float64
+from benchmarks.support.precision import in_float64
 
 RADIUS = 0.5
 

@@ -2,7 +2,7 @@
 
 import os
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 
 LAUNCHER_VARIABLES = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "OMP_", "TOOLKIT_", "WANDB_", "FSDP_")
 RANK_1_OF_2 = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}

@@ -7,7 +7,7 @@ import tomllib
 
 import yaml
 
-from tests.support.helpers import ROOT
+from benchmarks.support.processes import ROOT
 from toolkit.run.recipe_script import load_recipe
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 import toolkit as tk
+from benchmarks.support.processes import free_port
 from tests.run.launch.launched import environment
 from tests.support.forked_python import run_forked
-from tests.support.helpers import free_port
 from toolkit.run.launch import largest_batch
 
 # A trial, which logs every step, would run for a minute after its second step.

@@ -10,9 +10,9 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
+from benchmarks.support.processes import ROOT, free_port
 from tests.run.launch.launched import LAUNCHER_VARIABLES, RANK_1_OF_2, environment
 from tests.support.forked_python import ForkedPython, run_forked
-from tests.support.helpers import ROOT, free_port
 from toolkit.errors import UserError
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.agent import must_start_processes

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.support.helpers import planted
+from tests.support.symlinks import symlink_to_file
 from toolkit.run.folder import write_json
 from toolkit.run.tracking.jsonl import MetricsFile, read_metrics
 
@@ -58,7 +58,7 @@ def test_failed_write_keeps_old_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["r.json", ".r.json.partial"])
 def test_write_json_replaces_link(name, tmp_path):
-    target = planted(tmp_path / name)
+    target = symlink_to_file(tmp_path / name)
     write_json(tmp_path / "r.json", {"a": 1})
     assert target.read_text() == "precious"
     assert json.loads((tmp_path / "r.json").read_text()) == {"a": 1}

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.support.processes import ROOT, free_port
 from tests.support.forked_python import run_forked
-from tests.support.helpers import ROOT, free_port
 from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.run.tracking.trackers import labels_of

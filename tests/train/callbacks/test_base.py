@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.traps.toys import toy_data, toy_trainer
 from toolkit.data.batches import EvalBatches
 from toolkit.data.table import TensorTable

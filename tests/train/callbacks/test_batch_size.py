@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import toolkit as tk
+from benchmarks.support.processes import run_distributed
 from tests.support.forked_python import run_forked
-from tests.support.helpers import run_distributed
 from tests.train import memory_recipe
 from toolkit.errors import EXIT_PREEMPTED, StepOutOfMemory, UserError, is_out_of_memory
 from toolkit.run.launch import exits

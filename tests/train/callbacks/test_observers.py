@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.support.processes import run_distributed
 from tests.run.tracking.toy import train
-from tests.support.helpers import run_distributed
 from tests.support.trainers import in_hook
 from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.jsonl import read_metrics

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import toolkit as tk
-from tests.support.helpers import run_distributed
+from benchmarks.support.processes import run_distributed
 from tests.support.small_run import STEPS, SmallConfig, Stop, small_config, small_trainer, train
 from tests.support.trainers import in_hook
 from toolkit.errors import EXIT_INTERRUPTED, Preempted

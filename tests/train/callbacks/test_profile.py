@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import toolkit as tk
-from tests.support.helpers import planted
+from tests.support.symlinks import symlink_to_file
 from tests.support.trainers import fit
 from toolkit.run.tracking.jsonl import read_metrics
 
@@ -27,7 +27,7 @@ def test_profile_writes_traces_and_does_not_change_training(tmp_path, capsys):
     folder = tmp_path / "with" / "profile"
     folder.mkdir(parents=True)
     (tmp_path / "with" / ".lock").touch()  # marks a run folder
-    precious = planted(folder / "trace-rank-00000.json.gz")
+    precious = symlink_to_file(folder / "trace-rank-00000.json.gz")
     assert train(tmp_path / "with", profile=True) == train(tmp_path / "without")
     assert precious.read_text() == "precious"
     assert "profile in " in capsys.readouterr().out

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.support.processes import program_environment
 from tests.support.forked_python import run_forked
-from tests.support.helpers import program_environment
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, _frames, _stacks, what_ranks_do
 
@@ -19,7 +19,7 @@ RECIPE = '''
 import json, os, signal, sys, time
 from pathlib import Path
 import toolkit as tk
-from tests.support.helpers import planted
+from tests.support.symlinks import symlink_to_file
 from tests.support.small_run import SmallConfig, Stop, small_trainer
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.run.launch.restarts import past_restarts
@@ -35,7 +35,7 @@ class Hangs(tk.Callback):
         if os.environ["WITH"] == "on_evaluate_end":
             (trainer.run.folder / "hang").mkdir()
             for name in ("rank-00000.partial", ".rank-00000.txt.partial", "rank-00000.txt"):
-                planted(trainer.run.folder / "hang" / name)
+                symlink_to_file(trainer.run.folder / "hang" / name)
 
     def on_evaluate_end(self, *_):
         time.sleep(600 * (os.environ["WITH"] == "on_evaluate_end"))

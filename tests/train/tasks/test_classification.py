@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import toolkit as tk
+from benchmarks.support.precision import IN_FLOAT64, in_float64
+from benchmarks.support.processes import run_distributed
 from tests.support.emulated_device import emulate
-from tests.support.equality import IN_FLOAT64, in_float64
-from tests.support.helpers import run_distributed
 from tests.support.trainers import fit
 from toolkit.errors import UserError
 from toolkit.run.tracking.jsonl import read_metrics

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.equality import in_float64
+from benchmarks.support.precision import in_float64
+from toolkit.integrations.transformers import causal_lm
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 EXPERTS, TINY_EXPERTS, VOCAB = 8, 4, 64
@@ -91,6 +92,12 @@ def randomize_routers(model: nn.Module) -> nn.Module:
     return model
 
 
+def model_of(family: str, **options: Any) -> Any:
+    """Return a model of `config(family)`, with options of `causal_lm`."""
+    torch.manual_seed(0)
+    return randomize_routers(causal_lm(config(family), **options))
+
+
 def tokens(step: int, samples: int) -> Tensor:
     """Return the global batch of a step, int64 (samples, 12)."""
     return torch.randint(3, VOCAB, (samples, 12), generator=torch.Generator().manual_seed(100 + step))
@@ -149,7 +156,7 @@ def outputs(model: Any, ids: Tensor) -> Tensor:
     inner = getattr(model, "module", model)
     if inner.config.is_encoder_decoder:
         found = model(input_ids=ids, decoder_input_ids=ids)
-    elif inner.config.model_type == "qwen3_omni_moe_talker_text":  # has no token embeddings
+    elif inner.config.model_type == "qwen3_omni_moe_talker_text":  # requires inputs_embeds
         found = model(inputs_embeds=inner.get_input_embeddings()(ids))
     else:
         found = model(input_ids=ids)
@@ -164,6 +171,3 @@ def supports_float64(family: str, ids: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-awaken = randomize_routers
