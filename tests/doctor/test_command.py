@@ -2,14 +2,14 @@
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.support.processes import program_environment
 from tests.doctor.test_causes import TOY
 from tests.support.forked_python import run_forked
-from tests.support.helpers import program_environment
 from toolkit.commands import main
 
 PLAIN = """
@@ -59,10 +59,12 @@ Doctor = Callable[..., subprocess.CompletedProcess[str]]
 def doctor(tmp_path: Path) -> Doctor:
     """Function that runs `toolkit doctor` on a script, with ranks as forks."""
 
-    def run(text: str | None, *words: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        text: str | None, *words: str, options: Sequence[str] = (), code: int = 0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         if text is not None:
             (tmp_path / "script.py").write_text(text)
-        command = ("-m", "toolkit", "doctor", str(tmp_path / "script.py"), *words)
+        command = ("-m", "toolkit", "doctor", *options, str(tmp_path / "script.py"), *words)
         done = run_forked(*command, env=program_environment() | environment, cwd=tmp_path)
         assert done.returncode == code, done.stdout + done.stderr
         return done
@@ -78,7 +80,7 @@ def test_script_runs_in_a_new_process(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_correct_script_is_healthy_and_has_a_json_report(doctor: Doctor, tmp_path: Path):
-    out = doctor(PLAIN, "--out", str(tmp_path / "report.json")).stdout
+    out = doctor(PLAIN, options=["--out", str(tmp_path / "report.json")]).stdout
     assert "healthy: both learn the same." in out
     assert "dropout" in out
     assert "split_batches=True" in out
