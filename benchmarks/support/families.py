@@ -77,7 +77,7 @@ def tiny_config(family: str, **sizes: Any) -> Any:
     """Return the configuration of a model with one layer and four experts, except for `sizes`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[family]
+    kind: Any = CONFIG_MAPPING[family]
     known = {name: value for name, value in (SIZES | sizes).items() if name in kind.__dataclass_fields__}
     return kind(**known | OWN.get(family, {}), attn_implementation="eager")
 
