@@ -4,8 +4,8 @@
     python benchmarks/lines.py --check     compare the totals with benchmarks/totals.json, as `make check` does
     python benchmarks/lines.py --lower     write totals that fell to benchmarks/totals.json
 
-The totals hold for the whole project, not for a file. A change that lowers a total lowers the table with `--lower`.
-A change that has to raise a total edits the table in the same commit and adds to "raised" what a user gets for it.
+The totals are for the project, not for a file. A change that lowers a total updates the table with `--lower`. A change
+that has to raise a total edits the table in the same commit and adds its benefit for users to "raised".
 """
 
 from __future__ import annotations

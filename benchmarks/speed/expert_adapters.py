@@ -119,7 +119,7 @@ def measure(experts: int, rounds: int) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--rehearse", action="store_true", help="tiny case; writes nothing")
     arguments = parser.parse_args()
     if arguments.rehearse:
         print(*measure(4, 2), sep="\n")

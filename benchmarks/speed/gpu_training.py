@@ -77,7 +77,7 @@ SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 LEAST_TIMES_TRAINER = 1.2
 """Target: relative tokens per second."""
 FORWARDS = 3
-"""FLOPs of a step over those of its forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
+"""FLOPs of a step relative to its forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_cudnn_attention,
     torch.ops.aten._scaled_dot_product_efficient_attention,

@@ -134,7 +134,7 @@ def main() -> int:
 
     logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--rehearse", action="store_true", help="tiny case; writes nothing")
     arguments = parser.parse_args()
     rows, errors = [], {}
     for name in [*ROUTERS, *([] if arguments.rehearse else sorted(moe_families()))]:
