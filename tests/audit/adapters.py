@@ -10,8 +10,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.integrations.peft.models import MATRICES, add_adapters, config
-from toolkit.integrations.transformers import causal_lm
+from benchmarks.support.families import model_of
+from tests.integrations.peft.models import MATRICES, add_adapters
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 Tensors = dict[str, Tensor]
@@ -20,7 +20,7 @@ Edit = Callable[[Tensors], object]
 
 def save_adapter(folder: Path, family: str, **settings: Any) -> Any:
     """Save a base and random float64 adapters of it, and return the PEFT model."""
-    base = causal_lm(config(family)).double()
+    base = model_of(family).double()
     base.save_pretrained(folder / "base")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # raised by transformers for a call of PEFT

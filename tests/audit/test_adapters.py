@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from benchmarks.support.families import EXPERTS, model_of
+from benchmarks.support.processes import run_distributed
 from tests.audit.adapters import WEIGHTS, Edit, Tensors, changed, delete, rename, replace, save_adapter
-from tests.integrations.peft.models import add_adapters, config
-from tests.integrations.transformers.families import EXPERTS, randomize_routers
+from tests.integrations.peft.models import add_adapters
 from tests.integrations.transformers.training import prepare, train_step
-from tests.support.helpers import run_distributed
 from toolkit.audit import checks
 from toolkit.audit.convert import convert
 from toolkit.audit.tensors import open_checkpoint
@@ -45,8 +45,7 @@ def train(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    torch.manual_seed(3)
-    randomize_routers(causal_lm(config(FAMILY))).save_pretrained(folder / "base")
+    model_of(FAMILY).save_pretrained(folder / "base")
     run_distributed(train, 2, folder)
     return folder
 

@@ -78,7 +78,7 @@ def test_audit_of_planted_fault_reports_experts(tmp_path: Path, family: str, pla
     assert message in messages(audit(write(tmp_path, family, state)))
 
 
-def test_audit_of_untied_weights_that_config_ties_reports_them(tmp_path: Path):
+def test_audit_of_different_tied_weights_reports_them(tmp_path: Path):
     state = build("granitemoe")
     state["lm_head.weight"] += 1
     found = audit(write(tmp_path, "granitemoe", state))
@@ -177,7 +177,7 @@ def test_audit_of_missing_file_and_entries_reports_them(tmp_path: Path):
 
 def write_distributed(folder: Path, state: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about one process
+        warnings.simplefilter("ignore")  # warns about a single process
         dcp.save(state, checkpoint_id=folder, no_dist=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS["qwen3_moe"]))
     return folder

@@ -107,7 +107,7 @@ def test_convert_reads_stacked_tensors_under_peft_names(layouts: Path, tmp_path:
     assert (tmp_path / "peft" / WEIGHTS).read_bytes() == (layouts / "peft" / WEIGHTS).read_bytes()
 
 
-def test_convert_of_adapters_that_differ_by_layer_keeps_them(tmp_path: Path):
+def test_convert_keeps_adapters_that_differ_by_layer(tmp_path: Path):
     targets = ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
     save_adapter(tmp_path, "qwen3_moe", target_parameters=targets)
     convert(tmp_path / "peft", tmp_path / "vllm", "vllm", tmp_path / "base")
@@ -216,7 +216,7 @@ def test_convert_to_existing_folder_raises(layouts: Path):
         convert(layouts / "peft", layouts / "sglang", "sglang")
 
 
-def test_convert_that_changes_updates_raises(layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_convert_with_changed_updates_raises(layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def rolled(rows: Tensor, form: str) -> Tensor:
         return rows.roll(1, 0).flatten(0, 1) if form == "joined" else rows.permute(1, 2, 0).flatten(1)
 

@@ -177,7 +177,7 @@ def test_audit_of_repeated_quantized_expert_reports_it(tmp_path: Path, scheme: S
 
 @pytest.mark.parametrize("scheme", [*SEPARATE, None])
 def test_audit_of_quantized_experts_against_base_reports_order(tmp_path: Path, scheme: Scheme | None):
-    state = build("qwen3_moe")  # a base without quantization if there is no scheme
+    state = build("qwen3_moe")  # a base without quantization if scheme is None
     base = write(tmp_path / "base", "qwen3_moe", quantize(state, scheme) if scheme else state)
     state = copy_experts(build("qwen3_moe"), 1, {1: 4, 4: 1})
     model = write(tmp_path / "model", "qwen3_moe", quantize(state, scheme or fp8_blocks))

@@ -93,7 +93,7 @@ def test_audit_of_billion_configured_experts_reports_missing(tmp_path: Path):
 
 def test_audit_of_metadata_with_file_outside_raises(tmp_path: Path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about one process
+        warnings.simplefilter("ignore")  # warns about a single process
         dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     path = tmp_path / ".metadata"
     path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp"))

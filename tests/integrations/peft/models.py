@@ -7,10 +7,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.integrations.transformers import families
-from tests.integrations.transformers.families import EXPERTS, config, randomize_routers
+from benchmarks.support import families
+from benchmarks.support.families import EXPERTS, model_of
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.integrations.transformers import causal_lm
 
 MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS = {
@@ -21,8 +20,7 @@ FAMILIES = (*families.FAMILIES, "olmoe", "qwen2_moe", "glm4_moe", "dots1", "nemo
 
 
 def base(family: str) -> Any:
-    torch.manual_seed(0)
-    return randomize_routers(causal_lm(config(family), dtype=torch.float64, experts_implementation="eager"))
+    return model_of(family, dtype=torch.float64, experts_implementation="eager")
 
 
 def lora_config(**options: Any) -> LoraConfig:

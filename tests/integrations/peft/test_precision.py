@@ -8,21 +8,19 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.support.families import model_of
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import add_adapters, rows, together
-from tests.integrations.transformers.families import config, randomize_routers
 from tests.integrations.transformers.training import adamw, train_step
-from tests.support.helpers import run_distributed
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.transformers import causal_lm, save_pretrained
+from toolkit.integrations.transformers import save_pretrained
 
 FAMILIES, STEPS = ("mixtral", "gpt_oss"), 3
 
 
 def train(folder: Path, family: str, dtype: torch.dtype, shards: bool) -> dict[str, Any]:
     """Return losses, adapter gradients of the first step, and parameter types, with sharded experts or without."""
-    torch.manual_seed(0)
-    # Both types have the same values.
-    base = randomize_routers(causal_lm(config(family))).to(torch.bfloat16).to(dtype)
+    base = model_of(family).to(torch.bfloat16).to(dtype)  # both dtypes have the same values
     model = inner = add_adapters(base, r=8, lora_alpha=16, init_lora_weights=False)
     accelerator, optimizer, grads = Accelerator(cpu=True), adamw(model, 1e-3), []
     optimizer.register_step_pre_hook(lambda *_: grads.append(rows(inner, grads=True)))
@@ -52,7 +50,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return (squares / sum(float(value.float().square().sum()) for value in expected.values())) ** 0.5
 
 
-def test_sharded_bfloat16_base_is_within_bfloat16_rounding_of_one_process(tmp_path: Path):
+def test_sharded_bfloat16_base_equals_one_process_within_rounding(tmp_path: Path):
     (singles,) = run_distributed(train_all, 1, tmp_path, [torch.bfloat16, torch.float32], False)
     sharded = run_distributed(train_all, 2, tmp_path, [torch.bfloat16], True)
     for family, (single, in_float32), *ranks in zip(FAMILIES, singles, *sharded, strict=True):

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
+from benchmarks.support.families import tokens
+from benchmarks.support.precision import in_float64
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import MATRICES, adapted, base, rows, together
 from tests.integrations.peft.test_parity import place
-from tests.integrations.transformers.families import tokens
 from tests.integrations.transformers.training import prepare, train_step
-from tests.support.equality import in_float64
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.integrations.peft.merged_weights import save_merged
 from toolkit.integrations.transformers import causal_lm, pretrained_files, save_pretrained
@@ -56,7 +56,7 @@ def save_and_load(folder: Path, family: str, options: dict[str, Any]) -> None:
         assert logit_difference(wrapped, unmodified, ids) < 1e-6
         if options:
             return
-        with mock.patch.object(pretrained_files, "MOST_IN_A_FILE", "20KB"):  # several files, by layer
+        with mock.patch.object(pretrained_files, "MOST_IN_A_FILE", "20KB"):  # one file per layer
             save_merged(wrapped, folder / "merged")
         dist.barrier()
         assert (folder / "merged" / "model.safetensors.index.json").exists()

@@ -20,9 +20,9 @@ from peft import get_peft_model
 from pydantic import BaseModel
 from safetensors.torch import load_file
 
+from benchmarks.support.processes import ROOT
 from tests.integrations.peft.models import base, lora_config
 from tests.integrations.transformers.trainers import dataset, settings_of_run, tokenizer, world
-from tests.support.helpers import ROOT
 
 FOLDER = ROOT / "docs" / "examples"
 
@@ -34,13 +34,13 @@ Result = tuple[list[float], dict[str, torch.Tensor], int]
 def run(folder: Path) -> dict[str, Result]:
     """Run each script, with migrations if there are several processes; returns results by project."""
     with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
-        # Accelerate's last, whose end_training ends the process group.
+        # Accelerate runs last, because its end_training destroys the process group.
         return {"trl": trl(folder), "axolotl": axolotl(folder), "accelerate": accelerate(folder)}
 
 
 def import_in_float64(name: str) -> Any:
     """Import a script with experts that support float64, and without the cost check of plans."""
-    torch.seed()  # a new process has other random numbers on each rank
+    torch.seed()  # seeds differ by rank, as in new processes
     script = importlib.import_module(name)
     script.Qwen3MoeConfig = partial(script.Qwen3MoeConfig, experts_implementation="eager")
     script.ReplanOptions = partial(script.ReplanOptions, guarded=False)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from benchmarks.support.families import config, randomize_routers, tokens
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import add_adapters
-from tests.integrations.transformers.families import config, randomize_routers, tokens
 from tests.integrations.transformers.training import adamw
 from tests.support.emulated_device import EmulatedDevice, emulate
 from tests.support.gpu import Gpu, stage_sends, use_gpu
-from tests.support.helpers import run_distributed
 from toolkit.experts.moving import migrate
 from toolkit.experts.parallel import collectives
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
@@ -102,9 +102,11 @@ def train_all(folder: Path, name: str) -> list[dict[str, Any]]:
         stage_sends()
     device = emulate() if name == "emulated" else use_gpu()
     with device:
-        ways: list[dict[str, Any]] = [{"offload": "memory"}, {"offload": "memory", "recompute": True}]
-        if collectives.world_size() == 1 and find_spec("bitsandbytes") is not None:
-            ways.append({"offload": folder, "quantize": "4bit"})
+        ways: list[dict[str, Any]] = [{"offload": "memory"}]
+        if collectives.world_size() == 1:
+            ways.append({"offload": "memory", "recompute": True})
+            if find_spec("bitsandbytes"):
+                ways.append({"offload": folder, "quantize": "4bit"})
         return [train(folder, device, **each) for way in ways for each in (way | {"offload": None}, way)]
 
 
@@ -122,9 +124,8 @@ def test_cpu_offload_with_prefetch_equals_experts_on_device(tmp_path: Path, proc
         torch.testing.assert_close(offloaded["losses"], expected["losses"], **close)
         torch.testing.assert_close(offloaded["state"], expected["state"], **close)
         assert expected["copied"] == []
-        assert offloaded["waits"] == [] or (
-            device == "gpu" and offloaded["offload"] != "memory"
-        )  # file reads are synced
+        if device == "emulated" or offloaded["offload"] == "memory":  # on a GPU, reads of files are synced
+            assert offloaded["waits"] == []
         # Without migration, the forward pass prefetches all layers but two, and the backward pass the two others.
         copied = [(layer, ahead) for step, layer, ahead in offloaded["copied"] if step == 3]
         assert copied == [(2, True), (3, True), (1, True), (0, True)]

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 
+from benchmarks.support.families import EXPERTS, config, randomize_routers
+from benchmarks.support.precision import IN_FLOAT64, relative_difference
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, base, lora_config, rows, together
 from tests.integrations.transformers import examples
-from tests.integrations.transformers.families import EXPERTS, config, randomize_routers
 from tests.integrations.transformers.trainers import STEPS, dataset, expected_usage, make, quiet_float64, usage, world
 from tests.integrations.transformers.training import prepare
-from tests.support.equality import IN_FLOAT64, assert_equal_rows, relative_difference
-from tests.support.helpers import run_distributed
+from tests.support.equality import assert_equal_rows
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.routing.routes import Routes
@@ -188,7 +189,7 @@ def resume(folder: Path) -> list[tuple[Any, dict[str, torch.Tensor]]]:
 def load_best(folder: Path) -> list[dict[str, Any]]:
     """Train two steps with evaluations that rate step 1 best; return the final weights and those saved at step 1."""
     found = []
-    # gpt_oss has its experts in files as in the model, qwen3_moe has not
+    # Files of gpt_oss have stacked experts, files of qwen3_moe one tensor per expert.
     for kind, family in (("Trainer", "gpt_oss"), ("Trainer", FAMILY), ("SFTTrainer", FAMILY)):
         out = folder / f"best-{kind}-{family}"
         more = with_peft_config("peft_config" if kind == "SFTTrainer" else "experts")
@@ -267,7 +268,7 @@ def train_with_z_loss(folder: Path) -> list[list[tuple[float, ...]]]:
     return found
 
 
-def test_router_penalty_is_averaged_over_micro_batches(runs: Runs):
+def test_router_penalty_with_micro_batches_equals_one_batch(runs: Runs):
     ((expected, found),) = runs[1, train_with_z_loss]
     assert len(expected) == STEPS
     assert_close_curves(found, expected, IN_FLOAT64)
@@ -288,7 +289,7 @@ def train_after_evaluation(folder: Path) -> list[tuple[Any, dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("variant", [resume, train_after_evaluation])
-def test_resumed_or_evaluated_trainer_is_bitwise_identical(variant: Callable[[Path], Any], runs: Runs):
+def test_trainer_resumed_or_evaluated_trains_bitwise_identically(variant: Callable[[Path], Any], runs: Runs):
     for rank in runs[2, variant]:
         for (expected, weights), (found, found_weights) in (rank[:2], rank[2:]):
             assert len(expected) == STEPS
@@ -426,7 +427,7 @@ def test_example_script_on_two_processes_equals_one(project: str, runs: Runs):
     assert len(set(expected)) > 2
     for number, (losses, weights, migrations) in enumerate(rank[project] for rank in ranks):
         assert migrations > 0
-        if number == 0 or losses:  # Accelerate prints on rank 0
+        if number == 0 or losses:  # the Accelerate script prints losses on rank 0 only
             assert losses == pytest.approx(expected, rel=ROUNDED)
         assert_equal_rows(weights, expected_weights, ROUNDED)
 
@@ -469,7 +470,7 @@ LAUNCHES: dict[int, list[Callable[[Path], Any]]] = {
 def run_all(folder: Path, number: int) -> list[Any]:
     found = []
     for function in LAUNCHES[number]:
-        # In float64, eager attention has no numbers for GRPO's padding at the left.
+        # In float64, eager attention returns NaN for GRPO's left padding.
         with nullcontext() if function is train_policies else quiet_float64():
             found.append(function(folder / function.__name__))
     return found

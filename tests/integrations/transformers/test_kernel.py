@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.transformers.families import EXPERTS, FAMILIES, config, randomize_routers
+from benchmarks.support.families import EXPERTS, FAMILIES, model_of
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.sharding.call import slots_of_rows
-from toolkit.integrations.transformers import causal_lm, experts_modules, use_toolkit_kernel
+from toolkit.integrations.transformers import experts_modules, use_toolkit_kernel
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 ROWS, IDS, WEIGHTS = torch.randn(8, 16), torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5)
@@ -18,8 +18,7 @@ ROWS, IDS, WEIGHTS = torch.randn(8, 16), torch.tensor([[0, 1]] * 8), torch.full(
 def experts_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return the last layer's experts, with the toolkit's implementation."""
     use_toolkit_kernel()
-    torch.manual_seed(0)
-    experts = list(experts_modules(randomize_routers(causal_lm(config(family), dtype=dtype))).values())[-1]
+    experts = list(experts_modules(model_of(family, dtype=dtype)).values())[-1]
     experts.config._experts_implementation = "toolkit"
     return experts
 
@@ -47,7 +46,9 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 def test_toolkit_kernel_equals_eager_experts(family: str, dtype: torch.dtype):
     experts, draws = experts_of(family, dtype), torch.Generator().manual_seed(1)
     x = torch.randn(21, 16, dtype=dtype, generator=draws)
-    ids = torch.stack([torch.randperm(EXPERTS - 1, generator=draws)[:2] for _ in range(21)])  # the last one gets none
+    ids = torch.stack(
+        [torch.randperm(EXPERTS - 1, generator=draws)[:2] for _ in range(21)]
+    )  # the last expert gets no tokens
     weights = torch.rand(21, 2, dtype=dtype, generator=draws)
     assert_close(run(experts, "toolkit", x, ids, weights), run(experts, "eager", x, ids, weights), TOLERANCE[dtype])
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from benchmarks.support.families import EXPERTS, model_of, tokens
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import add_adapters
-from tests.integrations.transformers.families import EXPERTS, config, randomize_routers, tokens
 from tests.integrations.transformers.training import prepare, train_step
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
@@ -29,8 +29,7 @@ MOVED = ExpertPlacement(((2, 5, 0, 7), (1, 6, 4, 3)))
 
 
 def save_model(folder: Path, **options: Any) -> Path:
-    torch.manual_seed(0)
-    randomize_routers(causal_lm(config("qwen3_moe"))).save_pretrained(folder, **options)
+    model_of("qwen3_moe").save_pretrained(folder, **options)
     return folder
 
 
@@ -153,24 +152,6 @@ def _double_num_experts(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings | more))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_truncate, r"model\.safetensors: cannot be read \(.*\)\. Download or copy the model again"),
-        (
-            partial(_remove, prefix="model.layers.1.mlp.experts.5.up_proj"),
-            r"files have 7 rows or tensors like 'model\.layers\.1\..*up_proj.*' for 8 experts",
-        ),
-        (_double_num_experts, r"files have 8 rows or tensors like .* for 16 experts"),
-    ],
-)
-def test_lazy_loading_of_damaged_files_raises(tmp_path: Path, damage: Any, message: str):
-    folder = save_model(tmp_path)
-    damage(folder)
-    with pytest.raises(UserError, match=message):
-        load_lazily(folder)
-
-
 def test_shard_experts_of_layer_without_tensors_raises(tmp_path: Path):
     _remove(save_model(tmp_path), "model.layers.1.mlp.experts")
     model = load_lazily(tmp_path)
@@ -212,25 +193,31 @@ def _cast(folder: Path, dtype: torch.dtype) -> None:
     save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-MISSING = r"lack \d weight|have 7 rows|cannot be read \(RuntimeError: .*ize"
+REMOVED = r"lack \d weight|have 7 rows|cannot be read \(RuntimeError: .*ize"
 INTEGERS = r"model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight in .* has type"
+ROWS = r"files have 7 rows or tensors like 'model\.layers\.1\..*up_proj.*' for 8 experts"
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "gate": (partial(_remove, prefix="model.layers.1.mlp.gate.weight"), REMOVED),
+    "query": (partial(_remove, prefix="model.layers.1.self_attn.q_proj.weight"), REMOVED),
+    "embedding": (partial(_remove, prefix="model.embed_tokens.weight"), REMOVED),
+    "expert": (partial(_remove, prefix="model.layers.1.mlp.experts.3"), REMOVED),
+    "int8": (partial(_cast, dtype=torch.int8), INTEGERS),
+    "int32": (partial(_cast, dtype=torch.int32), INTEGERS),
+    "bool": (partial(_cast, dtype=torch.bool), INTEGERS),
+}
+LAZY_DAMAGES: dict[str, tuple[Any, str]] = {
+    "truncated": (_truncate, r"model\.safetensors: cannot be read \(.*\)\. Download or copy the model again"),
+    "matrix": (partial(_remove, prefix="model.layers.1.mlp.experts.5.up_proj"), ROWS),
+    "config": (_double_num_experts, r"files have 8 rows or tensors like .* for 16 experts"),
+}
 
 
-@pytest.mark.parametrize("load", [causal_lm, load_lazily])
 @pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (partial(_remove, prefix="model.layers.1.mlp.gate.weight"), MISSING),
-        (partial(_remove, prefix="model.layers.1.self_attn.q_proj.weight"), MISSING),
-        (partial(_remove, prefix="model.embed_tokens.weight"), MISSING),
-        (partial(_remove, prefix="model.layers.1.mlp.experts.3"), MISSING),
-        (partial(_cast, dtype=torch.int8), INTEGERS),
-        (partial(_cast, dtype=torch.int32), INTEGERS),
-        (partial(_cast, dtype=torch.bool), INTEGERS),
-    ],
+    ("load", "damage"),
+    [(causal_lm, name) for name in DAMAGES] + [(load_lazily, name) for name in DAMAGES | LAZY_DAMAGES],
 )
-def test_causal_lm_of_files_with_missing_or_integer_weight_raises(tmp_path: Path, load: Any, damage: Any, message: str):
-    folder = save_model(tmp_path)
-    damage(folder)
+def test_load_of_damaged_files_raises(tmp_path: Path, load: Any, damage: str):
+    edit, message = (DAMAGES | LAZY_DAMAGES)[damage]
+    edit(save_model(tmp_path))
     with pytest.raises(UserError, match=message):
-        load(folder)
+        load(tmp_path)

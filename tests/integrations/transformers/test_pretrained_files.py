@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.integrations.transformers.test_router_watch import model_of
+from benchmarks.support.families import model_of
+from benchmarks.support.processes import run_distributed
 from tests.integrations.transformers.training import prepare
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError, is_out_of_memory
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.sharding.shard import shard_experts
@@ -87,7 +87,7 @@ def errors_of_saving(folder: Path) -> list[Exception]:
     found = []
     for error in (
         ValueError("a setting that cannot be saved"),
-        Exception("No space left on device (os error 28)"),  # raised by the library tokenizers
+        Exception("No space left on device (os error 28)"),  # raised by tokenizers
         MemoryError(),
     ):
         with pytest.raises((RuntimeError, UserError)) as raised:
@@ -96,7 +96,7 @@ def errors_of_saving(folder: Path) -> list[Exception]:
     return found
 
 
-def test_write_pretrained_that_fails_on_rank_0_raises_on_all_ranks(tmp_path: Path):
+def test_write_pretrained_error_on_rank_0_raises_on_all_ranks(tmp_path: Path):
     for bug, disk, memory in run_distributed(errors_of_saving, 2, tmp_path):
         assert (type(bug), str(bug)) == (RuntimeError, "a setting that cannot be saved on rank 0")
         assert isinstance(disk, UserError)
@@ -108,8 +108,10 @@ def test_write_pretrained_that_fails_on_rank_0_raises_on_all_ranks(tmp_path: Pat
 def test_write_pretrained_with_push_to_hub_saves_once_in_named_folder(tmp_path: Path):
     save_pretrained = mock.Mock()
     two_files = [Tensors(10, lambda _: None), Tensors(10, lambda _: None)]
-    write_pretrained(model_with(save_pretrained), tmp_path / "mine", two_files, max_shard_size="10B", push_to_hub=True)
-    assert [call.args[1].name for call in save_pretrained.call_args_list] == ["mine"]
+    write_pretrained(
+        model_with(save_pretrained), tmp_path / "my-model", two_files, max_shard_size="10B", push_to_hub=True
+    )
+    assert [call.args[1].name for call in save_pretrained.call_args_list] == ["my-model"]
 
 
 def save(size: str, folder: Path, scale: float = 1.0, fail: Callable[[], object] = dict) -> None:
@@ -140,7 +142,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("size", ["1GB", "20KB"])
-def test_save_pretrained_that_fails_midway_keeps_older_model(size: str, tmp_path: Path):
+def test_failed_save_pretrained_keeps_older_model(size: str, tmp_path: Path):
     save(size, tmp_path)
     before = _files(tmp_path)
     assert (len(before) > 5) == (size == "20KB")

@@ -6,26 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.transformers.families import (
-    EXPERTS,
-    FAMILIES,
-    build,
-    config,
-    outputs,
-    randomize_routers,
-    tokens,
-)
+from benchmarks.support.families import EXPERTS, FAMILIES, build, model_of, outputs, tokens
+from benchmarks.support.processes import run_distributed
 from tests.integrations.transformers.training import prepare
-from tests.support.helpers import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty, load_balancing_share
 from toolkit.integrations.transformers import causal_lm, experts_modules, routers, watch_routers
 from toolkit.integrations.transformers.router_watch import has_sigmoid_scores
-
-
-def model_of(family: str) -> Any:
-    torch.manual_seed(0)
-    return randomize_routers(causal_lm(config(family)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,7 +42,7 @@ def prepare_sharded(folder: Path) -> None:
         prepare(model)
 
 
-def test_prepare_of_experts_that_transformers_has_sharded_raises(tmp_path: Path):
+def test_prepare_of_experts_sharded_by_transformers_raises(tmp_path: Path):
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers before 5.23 cannot shard them")
     model_of("qwen3_moe").save_pretrained(tmp_path)
     run_distributed(prepare_sharded, 2, tmp_path)
@@ -64,13 +51,11 @@ def test_prepare_of_experts_that_transformers_has_sharded_raises(tmp_path: Path)
 def test_router_penalty_of_one_layer_equals_transformers_loss():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    settings = config("mixtral")
-    settings.num_hidden_layers = 1
-    torch.manual_seed(0)
-    model: Any = randomize_routers(causal_lm(settings))
+    model = model_of("mixtral")
+    model.model.layers = model.model.layers[:1]
     penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
     logits = model(input_ids=tokens(0, 4), output_router_logits=True).router_logits
-    # transformers counts both experts of a token fully, so its loss is 2 when balanced, and RouterPenalty is 1.
+    # transformers counts both experts of a token fully: its balanced loss is 2, and RouterPenalty is 1.
     assert 2 * penalty().item() == pytest.approx(load_balancing_loss_func(logits, EXPERTS, 2).item(), rel=1e-6)
 
 
@@ -78,7 +63,7 @@ def test_router_penalty_of_one_layer_equals_transformers_loss():
 def test_router_penalty_normalizes_sigmoid_scores(family: str):
     model = build(family)
     for module in model.modules():
-        if hasattr(module, "expert_selection_fn"):  # cohere2_moe has both
+        if hasattr(module, "expert_selection_fn"):  # cohere2_moe supports both
             module.expert_selection_fn = "sigmoid"
     penalty = RouterPenalty(watch_routers(model), balance_weight=1.0)
     ids = tokens(0, 4)
@@ -105,7 +90,7 @@ def test_has_sigmoid_scores_reads_router_weights():
 
 
 def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
-    # The name of the method since transformers 5.23, or the older one.
+    # transformers renamed the method in 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": use_reentrant})
 
