@@ -7,10 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.support.precision import IN_FLOAT64, in_float64, relative_difference
 from toolkit.experts.parallel.ownership import local_rows, ownership_of
-
-__all__ = ["IN_FLOAT64", "assert_equal_rows", "in_float64", "relative_difference", "replicas_agree"]
 
 
 def assert_equal_rows(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

@@ -9,6 +9,3 @@ def symlink_to_file(link: Path) -> Path:
     target.write_text("precious")
     link.symlink_to(target)
     return target
-
-
-planted = symlink_to_file
