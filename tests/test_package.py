@@ -19,7 +19,10 @@ import runpy
 import sys
 from pathlib import Path
 sys.argv = ["own_loop.py", "debug", "--cpu", "--tracker", "none", "--run-dir", "run"]
-runpy.run_path("own_loop.py", run_name="__main__")
+try:
+    runpy.run_path("own_loop.py", run_name="__main__")
+except SystemExit as exit:
+    assert exit.code == 0
 import toolkit
 for module in (toolkit, toolkit.experts):
     for name in module.__all__:
