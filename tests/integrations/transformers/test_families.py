@@ -24,14 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from benchmarks.support.families import (
-    TINY_EXPERTS,
-    build,
-    moe_families,
-    outputs,
-    supports_float64,
-    tokens,
-)
+from benchmarks.support.families import TINY_EXPERTS, build, moe_families, outputs, supports_float64, tokens
 from benchmarks.support.precision import in_float64, relative_difference
 from benchmarks.support.processes import ROOT, run_distributed
 from tests.integrations.peft.models import add_adapters, rows
@@ -288,7 +281,7 @@ have random weights.
 """
 
 
-def test_moe_families_on_two_processes_match_the_table(tmp_path: Path):
+def test_moe_families_on_two_processes_match_documented_table(tmp_path: Path):
     table, installed = TABLE.read_text(), set(moe_families())
     cells_of = dict(re.findall(r"^\| `(\S+)` (\|.*)$", table, re.MULTILINE))
     if f"with transformers {transformers.__version__}," in table:

@@ -132,15 +132,10 @@ def with_random_adapters(model: nn.Module) -> Any:
 def test_save_of_4bit_experts_writes_unpacked_weights(tmp_path: Path, processes: int):
     folder = save_model(tmp_path / "model")
     run_distributed(save_plain_and_merged, processes, folder, tmp_path, processes)
-    assert_equal_weights(causal_lm(tmp_path / "plain"), load_rounded(folder), 0)
-    merged = with_random_adapters(load_rounded(folder)).merge_and_unload()
-    assert_equal_weights(causal_lm(tmp_path / "merged"), merged, 1e-6)
-
-
-def assert_equal_weights(model: nn.Module, expected: nn.Module, tolerance: float) -> None:
-    found = model.state_dict()
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+    plain, merged = (causal_lm(tmp_path / name).state_dict() for name in ("plain", "merged"))
+    torch.testing.assert_close(plain, load_rounded(folder).state_dict(), rtol=0, atol=0)
+    expected = with_random_adapters(load_rounded(folder)).merge_and_unload().state_dict()
+    torch.testing.assert_close(merged, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_quantize_with_another_experts_implementation_raises(tmp_path: Path):
