@@ -1,24 +1,15 @@
 """Small MoE layers: of `make_moe`, and of another library with stacked experts in a loop."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.parallel.collectives import world_size
-from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
+from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.train.models.mlp import MLP
 
 
-def make_layer(
-    *sizes: int,
-    groups: ExpertGroups | None = None,
-    ep_size: int | None = None,
-    ep_stride: int = 1,
-    shared_expert: bool = False,
-    **options: Any,
-) -> MoE:
+def make_layer(*sizes, groups=None, ep_size=None, ep_stride=1, shared_expert=False, **options) -> MoE:
     """Return a layer of `make_moe` with random router weights; its experts are sharded over all ranks by default."""
     torch.manual_seed(1)
     groups = groups or make_expert_groups(ep_size or world_size(), ep_stride=ep_stride)

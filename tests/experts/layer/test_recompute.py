@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import AutoModelForCausalLM
 
+from benchmarks.support.families import config, randomize_routers
+from benchmarks.support.families import tokens as tokens_of_step
+from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
-from tests.integrations.transformers.families import config, randomize_routers
-from tests.integrations.transformers.families import tokens as tokens_of_step
-from tests.support.helpers import run_distributed
 from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.recompute import checkpoint
@@ -64,16 +64,11 @@ def step(layer: nn.Module, *, micro_batches: int = 2, forwards_first: bool = Fal
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_keeps_values_gradients_and_counts(options: dict[str, Any], recompute: str) -> None:
-    expected = step(make_layer(*SIZES, **options))
-    torch.testing.assert_close(step(make_layer(*SIZES, **options, recompute=recompute)), expected)
-    assert expected[".load"].sum() == 2 * 40 * TOP_K
-
-
-def test_recompute_of_several_forward_passes_before_backward() -> None:
-    expected = step(make_layer(*SIZES), micro_batches=3, forwards_first=True)
-    torch.testing.assert_close(
-        step(make_layer(*SIZES, recompute="full"), micro_batches=3, forwards_first=True), expected
-    )
+    for forwards_first in (False, True):
+        expected = step(make_layer(*SIZES, **options), forwards_first=forwards_first)
+        recomputed = step(make_layer(*SIZES, **options, recompute=recompute), forwards_first=forwards_first)
+        torch.testing.assert_close(recomputed, expected)
+        assert expected[".load"].sum() == 2 * 40 * TOP_K
 
 
 class Block(nn.Module):
@@ -81,10 +76,8 @@ class Block(nn.Module):
 
     def __init__(self, *, recompute: bool, layers: str = "none"):
         super().__init__()
-        self.first, self.second = (
-            make_layer(*SIZES, recompute=layers),
-            make_layer(*SIZES, activation="swiglu", recompute=layers),
-        )
+        self.first = make_layer(*SIZES, recompute=layers)
+        self.second = make_layer(*SIZES, activation="swiglu", recompute=layers)
         self.middle, self.recompute = nn.Linear(DIM, DIM), recompute
 
     def compute(self, x_TD: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
+from benchmarks.support.peak_memory import peak_bytes
+from benchmarks.support.processes import run_distributed
 from tests.experts.placement.placements import random_placement
 from tests.integrations.accelerate.test_expert_parallel import by_id
-from tests.support.helpers import peak_bytes, run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks, optimizer_bytes, weight_bytes
@@ -35,9 +36,7 @@ OPTIMIZERS = {
 }
 
 
-def make_stack(
-    placement: ExpertPlacement, groups: ExpertGroups, optimizer_name: str, sizes: tuple[int, int] = (4, 3)
-) -> tuple[ExpertStack, Optimizer]:
+def make_stack(placement, groups, optimizer_name, sizes=(4, 3)) -> tuple[ExpertStack, Optimizer]:
     """Return a stack with parameters of several dtypes, and an optimizer after a step; each row has other values."""
     slots, (wide, narrow) = len(placement.slots[groups.ep_rank]), sizes
     dtypes = [torch.float32] * 3  # fused AdamW supports one dtype only

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
-from tests.support.helpers import run_distributed
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE
@@ -74,7 +74,6 @@ def sampled(ep_size: int, stride: int) -> tuple[Any, Any, int]:
     forward(layer, 0)
     chosen = forward(layer, 1)
     (sample,) = sample_forwards([layer.expert_stack.log], 5)
-    assert sample is not None
     return sample.choices_PTK, chosen.numpy(), sample.row_bytes
 
 

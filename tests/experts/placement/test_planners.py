@@ -1,6 +1,7 @@
 """Planners: invariants for any load and slots, pure Python references, and balance on synthetic workloads."""
 
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -63,12 +64,10 @@ def greedy_loads(load: list[float], current: ExpertPlacement, gain: float) -> li
         totals = [sum(load[e] for e in row) for row in ranks]
         busiest = totals.index(max(totals))
         best = (totals[busiest], busiest, 0, 0)
-        for other, row in enumerate(ranks):
-            for i, leaving in enumerate(ranks[busiest]):
-                for j, coming in enumerate(row):
-                    shift = load[leaving] - load[coming]
-                    if other != busiest:
-                        best = min(best, (max(totals[busiest] - shift, totals[other] + shift), other, i, j))
+        for other, i, j in product(range(len(ranks)), range(len(ranks[busiest])), range(len(ranks[busiest]))):
+            shift = load[ranks[busiest][i]] - load[ranks[other][j]]
+            if other != busiest:
+                best = min(best, (max(totals[busiest] - shift, totals[other] + shift), other, i, j))
         if totals[busiest] - best[0] <= gain * mean:
             return sorted(totals)
         _, other, i, j = best

@@ -86,9 +86,7 @@ def test_read_trace_of_a_damaged_file_raises(tmp_path: Path, damage: str):
         read_trace(path)
 
 
-def test_trace_recorder_in_a_custom_loop_records_each_training_forward_pass_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_trace_recorder_in_a_custom_loop_records_training_forward_passes_once(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_recorder, "CHUNK", 3)
     torch.manual_seed(0)
     model = nn.ModuleDict({"first": make_moe(4, 8, 3, 2), "second": make_moe(4, 8, 3, 1)})

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.equality import IN_FLOAT64, in_float64
-from tests.support.helpers import run_distributed
+from benchmarks.support.precision import IN_FLOAT64, in_float64
+from benchmarks.support.processes import run_distributed
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
 from toolkit.experts.parallel import collectives
@@ -191,9 +191,7 @@ def expected() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_adapted_layers_train_like_the_unmodified_layers(
-    world: int, expected: dict[str, tuple[list[float], dict[str, Tensor]]]
-):
+def test_adapted_layers_train_like_the_unmodified_layers(world, expected):
     ranks = run_distributed(train, world, True)
     for name, (losses, weights) in expected.items():
         found = torch.tensor([rank[name][0] for rank in ranks], dtype=torch.float64).mean(0)

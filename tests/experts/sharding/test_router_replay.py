@@ -1,6 +1,5 @@
 """Recorded and replayed routes: choices, router gradients, activation checkpointing, rollouts and sharding."""
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -16,94 +15,38 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from benchmarks.speed.router_replay import (
+    DIM,
+    ROUTERS,
+    MoEModel,
+    gradients,
+    kl,
+    logits,
+    make,
+    perturb,
+    router_parameters,
+    taken_gradients,
+    tokens,
+)
+from benchmarks.support.families import TINY_EXPERTS as EXPERTS
+from benchmarks.support.families import build, config, randomize_routers
+from benchmarks.support.precision import in_float64
+from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted
-from tests.integrations.transformers.families import TINY_EXPERTS as EXPERTS
-from tests.integrations.transformers.families import build, config, outputs, randomize_routers
 from tests.integrations.transformers.test_families import MOVED, PLACED, difference
-from tests.support.equality import in_float64
-from tests.support.helpers import run_distributed
 from toolkit.dynamic.dynamic_router import DynamicRouter
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint, replay_contexts
-from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.routing.routes import Routes
 from toolkit.experts.sharding.router_replay import hook_blocks, record_routes, replay_routes
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm
 
-DIM, TOP_K = 8, 2
-
-
-class MoEModel(nn.Module):
-    """Two layers of `make_moe` on sequences of ids; `call` calls a layer."""
-
-    def __init__(self, **options: Any):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(64, DIM)
-        self.layers = nn.ModuleList(make_moe(DIM, 12, EXPERTS, TOP_K, seed=i, **options) for i in range(2))
-        for layer in self.layers:
-            nn.init.normal_(layer.router.weight)
-        self.call: Callable[..., Tensor] = lambda layer, x: layer(x)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = x + self.call(layer, x)
-        return x
-
-
-ROUTERS = {
-    "softmax": RouterOptions(),
-    "sigmoid": RouterOptions(router_score="sigmoid", balance="bias"),
-}
-"""Options of `MoEModel`."""
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "llama4_text", "dbrx", "gemma4_text")
 """Softmax after and before the choice, sigmoid with a bias and groups, weights at the input, fused tables, and
 routers outside of the MoE layer."""
-
-
-def make(name: str) -> nn.Module:
-    return MoEModel(router=ROUTERS[name]) if name in ROUTERS else build(name)
-
-
-def logits(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids) if isinstance(getattr(model, "module", model), MoEModel) else outputs(model, ids)
-
-
-def tokens(step: int = 0, samples: int = 3) -> Tensor:
-    return torch.randint(3, 64, (samples, 10), generator=torch.Generator().manual_seed(step))
-
-
-def router_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if re.search(r"\.(router|gate)\.", name) and p.ndim > 1]
-
-
-def perturb(model: nn.Module, by: float = 0.3) -> None:
-    """Add noise to router weights, which changes choices."""
-    draws = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for parameter in router_parameters(model):
-            parameter += by * parameter.abs().mean() * torch.randn(parameter.shape, generator=draws)
-
-
-def kl(p: Tensor, q: Tensor) -> float:
-    """Return the KL divergence of logits, averaged over tokens, in nats."""
-    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
-
-
-def gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    logits(model, ids).square().mean().backward()
-    return taken_gradients(model)
-
-
-def taken_gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
 
 
 def recorded(model: nn.Module, ids: Tensor, replayed: Routes | None = None) -> Routes:
@@ -307,9 +250,7 @@ def set_token(value: list[int]) -> Callable[[Routes], Routes]:
         ("softmax", lambda routes: routes + routes, 1, "2 calls, but layer .* was called 1 times"),
     ],
 )
-def test_replay_routes_of_another_model_raises_and_keeps_the_model_usable(
-    name: str, change: Callable[[Routes], Routes], forwards: int, message: str
-) -> None:
+def test_replay_routes_of_another_model_raises_and_keeps_the_model_usable(name, change, forwards, message):
     model, ids = make(name), tokens()
     with record_routes(model) as routes:
         expected = logits(model, ids)

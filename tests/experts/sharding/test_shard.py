@@ -9,20 +9,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from benchmarks.support.processes import run_distributed
 from tests.experts.models import Block
 from tests.integrations.accelerate.test_expert_parallel import BATCH, Model, by_id, shares, together
 from tests.support.equality import assert_equal_rows
-from tests.support.helpers import run_distributed
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 EXPERTS, DIM, TOKENS = 4, 6, 16
-
-
-def build() -> Block:
-    return Block(DIM, 8, EXPERTS)
 
 
 @pytest.mark.parametrize("place", ["router", "moe", "view"])
@@ -32,7 +28,7 @@ def test_shard_experts_raises_for_parameters_shared_with_a_router(place: str):
         model: Any = nn.Sequential(layer)
         layer.router.table = layer.experts.up
     else:
-        model = build()
+        model = Block(DIM, 8, EXPERTS)
         table = model.experts.up
         model.gate.table = nn.Parameter(table.data) if place == "view" else table
     before = [dict(vars(module)) for module in model.modules()]
@@ -42,7 +38,7 @@ def test_shard_experts_raises_for_parameters_shared_with_a_router(place: str):
 
 
 def join_with_weights(dtype: torch.dtype) -> int:
-    model, calls = build(), 1 + 2 * dist.get_rank()
+    model, calls = Block(DIM, 8, EXPERTS), 1 + 2 * dist.get_rank()
     experts.shard_experts(model, experts.make_expert_groups(2))
     with join_forwards([model.experts], [model.experts.expert_stack]):
         for _ in range(calls):
@@ -56,7 +52,7 @@ def test_join_supports_routing_weights_of_any_dtype(dtype: torch.dtype):
 
 
 def test_sharded_model_in_eval_mode_counts_forward_passes_with_gradients():
-    model = nn.ModuleList([build(), experts.make_moe(DIM, 8, EXPERTS, 2)]).eval()
+    model = nn.ModuleList([Block(DIM, 8, EXPERTS), experts.make_moe(DIM, 8, EXPERTS, 2)]).eval()
     stacks = experts.shard_experts(model)
     for block in model:
         block(torch.randn(TOKENS, DIM))

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.equality import relative_difference
-from tests.support.helpers import run_distributed
+from benchmarks.support.precision import relative_difference
+from benchmarks.support.processes import run_distributed
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import LocalDispatcher, make_dispatcher
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
@@ -107,7 +107,6 @@ def both_exchanges() -> dict[Any, Any]:
     rank, found = dist.get_rank(), {}
     for ep_size, per_node in LAYOUTS:
         groups = emulated_groups(ep_size, per_node)
-        assert groups.nodes is not None
         for name, case, dtype, drops in STEPS:
             placement = placements(ep_size)[name]
             mine = [max(expert, 0) for expert in placement.slots[groups.ep_rank]]
