@@ -4,8 +4,6 @@ With the fault `undivided`, expert gradients are the sum over ranks instead of t
 clips by the norm of its experts.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

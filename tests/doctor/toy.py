@@ -14,14 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from toolkit import experts
 from toolkit.experts.layer import losses
-from toolkit.experts.layer.losses import RouterPenalty
-from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.moving.migrate import migrate
-from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.experts.parallel.sync import ExpertSync
-from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.state import checkpoint_files
 from toolkit.integrations.accelerate.prepare import prepare
 
@@ -29,7 +25,7 @@ fault = sys.argv[1] if len(sys.argv) > 1 else ""
 accelerator = Accelerator()
 rank, world = accelerator.process_index, accelerator.num_processes
 set_seed({"seed": world, "time": time.time_ns() % 2**32}.get(fault, 0))
-BEFORE, AFTER = ExpertPlacement(((0, 1, 2), (3, 0, -1))), ExpertPlacement(((3, 1, 2), (0, 3, -1)))
+BEFORE, AFTER = experts.ExpertPlacement(((0, 1, 2), (3, 0, -1))), experts.ExpertPlacement(((3, 1, 2), (0, 3, -1)))
 
 
 class LateNorm(nn.LayerNorm):
@@ -42,10 +38,10 @@ class LateNorm(nn.LayerNorm):
 class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        groups = make_expert_groups(world)
+        groups = experts.make_expert_groups(world)
         self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
         self.norm = {"batch_norm": nn.BatchNorm1d, "late_norm": LateNorm}.get(fault, nn.LayerNorm)(16)
-        self.moe = make_moe(16, 12, 4, 2, groups=groups, placement=BEFORE if world == 2 else "contiguous")
+        self.moe = experts.make_moe(16, 12, 4, 2, groups=groups, placement=BEFORE if world == 2 else "contiguous")
         if fault == "buffer":
             self.register_buffer("seen", torch.zeros(()))
         else:
@@ -63,7 +59,7 @@ model = Toy()
 stack = model.moe.expert_stack
 trained = [p for name, p in model.named_parameters() if fault != "optimizer" or name != "head.weight"]
 optimizer = torch.optim.AdamW(trained, lr=1e-2 * (world if fault == "rate" else 1))
-penalty = RouterPenalty(model, balance_weight=0.1)
+penalty = experts.RouterPenalty(model, balance_weight=0.1)
 frozen = [model.head.weight, *stack.parameters.values()] if fault == "unfreeze" else []
 for parameter in frozen:
     parameter.requires_grad_(False)
@@ -72,7 +68,7 @@ if fault == "unsynchronised":
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model = lambda *_: None
 wrapped, optimizer = prepare(accelerator, model, optimizer)
-sync = ExpertSync(model.parameters())
+sync = experts.ExpertSync(model.parameters())
 
 if fault == "balance":
     losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
