@@ -32,9 +32,6 @@ def versions() -> None:
     print(*(f"{name} {version(name)}" for name in ("torch", "accelerate", "transformers", "datasets")))  # noqa: T201
 
 
-# --- torch -----------------------------------------------------------------------------------------------------------
-
-
 def test_multiply_each_and_norm_of_each_take_tensors_of_any_shape():
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[1.0, 2.0], [2.0, 4.0]])]
     assert compat.norm_of_each(tensors).tolist() == [5.0, 5.0]
@@ -298,9 +295,6 @@ def test_names_of_stacked_experts_maps_names_in_files():
     names = dict(transformers_compat.names_of_stacked_experts("granitemoe"))
     assert names[r"block_sparse_moe\.input_linear\.weight"] == "block_sparse_moe.experts.gate_up_proj"
     assert transformers_compat.names_of_stacked_experts("no such family") == []
-
-
-# --- datasets and wandb ----------------------------------------------------------------------------------------------
 
 
 def test_fingerprint_depends_on_the_content_of_a_dataset():
