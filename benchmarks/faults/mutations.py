@@ -45,6 +45,7 @@ sys.path.insert(0, str(ROOT))
 import coverage
 import psutil
 import pytest
+from hypothesis import Phase, settings
 
 from benchmarks.report import COMMIT, command, machine, markdown, write_report
 
@@ -154,6 +155,12 @@ class FailedTests:
 
     def __init__(self, path: Path):
         self._path = path
+
+    def pytest_collection(self) -> None:
+        """Leave out the search for a smaller example of a failed property."""
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutations", settings.default, phases=phases)
+        settings.load_profile("mutations")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note(report)
@@ -375,7 +382,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of mutations. Default: all")
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout with the tests. Default: this one")
-    parser.add_argument("--map", type=Path, default=MAP, help="file of the coverage. Default: %(default)s")
+    parser.add_argument("--map", type=Path, default=MAP, help="file of the coverage. Default: build/mutations/map.json")
     parser.add_argument("--out", type=Path, help="file of the result. Default: benchmarks/results/mutations.json")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="folders and files with tests. Default: tests")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time. Default: %(default)s")
