@@ -1,0 +1,181 @@
+"""Cases of the comparison with one process: a model, a training loop, a layout, an optimizer and habits of the loop.
+
+`CASES` covers each pair of values that can be combined, and has the combinations that failed once. A new model, layout,
+optimizer or habit is a row of its table; the cases that cover it follow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from tests.parity.layouts import LAYOUTS, MORE_LAYOUTS, Layout
+from tests.parity.models import MODELS, OF_TRANSFORMERS
+from tests.parity.optimizers import OPTIMIZERS
+
+DOORS = ("ExpertParallel", "Trainer", "torch only", "expert_trainer")
+CHECKPOINTING: dict[str, bool | None] = {"none": None, "non-reentrant": False, "reentrant": True}
+"""Kinds of activation checkpointing: the value of `use_reentrant`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    model: str = "our MoE"
+    door: str = "ExpertParallel"
+    layout: str = "EP 2"
+    optimizer: str = "AdamW"
+    accumulation: int = 1
+    """Micro-batches per step. A step has fewer samples than the others, and with `expert_trainer` fewer
+    micro-batches."""
+    checkpointing: str = "none"
+    clipping: bool = True
+    frozen: bool = False
+    """Freezes the embedding and one parameter of the first layer's experts."""
+    groups: bool = False
+    """Trains experts in a parameter group of their own, with another learning rate and weight decay."""
+    scheduler: bool = False
+    evaluation: bool = False
+    """Evaluates after each step, with unequal batches if the loop supports them."""
+    resume: bool = False
+    """Saves after the second step, and continues with a new model, optimizer and placement."""
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        return ", ".join([self.model, self.door, self.layout, self.optimizer, *self.habits])
+
+    @property
+    def habits(self) -> Iterator[str]:
+        """Names of the habits of this case."""
+        if self.accumulation > 1:
+            yield "accumulation"
+        if self.checkpointing != "none":
+            yield f"{self.checkpointing} checkpointing"
+        yield from (name for name in SWITCHES if getattr(self, name))
+        if self.dtype is not torch.float64:
+            yield str(self.dtype).removeprefix("torch.")
+
+    @property
+    def ranks(self) -> Layout:
+        return (LAYOUTS | MORE_LAYOUTS)[self.layout]
+
+    @property
+    def reference(self) -> Case:
+        """The case with the same numbers in a plain loop of one process, without what must not change them."""
+        door = "ExpertParallel" if self.door == "torch only" else self.door  # the same order of samples
+        return replace(self, door=door, layout="1 process", checkpointing="none", resume=False)
+
+
+SWITCHES = tuple(field.name for field in fields(Case) if isinstance(field.default, bool))
+
+VALUES: dict[str, list[Any]] = {
+    "model": list(MODELS),
+    "door": list(DOORS),
+    "layout": list(LAYOUTS),
+    "optimizer": list(OPTIMIZERS),
+    "accumulation": [1, 2],
+    "checkpointing": list(CHECKPOINTING),
+    **{name: [False, True] for name in SWITCHES},
+}
+"""The values of each field of a case that are combined in pairs."""
+
+
+def _is_plain(layout: str) -> bool:
+    where = LAYOUTS[layout]
+    return where.dense == "ddp" and where.ranks == "neighbours" and where.nodes == 1
+
+
+UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
+    (
+        "a loop on torch shards non-expert parameters itself",
+        ("door", "layout"),
+        lambda door, layout: door == "torch only" and LAYOUTS[layout].dense == "fsdp2",
+    ),
+    (
+        "expert_trainer takes the size of EP groups only, and replicates non-expert parameters",
+        ("door", "layout"),
+        lambda door, layout: door == "expert_trainer" and not _is_plain(layout),
+    ),
+    (
+        "transformers' Trainer saves models of transformers",
+        ("door", "model", "resume"),
+        lambda door, model, resume: door == "expert_trainer" and resume and model not in OF_TRANSFORMERS,
+    ),
+    (
+        "FSDP2 shards no optimizer state that exists before the first step",
+        ("optimizer", "layout"),
+        lambda optimizer, layout: optimizer == "Adagrad" and LAYOUTS[layout].dense == "fsdp2",
+    ),
+    ("Muon has parameter groups of its own", ("optimizer", "groups"), lambda name, groups: name == "Muon" and groups),
+    (
+        "DDP counts a parameter once per call under reentrant checkpointing",
+        ("model", "checkpointing"),
+        lambda model, kind: model == "one layer, 3 calls" and kind == "reentrant",
+    ),
+]
+"""Values that cannot be combined: the reason, the fields, and the condition."""
+
+
+def is_supported(chosen: dict[str, Any]) -> bool:
+    """Return whether no reason speaks against the values that are `chosen` so far."""
+    return not any(
+        condition(*(chosen[name] for name in names))
+        for _, names, condition in UNSUPPORTED
+        if chosen.keys() >= set(names)
+    )
+
+
+def pairs_of(chosen: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    return itertools.combinations([(name, chosen[name]) for name in VALUES if name in chosen], 2)
+
+
+def pairwise() -> list[Case]:
+    """Return cases that cover each supported pair of values.
+
+    Greedy and deterministic: each case starts with a pair that is not covered yet, and takes for each other field the
+    value that covers most of the remaining pairs, and of these the one that has been taken least.
+    """
+    remaining = {
+        pair: None
+        for a, b in itertools.combinations(VALUES, 2)
+        for pair in itertools.product([(a, x) for x in VALUES[a]], [(b, y) for y in VALUES[b]])
+        if is_supported(dict(pair))
+    }
+    cases: list[Case] = []
+    taken: Counter[tuple[str, Any]] = Counter()
+    while remaining:
+        chosen = dict(next(iter(remaining)))
+        for name in VALUES:
+            if name not in chosen:
+                options = [each for value in VALUES[name] if is_supported(each := {**chosen, name: value})]
+                gains = [sum(pair in remaining for pair in pairs_of(each)) for each in options]
+                rarity = [-taken[name, each[name]] for each in options]
+                chosen = max(zip(gains, rarity, options, strict=True), key=lambda each: each[:2])[2]
+        cases.append(Case(**chosen))
+        taken.update(chosen.items())
+        for pair in pairs_of(chosen):
+            remaining.pop(pair, None)
+    return cases
+
+
+SINGLE = [
+    Case("own experts", "ExpertParallel", "EP 2, one rank", accumulation=2),
+    Case("shared expert", "Trainer", "EP 4, 2 nodes", accumulation=2, resume=True),
+    Case("own experts", "torch only", "EP 4, 2 nodes", "Nesterov", checkpointing="reentrant"),
+    Case("shared expert", "ExpertParallel", "EP 2 of 4, moves, HSDP", "Muon", accumulation=2, resume=True),
+    Case("shared expert", "ExpertParallel", "EP 4 of 8, 4 nodes", accumulation=2, evaluation=True),
+    Case("DeepSeek-V3", "Trainer", "EP 4 of 8, 4 nodes", frozen=True),
+    Case("own experts", "ExpertParallel", "EP 2, moves, FSDP2", dtype=torch.float32),
+    Case("own experts", "ExpertParallel", "EP 2, moves, FSDP2", dtype=torch.bfloat16),
+    Case("our MoE", "ExpertParallel", "EP 2, replicas", dtype=torch.bfloat16),
+    Case("our MoE", "ExpertParallel", "EP 4, moving replicas", dtype=torch.float32, accumulation=2),
+]
+"""Cases of layouts and precisions that are not combined with everything, and cases that failed once."""
+
+CASES = [*pairwise(), *SINGLE]
