@@ -11,6 +11,7 @@ from recipes import few_labels, finetune_moe, har, lm_moe, lmu_speech, mnist_moe
 from toolkit.errors import Preempted, UserError
 from toolkit.run import cli
 from toolkit.run.config.flags import as_typed
+from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
 from toolkit.run.config.run import RunConfig, to_dict
 
 
@@ -48,6 +49,8 @@ PRESETS = {"full": full, "tiny": tiny}
         ("--resume no", {"resume": "no"}),
         ("--run-dir some/where", {"run_dir": Path("some/where")}),
         ("--widths 1 2 3 --epochs 1", {"widths": (1, 2, 3), "epochs": 1}),
+        ("--optimizer.weight_decay 0.5", {"optimizer": OptimizerOptions(weight_decay=0.5)}),
+        ("--schedule.kind constant", {"schedule": ScheduleOptions(kind="constant")}),
     ],
 )
 def test_parse_flags_change_first_preset(typed, changed):
@@ -59,11 +62,6 @@ def test_parse_first_word_selects_preset():
     assert config == tiny().replace(epochs=3)
     assert [config.preset, cli.parse(PRESETS, []).preset] == ["tiny", "full"]
     assert "preset" not in to_dict(config)
-
-
-def test_parse_dotted_flags_change_option_groups():
-    config = cli.parse(PRESETS, ["--optimizer.weight_decay", "0.5", "--schedule.kind", "constant"])
-    assert (config.optimizer.weight_decay, config.schedule.kind) == (0.5, "constant")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 from toolkit.run import console
 from toolkit.run.console import metrics_line
 from toolkit.run.summary import summarise
+from toolkit.run.tracking.metric_names import is_share
 
 LONG = {
     "train/epoch": 12.5,
@@ -65,3 +66,9 @@ def test_progress_bar_needs_interactive_terminal(monkeypatch, environment, termi
     for stream in (console.sys.stdout, console.sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: terminal)
     assert console.can_redraw() is redraws
+
+
+def test_is_share_is_true_for_accuracies_and_f1_only():
+    shares = "accuracy eval/accuracy test_logit_accuracy average_accuracy accuracy_top5 macro_f1 eval/f1"
+    others = "loss test_loss word_error_rate perf/bf16_flops samples_per_second"
+    assert [name for name in f"{shares} {others}".split() if is_share(name)] == shares.split()

@@ -1,4 +1,4 @@
-"""Runs and their folders: resume, records, errors."""
+"""Runs and their folders: resume, records, data, errors."""
 
 import enum
 import importlib.util
@@ -15,12 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.processes import planted, run_distributed
+import toolkit as tk
+from benchmarks.support.processes import run_distributed
+from tests.support.preempted import preempted_at
+from tests.support.small_run import small_config, small_trainer, train
+from tests.support.symlinks import symlink_to_file
+from toolkit.data.identity import identity_of
 from toolkit.errors import Preempted, UserError
 from toolkit.run import provenance
 from toolkit.run.config.experts import ExpertRunConfig
 from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.config.run import RunConfig
+from toolkit.run.data import record_data
 from toolkit.run.folder import open_folder, recorded_config, write_json
 from toolkit.run.process_settings import flushes_subnormals
 from toolkit.run.run import start_run
@@ -410,7 +416,49 @@ def test_resume_with_other_settings_raises(tmp_path, changes, message):
 def test_link_in_run_folder_raises(tmp_path, name):
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").touch()
-    planted(tmp_path / name)
+    symlink_to_file(tmp_path / name)
     with pytest.raises(UserError, match=rf"{name}: is a link, and the run would write to its target. Remove it"):
         reopen(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoints", name, f"{name}.precious"]
+
+
+def train_on_changed_data(folder, rows):
+    """Resume the small run on its first `rows` rows, with one other label."""
+    with small_trainer(small_config(folder)) as trainer:
+        columns = {name: column[:rows].clone() for name, column in trainer.batches.table.columns.items()}
+        columns["label"][0] = (columns["label"][0] + 1) % 3
+        trainer.batches.table = tk.TensorTable(**columns)
+        trainer.fit()
+
+
+def test_resume_on_other_data_raises(tmp_path):
+    small = small_config(tmp_path / "run")
+    with preempted_at(7):
+        train(small)
+    message = r"started with train data of 95 rows .*, not of 94 rows .*\. Give the dataset"
+    with pytest.raises(tk.UserError, match=message):
+        train_on_changed_data(small.run_dir, 94)
+    with pytest.raises(tk.UserError, match="started with train data of 95 rows"):
+        train_on_changed_data(small.run_dir, 95)
+    written = small.run_dir / "config.json"
+    identity = json.loads(written.read_text())["data_identity"]
+    assert (identity["train"]["rows"], identity["test"]["rows"]) == (95, 95)
+    written.unlink()
+    with pytest.raises(tk.UserError, match="it was made with train data of 95 rows"):
+        train_on_changed_data(small.run_dir, 95)
+    train(small)
+
+
+def error_of_rank(folder):
+    """Return the error of a rank whose data differ from rank 0."""
+    small = small_config(folder, num_processes=2)
+    with tk.start_run("small", small) as run, pytest.raises(tk.UserError) as error:
+        record_data(run, train=identity_of(tk.TensorTable(label=torch.arange(4 + dist.get_rank()))))
+    return str(error.value)
+
+
+def test_different_data_on_ranks_raise_on_every_rank(tmp_path):
+    first, second = run_distributed(error_of_rank, 2, tmp_path / "run")
+    assert first == second
+    assert "process 0 has train data of 4 rows" in first
+    assert "5 rows" in first

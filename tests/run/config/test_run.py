@@ -11,7 +11,7 @@ from toolkit.errors import UserError
 from toolkit.run.config.experts import MoERunConfig
 from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.run.config.run import RunConfig, to_dict
-from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY
+from toolkit.run.config.settings import NOT_OF_THE_TRAJECTORY, decides_what_is_learned, differing_names
 from toolkit.run.folder import DATA
 
 MICRO_BATCHES = {"num_processes": 3, "gradient_accumulation_steps": 2}
@@ -70,3 +70,14 @@ def test_user_error_of_config_has_field_value_and_remedy():
 
 def test_fields_that_may_change_on_resume_exist():
     assert {*MoERunConfig.model_fields, DATA} >= NOT_OF_THE_TRAJECTORY
+
+
+def test_differing_names_ignores_settings_that_one_run_lacks():
+    found = [{"lr": 0.1, "seed": 0, "betas": [1, 2]}, {"lr": 0.2, "seed": 0, "betas": [1, 2], "new": 3}]
+    assert differing_names(found) == ["lr"]
+    assert differing_names([{"flag": True}, {"flag": 1}]) == ["flag"], "JSON distinguishes true and 1"
+
+
+def test_folders_and_checkpoints_do_not_decide_learning():
+    assert all(map(decides_what_is_learned, ("lr", "optimizer", "optimizer.weight_decay")))
+    assert not any(map(decides_what_is_learned, ("run_dir", "checkpoint", "checkpoint.keep_last")))

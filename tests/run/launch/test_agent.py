@@ -138,9 +138,6 @@ def have_ended(pids):
     return wait_until(lambda: not any(map(is_running, pids)))
 
 
-# --- start --------------------------------------------------------------------------------------------------------
-
-
 def test_start_processes_in_new_process_sets_rank_variables(toy):
     command = [sys.executable, *toy_words(toy)]
     done = subprocess.run(command, cwd=toy.parent, env=environment(), capture_output=True, text=True, timeout=60)
@@ -161,9 +158,6 @@ def test_ranks_of_one_machine_listen_on_loopback_only(toy):
         assert "'::'" not in listening
 
 
-# --- end ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("lines", "processes", "code", "message"),
     [
@@ -182,13 +176,6 @@ def test_exit_of_ranks_gives_one_message_and_exit_code(toy, lines, processes, co
     assert ("late" in str(lines)) == (toy.parent / "late").exists()
 
 
-def test_bug_on_all_ranks_shows_one_traceback(toy):
-    code, err = outcome(toy, "fail(RuntimeError('boom'))")
-    assert code == 1
-    assert err.count("Traceback") == 1
-    assert err.endswith("RuntimeError: boom\n")
-
-
 @pytest.mark.parametrize(
     ("number", "message"),
     [
@@ -199,9 +186,6 @@ def test_bug_on_all_ranks_shows_one_traceback(toy):
 def test_killed_or_stopped_rank_ends_run_without_traceback(toy, number, message):
     limit = ("--tracker", "none", "--run-dir", "run", "--process-timeout", "0.1")
     assert outcome(toy, f"wait_for_rank_1(config, {number})", flags=limit) == (1, message)
-
-
-# --- signals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -256,8 +240,6 @@ def test_second_ctrl_c_kills_ranks_and_shows_cursor(toy):
     assert have_ended(rank_pids(toy))
 
 
-# --- restarts -----------------------------------------------------------------------------------------------------
-
 ATTEMPT = "0:pathlib.Path(f'attempt{len(list(pathlib.Path().glob(\"attempt*\")))}').touch()"
 
 
@@ -281,8 +263,9 @@ def test_killed_rank_of_finished_run_is_not_restarted(toy):
 
 
 def test_bug_restarts_max_restarts_times(toy):
-    code, err, count = attempts(toy, "fail(RuntimeError('boom'))")
+    code, err, count = attempts(toy, "fail(RuntimeError('boom'))", num_processes=2)
     assert (code, count) == (1, 3)
+    assert sum("Traceback" in line for line in err) == 3, "one for all ranks of each attempt"
     restarts = [line for line in err if line.startswith("restart")]
     assert restarts == [f"restart {number} of 2: RuntimeError: boom" for number in (1, 2)]
 

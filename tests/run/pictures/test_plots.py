@@ -71,23 +71,17 @@ def test_draw_run_with_moved_experts_draws_five_plots(tmp_path, experts):
         assert coloured_pixels(path) > 200 or (name == "expert_load" and experts > plots.MOST_LINES)
 
 
-def test_expert_has_one_colour_in_all_plots(tmp_path, monkeypatch):
-    loads = [{"step": step, "moe/load/block": [0.5, 0.3, 0.0, 0.2]} for step in (1, 2)]
-    results = {"expert_placement": {"block": [[0], [1, 3]]}}  # expert 2 was removed
-    figures = figures_of(tmp_path, monkeypatch, loads, results)
-    lines = {line.get_label(): line.get_color() for line in figures["expert_load"].axes[0].get_lines()}
-    (axes,) = figures["expert_placement"].axes
-    assert [box.get_facecolor() for box in axes.patches] == [lines["0"], lines["1"], lines["3"]]
-
-
-REPLICATED = {"expert_placement": {"block": [[0, 1], [2, 0]]}, "placement_before_moves": {"block": [[0, 1], [2]]}}
-
-
-def test_expert_moves_shows_rank_of_each_expert_after_each_move(tmp_path, monkeypatch):
+def test_replicated_expert_is_drawn_in_placements_and_moves(tmp_path, monkeypatch):
     lines = [{"step": step, "moe/rank_imbalance": 1.5 - step / 100} for step in (10, 20, 30, 40)]
-    lines[0]["moe/placement/block"] = [[0, 1], [2]]
+    lines[0] |= {"moe/placement/block": [[0, 1], [2]], "moe/load/block": [0.5, 0.5, 0.0]}
     lines[1] |= {"moe/placement/block": [[0, 1], [2, 0]], "moe/migrated_experts": 1}
-    top, ranks = figures_of(tmp_path, monkeypatch, lines, REPLICATED)["expert_moves"].axes
+    results = {"expert_placement": {"block": [[0, 1], [2, 0]]}, "placement_before_moves": {"block": [[0, 1], [2]]}}
+    figures = figures_of(tmp_path, monkeypatch, lines, results)
+    before, after = figures["expert_placement"].axes
+    assert [text.get_text() for text in before.texts] == ["0", "1", "2"]
+    assert [text.get_text() for text in after.texts] == ["0", "1", "2", "0"]
+    assert [box.get_linewidth() == 2 for box in after.patches] == [False, False, False, True], "new on its rank"
+    top, ranks = figures["expert_moves"].axes
     assert top.get_lines()[0].get_xydata().tolist() == [[10, 1.4], [20, 1.3], [30, 1.2], [40, 1.1]]
     assert moves_in(top) == [[20, 20]]
     (mesh,) = ranks.collections
@@ -96,12 +90,13 @@ def test_expert_moves_shows_rank_of_each_expert_after_each_move(tmp_path, monkey
     assert mesh.get_coordinates()[0, :, 0].tolist() == [0, 10, 20, 40]
 
 
-def test_expert_placement_shows_before_and_after_moves(tmp_path, monkeypatch):
-    lines = [{"step": 1, "moe/load/block": [0.5, 0.5, 0.0]}]
-    before, after = figures_of(tmp_path, monkeypatch, lines, REPLICATED)["expert_placement"].axes
-    assert [text.get_text() for text in before.texts] == ["0", "1", "2"]
-    assert [text.get_text() for text in after.texts] == ["0", "1", "2", "0"]
-    assert [box.get_linewidth() == 2 for box in after.patches] == [False, False, False, True], "new on its rank"
+def test_expert_has_one_colour_in_all_plots(tmp_path, monkeypatch):
+    loads = [{"step": step, "moe/load/block": [0.5, 0.3, 0.0, 0.2]} for step in (1, 2)]
+    results = {"expert_placement": {"block": [[0], [1, 3]]}}  # expert 2 was removed
+    figures = figures_of(tmp_path, monkeypatch, loads, results)
+    lines = {line.get_label(): line.get_color() for line in figures["expert_load"].axes[0].get_lines()}
+    (axes,) = figures["expert_placement"].axes
+    assert [box.get_facecolor() for box in axes.patches] == [lines["0"], lines["1"], lines["3"]]
 
 
 def draw_loads(points, placement):

@@ -1,6 +1,7 @@
 """Isolation of training from faults of a tracker."""
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -16,36 +17,19 @@ class Backend:
     def __init__(self, **faults):
         self.faults, self.calls, self.released = faults, [], threading.Event()
 
-    def _do(self, call, *details):
-        self.calls.append((call, *details))
+    def __getattr__(self, call):
+        return partial(self._do, call)
+
+    def _do(self, call, *args, **kwargs):
+        self.calls.append((call, *args, *kwargs.values()))
         fault = self.faults.get(call)
-        if fault == "hang":
+        if call == "kill":
+            self.released.set()
+        elif fault == "hang":
             self.released.wait()
         elif fault is not None:
             raise fault
-
-    def start(self):
-        self._do("start")
-        return "hello"
-
-    def log(self, values, step):
-        self._do("log", values, step)
-
-    def log_images(self, images):
-        self._do("log_images", images)
-
-    def log_results(self, results, tables):
-        self._do("log_results", results, tables)
-
-    def finish(self, *, failed):
-        self._do("finish", failed)
-
-    def abandon(self):
-        self._do("abandon")
-
-    def kill(self):
-        self._do("kill")
-        self.released.set()
+        return "hello" if call == "start" else None
 
 
 def run_with(backend, steps=3):

@@ -1,4 +1,4 @@
-"""W&B runs, read back, and faults of W&B. Each run is a process, because wandb keeps global state."""
+"""W&B and TensorBoard runs, read back, and faults of W&B. Each run is a process, because wandb keeps global state."""
 
 import json
 import os
@@ -92,12 +92,9 @@ def offline_run(tmp_path_factory):
     return SimpleNamespace(folder=folder, out=done.stdout, records=records_of(folder), summary=summary)
 
 
-def test_run_without_api_key_is_offline_and_names_upload_command(offline_run):
-    command = f"wandb sync {offline_folder(offline_run.folder)}"
-    assert f"W&B is offline (no API key: wandb login); {command}" in offline_run.out
-
-
-def test_offline_run_has_config_labels_and_metrics(offline_run):
+def test_run_without_api_key_is_offline_with_config_labels_and_metrics(offline_run):
+    upload = f"wandb sync {offline_folder(offline_run.folder)}"
+    assert f"W&B is offline (no API key: wandb login); {upload}" in offline_run.out
     rows = log_steps(offline_run.records)
     local = list(read_metrics(offline_run.folder / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [line["step"] for line in local]
@@ -224,3 +221,19 @@ def test_wandb_service_that_dies_or_hangs_costs_one_message(tmp_path, action):
     done = run_program(DISTURBANCE.format(action=action), tmp_path)
     assert_complete(done, tmp_path)
     assert done.stdout.count("W&B is off for this run (") == 1
+
+
+def test_tensorboard_has_metrics_and_plots(tmp_path):
+    program = """
+    train(config.replace(tracker="tensorboard"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(config.run_dir / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(2, 21, 2))
+    assert abs(events.Scalars("moe/load/block/03")[0].value - 0.1) < 1e-6
+    assert "plots/loss" in str(events.Tags()["images"]), events.Tags()
+    """
+    done = run_program(program, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tensorboard --logdir" in done.stdout
+    assert list((tmp_path / "tensorboard").rglob("hparams.yml"))
