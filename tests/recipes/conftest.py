@@ -1,3 +1,3 @@
-"""Recipes load data sets: their tests have a cache of their own, as those of `tests/data`."""
+"""The cache of `tests/data`, for tests that load datasets."""
 
 from tests.data.conftest import cache  # noqa: F401

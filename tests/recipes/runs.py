@@ -5,10 +5,16 @@ import random
 from unittest import mock
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from tests.support.equality import IN_FLOAT64, in_float64
+from benchmarks.support.precision import IN_FLOAT64, in_float64
+from language.small_models import language_model_config
 from tests.support.preempted import preempted_at
+from toolkit.data.text import load_text
+from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.run.tracking.jsonl import read_metrics
+from toolkit.train.tasks.language_modeling import LanguageModeling
 
 
 def metrics(run):
@@ -53,3 +59,25 @@ def write_corpus(path, phrases=("to be", "or not", "that is", "the question")):
     draws = random.Random(0)
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(" ".join(draws.choices(phrases, k=6)) for _ in range(500)))
+
+
+def save_language_model(folder, **changes):
+    """Save an untrained MoE language model, or a dense one with `experts=0`."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "dim": 16, "layers": 2, "heads": 2, "context": 32}
+    experts = {"experts": 4, "top_k": 2, "expert_hidden_size": 16}
+    causal_lm(language_model_config("qwen3_moe", **{**sizes, **experts, **changes})).save_pretrained(folder)
+
+
+def load_bytes(dataset, data_dir=None):
+    settings = {"tokenizer": "bytes", "block_size": 32, "batch_size": 32}
+    return load_text(str(dataset), data_dir, **settings, on_main=lambda decide: decide())
+
+
+@torch.no_grad()
+def bits_per_byte(model, data):
+    """Evaluate the exported model in the folder `model` with transformers."""
+    use_toolkit_kernel()
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loss = LanguageModeling().evaluate(network, data.test.columns)
+    return loss.sums["bits_per_byte"].item() / int(loss.count)

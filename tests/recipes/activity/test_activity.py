@@ -4,14 +4,53 @@ import shutil
 
 import numpy as np
 import pandas
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 
 from activity.activity import load_activity
-from activity.activity_sources import UCI_HAR_REPO, Trial, cut, generate_trials
+from activity.activity_sources import UCI_HAR_REPO, UCI_HAR_SIGNALS, generate_trials
 from tests.data.layouts import REVISION
-from tests.recipes.activity.layouts import UCI_LABELS, codes, uci_signal, write_hmp, write_uci_har
 from toolkit.errors import UserError
+
+UCI_SUBJECTS = {"train": [1, 1, 3, 3, 3, 6], "test": [2, 2, 4]}
+UCI_LABELS = {"train": [1, 2, 3, 4, 5, 6], "test": [6, 1, 2]}
+
+
+def uci_signal(split):
+    """Return signals (windows, 9, 128) that the text files of `split` represent exactly."""
+    shape = (len(UCI_LABELS[split]), len(UCI_HAR_SIGNALS), 128)
+    return np.random.default_rng(len(split)).integers(-1000, 1000, shape).astype(np.float32) / 16
+
+
+def write_uci_har(folder):
+    """Write both splits: a text file per signal, a row per window."""
+    for split in UCI_LABELS:
+        signals = folder / split / "Inertial Signals"
+        signals.mkdir(parents=True)
+        for channel, name in enumerate(UCI_HAR_SIGNALS):
+            np.savetxt(signals / f"{name}_{split}.txt", uci_signal(split)[:, channel], fmt=" %.7e")
+        (folder / split / f"y_{split}.txt").write_text("".join(f"{label}\n" for label in UCI_LABELS[split]))
+        (folder / split / f"subject_{split}.txt").write_text("".join(f"{s}\n" for s in UCI_SUBJECTS[split]))
+
+
+def write_hmp(folder, trials):
+    """Write trials of (activity, volunteer, codes (3, readings)) as rows of a Parquet file in `folder`/hmp."""
+    (folder / "hmp").mkdir(exist_ok=True)
+    columns = {
+        "activity": [activity for activity, _, _ in trials],
+        "volunteer": [volunteer for _, volunteer, _ in trials],
+        "recorded_at": ["2011-04-11-13-28-18"] * len(trials),
+        **{axis: [codes[i].tolist() for _, _, codes in trials] for i, axis in enumerate("xyz")},
+    }
+    pa.parquet.write_table(pa.table(columns), folder / "hmp" / "train-00000-of-00001.parquet")
+
+
+def codes(readings, start=0):
+    """Return codes (3, readings) from 0 to 63 that count up, at a different rate on each axis."""
+    return (np.arange(readings) * np.array([[1], [2], [3]]) + start) % 64
+
 
 VOLUNTEERS = ("f1", "f2", "m1", "m2", "m3")
 
@@ -40,9 +79,6 @@ def write_volunteers(folder):
 def first_codes(table):
     """Return the codes that the windows of a table begin with, which identify their volunteers."""
     return set(table.columns["input"][:, 0, 0].tolist())
-
-
-# --- UCI-HAR --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["UCI HAR Dataset", "uci_har", "."])
@@ -96,9 +132,6 @@ def test_invalid_uci_har_files_raise(tmp_path, path, text, message):
     assert message in error_of("uci_har", tmp_path)
 
 
-# --- HMP ------------------------------------------------------------------------------------------------------------
-
-
 def test_hmp_codes_become_g_in_overlapping_windows(tmp_path):
     write_hmp(tmp_path, [("walk", "f1", codes(300)), ("rest", "m1", codes(10, start=5))])
     data = load("hmp", tmp_path, folds=2)
@@ -118,13 +151,6 @@ def test_windows_have_requested_length_and_overlap(tmp_path, seconds, overlap, c
     write_hmp(tmp_path, [("walk", "f1", codes(300)), ("walk", "m1", codes(300))])
     data = load("hmp", tmp_path, folds=2, window_seconds=seconds, overlap=overlap)
     assert data.test.columns["input"].shape == (count, 3, round(32 * seconds))
-
-
-def test_windows_do_not_span_trials():
-    trials = [Trial(np.full((3, 150 + i), float(i), np.float32), "walk", "f1") for i in range(4)]
-    windows = cut(trials, steps=128, overlap=0.9)
-    assert (windows.signal == windows.signal[:, :1, :1]).all()
-    assert sorted(set(windows.signal[:, 0, 0].tolist())) == [0, 1, 2, 3]
 
 
 def test_folds_hold_out_every_volunteer_once(tmp_path):
@@ -157,9 +183,6 @@ def test_validation_volunteers_are_not_in_train_or_test(tmp_path):
 def test_invalid_hmp_readings_raise(tmp_path, trial, message):
     write_hmp(tmp_path, [trial])
     assert message in error_of("hmp", tmp_path)
-
-
-# --- own recordings -------------------------------------------------------------------------------------------------
 
 
 def write_trials(path, **changes):
@@ -219,9 +242,6 @@ def test_invalid_own_readings_raise(tmp_path):
     assert "row 0 of left is no number: 'broken'" in error_of(path, rate_hz=20.0)
     path = write_trials(tmp_path / "trials.parquet", subject=0.5, left="a", right="b")
     assert "is a signal, a number" in error_of(path, rate_hz=20.0)
-
-
-# --- selection ------------------------------------------------------------------------------------------------------
 
 
 def test_data_dir_variable_names_folder_of_datasets(tmp_path, monkeypatch):

@@ -1,11 +1,13 @@
-"""Bounds of the VAE, compared with quadrature, and its smoothness term."""
+"""Bounds of the VAE compared with torch distributions, adversarial directions compared with the dense Hessian."""
 
 import math
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from autoencoder.vae import SemiSupervisedVAE, local_divergence, to_unit
+from benchmarks.support.precision import in_float64
 
 
 def small(style_dim=1):
@@ -15,39 +17,6 @@ def small(style_dim=1):
 
 
 IMAGES = torch.randint(0, 256, (5, 2, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-
-
-def log_joint(autoencoder, x):
-    """Return log p(x, y) for all classes, shape (B, C), by quadrature over the style dimension."""
-    grid = torch.linspace(-8, 8, 2001, dtype=torch.float64)
-    logits = autoencoder.to_pixels(autoencoder.decode(grid[:, None, None].expand(-1, 3, 1)))  # (G, C, P)
-    shape = (len(x), *logits.shape)
-    pixels = x[:, None, None].expand(shape)
-    likelihood = -F.binary_cross_entropy_with_logits(logits.expand(shape), pixels, reduction="none").sum(-1)
-    prior = -0.5 * grid.square() - 0.5 * math.log(2 * math.pi)
-    width = math.log(16 / 2000)
-    return (likelihood + prior[:, None]).logsumexp(1) + width - math.log(3)
-
-
-def test_mean_bound_is_below_log_probability():
-    model = small()
-    x = to_unit(IMAGES).double()
-    noise = torch.randn(4000 * len(x), 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    bounds = model.autoencoder(x.repeat(4000, 1), noise).view(4000, len(x), 3).mean(0)
-    truth = log_joint(model.autoencoder, x)
-    assert (bounds < truth + 0.01).all()
-    assert (truth - bounds < 2.0).all(), "an untrained posterior is near the prior"
-
-
-def test_bound_is_tight_for_exact_posterior():
-    autoencoder = small().autoencoder
-    with torch.no_grad():  # if the decoder ignores the style, the posterior is the prior
-        autoencoder.from_style.weight.zero_()
-        autoencoder.posterior.weight.zero_()
-        autoencoder.posterior.bias.zero_()
-    x = to_unit(IMAGES).double()
-    bounds = autoencoder(x, torch.randn(len(x), 1, dtype=torch.float64))
-    assert torch.allclose(bounds, log_joint(autoencoder, x), atol=1e-5)
 
 
 def test_bound_of_each_class_equals_torch_distributions():
@@ -65,18 +34,6 @@ def test_bound_of_each_class_equals_torch_distributions():
         assert torch.allclose(bounds[:, label], likelihood - kl - math.log(3))
 
 
-def test_adversarial_direction_diverges_more_than_random_direction():
-    model = small(style_dim=None)
-    x = torch.rand(64, 6, dtype=torch.float64)
-    logits = model.classifier(x).detach()
-    directions = torch.randn(64, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found = local_divergence(model.classifier, x, logits, directions, radius=0.5).mean()
-    shifted = model.classifier(x + 0.5 * F.normalize(directions, dim=1)).log_softmax(-1)
-    random = F.kl_div(shifted, logits.log_softmax(-1), reduction="none", log_target=True).sum(-1).mean()
-    assert found > 1.5 * random
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_model_without_style_has_classifier_only():
     model = small(style_dim=None)
     assert {name.partition(".")[0] for name, _ in model.named_parameters()} == {"classifier"}
@@ -88,3 +45,44 @@ def test_empty_batch_has_empty_outputs():
     out = small().float()(empty, torch.zeros(0, 1), paired=empty, directions=torch.zeros(0, 6), styles=True)
     sum(value.sum() for value in out.values()).backward()
     assert {name: len(value) for name, value in out.items()} == dict.fromkeys(out, 0)
+
+
+RADIUS = 0.5
+
+
+def divergence(network, x, r):
+    """Return KL(q(y | x) || q(y | x + r)) of one image."""
+    p, q = network(x).softmax(-1).detach(), network(x + r).softmax(-1)
+    return (p * (p / q).log()).sum()
+
+
+def worst_divergence(network, x, directions):
+    with in_float64():
+        return local_divergence(network, x, network(x).detach(), directions, radius=RADIUS)
+
+
+def test_direction_is_hessian_times_draw():
+    torch.manual_seed(0)
+    # With small weights the divergence is a quadratic form up to the length of a draw.
+    network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        network[0].weight.mul_(1e-3)
+    x, directions = torch.rand(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    found = worst_divergence(network, x, directions)
+    assert all(parameter.grad is None for parameter in network.parameters())
+    for image, draw, one in zip(x, directions, found, strict=True):
+        zero = torch.zeros(6, dtype=torch.float64)
+        hessian = torch.autograd.functional.hessian(lambda r, image=image: divergence(network, image, r), zero)
+        worst = RADIUS * F.normalize(hessian @ draw, dim=0)
+        assert torch.allclose(one, divergence(network, image, worst), rtol=1e-2)
+        assert one > divergence(network, image, RADIUS * F.normalize(draw, dim=0))
+
+
+def test_direction_of_linear_classifier_is_difference_of_weights():
+    torch.manual_seed(0)
+    network = nn.Linear(6, 2).double()
+    x, directions = torch.rand(5, 6, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    found = worst_divergence(network, x, directions)
+    across = RADIUS * F.normalize((network.weight[1] - network.weight[0]).detach(), dim=0)
+    either = torch.stack([torch.stack([divergence(network, image, s * across) for s in (-1, 1)]) for image in x])
+    assert (found[:, None] - either).abs().min(1).values.max() < 1e-12

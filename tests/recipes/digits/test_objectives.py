@@ -1,6 +1,7 @@
-"""FixMatch and virtual adversarial training, compared with explicit sums."""
+"""The classifier of few labels, its averaged weights, and its losses compared with explicit sums."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoencoder.vae import local_divergence
-from digits.classifier import ConvolutionalClassifier
+from digits.classifier import ConvolutionalClassifier, WeightAverage
 from digits.consistency import ConsistencyRegularization
 from tests.recipes.pieces import assert_sum_over_samples
 
@@ -92,3 +93,23 @@ def test_loss_is_sum_over_samples_and_ignores_hidden_labels(settings):
     loss, other = task.loss(model, samples), task.loss(model, samples | {"label": 2 - samples["label"]})
     assert torch.equal(loss.sum, other.sum)
     assert_sum_over_samples(task, model, samples, [4, 0, 6])
+
+
+def test_evaluation_uses_running_mean_of_weights():
+    torch.manual_seed(0)
+    model = ConvolutionalClassifier(num_classes=3, shape=(8, 8), width=2)
+    images = torch.randint(0, 256, (4, 8, 8), dtype=torch.uint8)
+    bias, mean = model.layers[-1].bias, model.average[-1].bias
+    expected = bias.detach().clone()
+    assert torch.equal(mean, expected)
+    for step, decay in ((1, 2 / 11), (2, 3 / 12), (30, 0.5)):
+        with torch.no_grad():
+            bias.add_(step)
+        WeightAverage(0.5).on_step_end(SimpleNamespace(raw_model=model, state=SimpleNamespace(step=step)))
+        expected = decay * expected + (1 - decay) * bias.detach()
+        assert torch.allclose(mean, expected)
+    assert {name.partition(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {"layers"}
+    ahead = (bias - mean).mean().item()
+    by_weights, by_mean = model(images)["logits"], model(images, averaged=True)["logits"]
+    assert (by_weights - by_mean).mean().item() == pytest.approx(ahead, rel=1e-3)
+    assert torch.equal(model.eval()(images)["logits"], by_mean)

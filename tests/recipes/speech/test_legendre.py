@@ -1,68 +1,54 @@
-"""The forms of a Legendre memory are one thing, and it remembers what it should."""
+"""Legendre memories, and the units that contain them."""
 
 import numpy as np
 import pytest
 import torch
+from scipy.signal import cont2discrete
 
-from speech.legendre import LegendreMemory, delay_system, impulse_response
+from speech.legendre import LegendreMemory, delay_system
+from speech.lmu import LMU, ParallelLMU
+from tests.recipes.speech.sounds import draw
 
 FORMS = ["steps", "chunks", "fft"]
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize(("steps", "order", "theta"), [(1, 4, 8.0), (31, 6, 10.0), (65, 16, 50.0), (784, 64, 784.0)])
-def test_every_form_gives_the_same_memory_and_gradients_at_any_length(form, steps, order, theta):
+def test_forms_give_equal_memory_and_gradients(form, steps, order, theta):
     signal, cotangent = draw(2, steps, 3), draw(2, steps, 3, order, seed=1)
-    memories, gradients = [], []
+    results = []
     for which in ("steps", form):
         memory, u = LegendreMemory(order, theta, form=which), signal.clone().requires_grad_()
-        memories.append(memory(u)[0])
-        memories[-1].backward(cotangent)
-        gradients.append(u.grad)
-    assert (memories[1] - memories[0]).abs().max() <= 1e-4 * memories[0].abs().max()
-    assert (gradients[1] - gradients[0]).abs().max() <= 1e-4 * gradients[0].abs().max()
+        m = memory(u)[0]
+        m.backward(cotangent)
+        results.append((m, u.grad))
+    for expected, found in zip(*results, strict=True):
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_signal_may_come_in_pieces(form):
+def test_memory_of_pieces_equals_memory_of_signal(form):
     memory, signal = LegendreMemory(8, 20.0, form=form), draw(2, 70, 3)
-    whole, end = memory(signal)
+    expected, end = memory(signal)
     state, parts = None, []
     for piece in signal.split([1, 0, 40, 29], dim=1):
         part, state = memory(piece, state)
         parts.append(part)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(state, end, atol=1e-5, rtol=1e-4)
 
 
-def test_the_last_memory_alone_is_the_last_of_all():
-    memory, signal = LegendreMemory(16, 100.0), draw(3, 150, 2)
-    torch.testing.assert_close(memory.last(signal), memory(signal)[0][:, -1], atol=1e-5, rtol=1e-4)
-
-
-def test_what_an_utterance_is_filled_up_with_does_not_change_its_memory():
-    memory, signal = LegendreMemory(8, 20.0), draw(1, 40, 2)
-    filled = torch.cat([signal, 100 * draw(1, 23, 2, seed=1)], 1)
-    torch.testing.assert_close(memory(filled)[0][:, :40], memory(signal)[0])
-
-
-def test_the_memory_reads_out_what_the_signal_was_theta_steps_ago():
+def test_memory_reads_out_signal_delayed_by_theta():
     # The delayed value is the sum of the coefficients, because every shifted Legendre polynomial is 1 at the far end.
     theta, time = 60, torch.arange(400.0)
     signal = torch.sin(2 * torch.pi * time / 80)
     memory = LegendreMemory(14, float(theta))(signal[None, :, None])[0][0, :, 0]
-    # A value is held from its step to the next, so it is half a step younger than its number says.
+    # A value is held for a step, so its mean age is half a step less than its index.
     expected = (signal[200 - theta : -theta] + signal[201 - theta : 400 - theta + 1]) / 2
     assert (memory.sum(-1)[200:] - expected).abs().max() < 0.005
 
 
-def test_the_delay_system_is_discretised_as_by_scipy():
-    from scipy.signal import cont2discrete
-
+def test_delay_system_equals_scipy_discretisation():
     order, theta = 5, 7.0
     i = np.arange(order)[:, None]
     j = np.arange(order)[None]
@@ -74,10 +60,75 @@ def test_the_delay_system_is_discretised_as_by_scipy():
     np.testing.assert_allclose(found[1], expected[1][:, 0], atol=1e-12)
 
 
-def test_the_impulse_response_is_what_an_impulse_leaves():
-    a, b = delay_system(4, 9.0)
-    impulse = torch.zeros(1, 9, 1)
-    impulse[0, 0] = 1
-    torch.testing.assert_close(
-        LegendreMemory(4, 9.0, form="steps")(impulse)[0][0, :, 0], impulse_response(a, b, 9).float()
-    )
+def reference(unit, x):
+    """Compute equations 6 and 7 step by step with autograd."""
+    h, m = x.new_zeros(len(x), len(unit.e_h)), x.new_zeros(len(x), len(unit.e_m))
+    outputs = []
+    for step in x.unbind(1):
+        u = step @ unit.e_x + h @ unit.e_h + m @ unit.e_m
+        m = m @ unit.A.T + u[:, None] * unit.B
+        h = torch.tanh(step @ unit.W_x.T + h @ unit.W_h.T + m @ unit.W_m.T)
+        outputs.append(h)
+    return torch.stack(outputs, 1)
+
+
+def test_lmu_equals_reference_with_gradients():
+    torch.manual_seed(0)
+    unit = LMU(3, 6, 5, 9.0).double()
+    torch.nn.init.normal_(unit.e_m, std=0.3)
+    x, cotangent = draw(2, 40, 3).double(), draw(2, 40, 6, seed=1).double()
+    results = []
+    for forward in (lambda x: reference(unit, x), lambda x: unit(x)[0]):
+        unit.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = forward(leaf)
+        y.backward(cotangent)
+        results.append([y, leaf.grad, *(p.grad.clone() for p in unit.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_lmu_of_pieces_equals_sequence_with_gradients_through_state():
+    torch.manual_seed(0)
+    unit = LMU(2, 4, 3, 6.0).double()
+    x = draw(2, 11, 2).double()
+    expected, _ = unit(x)
+    first, state = unit(x[:, :4])
+    second, end = unit(x[:, 4:], state)
+    torch.testing.assert_close(torch.cat([first, second], 1), expected)
+    torch.testing.assert_close(end[0], expected[:, -1])
+    gradients = [torch.autograd.grad(y.sum(), unit.W_h, retain_graph=True)[0] for y in (expected[:, -1], end[0])]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("form", ["chunks", "fft"])
+def test_parallel_lmu_equals_stepwise_form(form):
+    torch.manual_seed(0)
+    units = [ParallelLMU(3, 8, 6, 20.0, channels=2, form=form), ParallelLMU(3, 8, 6, 20.0, channels=2, form="steps")]
+    units[1].load_state_dict(units[0].state_dict())
+    x, gradients = draw(2, 50, 3), []
+    outputs = [unit(x)[0] for unit in units]
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=0)
+    for unit, output in zip(units, outputs, strict=True):
+        output.square().sum().backward()
+        gradients.append([p.grad for p in unit.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+    torch.testing.assert_close(units[0].last(x), outputs[0][:, -1], atol=1e-4, rtol=0)
+
+
+def test_autocast_does_not_change_memory():
+    unit, x = LMU(1, 8, 16, 100.0), draw(2, 100, 1)
+    expected = unit(x)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(unit(x)[0], expected)
+
+
+def test_unit_that_remembers_input_starts_with_linear_memory():
+    torch.manual_seed(0)
+    unit, memory = LMU(1, 8, 6, 20.0, remembers_input=True), LegendreMemory(6, 20.0)
+    x = draw(2, 50, 1)
+    h, (_, m) = unit(x)
+    (expected, _), last = memory(x), memory.last(x).squeeze(1)
+    torch.testing.assert_close(m, last, atol=1e-5, rtol=0)
+    torch.testing.assert_close(h, torch.tanh(expected.squeeze(2) @ unit.W_m.T), atol=1e-5, rtol=0)

@@ -1,7 +1,6 @@
-"""`transcribe.py`: a stream says what the whole says, and bad input ends in one sentence."""
+"""`transcribe.py`: streams and errors."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.processes import program_environment
 from speech import transcribe
 from speech.audio import LogMel
 from speech.characters import Characters
@@ -17,14 +17,13 @@ from speech.recogniser import load_recogniser, save_recogniser
 from speech.speech_models import MemoryEncoder, SpeechClassifier, SpeechRecogniser, Standardise
 from speech.transcribe import main
 from tests.recipes.speech.sounds import encode_wav
-from tests.support.helpers import ROOT
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
 
 FEATURES, CHARACTERS = LogMel(num_mels=12), Characters("AB ")
 
 
 @pytest.fixture
-def model() -> SpeechRecogniser:
+def model():
     torch.manual_seed(0)
     bands = torch.ones(12)
     encoder = MemoryEncoder(12, 8, channels=2, order=4, thetas=(6.0,))
@@ -39,37 +38,35 @@ def folder(tmp_path, model):
     return tmp_path / "run"
 
 
-def sound() -> np.ndarray:
-    """A second of twenty tones, one after another."""
+def sound():
+    """Return a second of twenty tones."""
     frequency = np.random.default_rng(0).uniform(100, 3500, 20).repeat(400)
     return (0.3 * np.sin(2 * np.pi * np.cumsum(frequency) / 8000)).astype(np.float32)
 
 
 @torch.inference_mode()
-def said(model: SpeechRecogniser, samples: np.ndarray) -> str:
-    """Best path over the whole, as an evaluation takes it."""
+def evaluated(model, samples):
+    """Return the best path over the complete recording, as in evaluation."""
     frames = FEATURES(torch.from_numpy(np.pad(samples, (0, 800)))).half()
     log_probs, steps = model(frames[None], torch.tensor([len(frames)]))
     return CHARACTERS.decode(best_path(log_probs, steps, CHARACTERS.blank)[0])
 
 
 @pytest.mark.parametrize("piece", [37, 400, 8000])
-def test_a_stream_says_what_the_whole_says(piece, model, folder):
+def test_text_of_stream_equals_evaluation(piece, model, folder):
     listener, samples = load_recogniser(folder / "recogniser").listen(), sound()
     text = "".join(listener.hear(samples[i : i + piece]) for i in range(0, len(samples), piece)) + listener.finish()
     assert len(text) > 5
-    assert text == said(model, samples)
+    assert text == evaluated(model, samples)
 
 
-def test_the_command_writes_the_text_and_where_it_was_heard(folder, tmp_path, capsys):
+def test_command_prints_text_and_times(folder, tmp_path, capsys):
     (tmp_path / "a.wav").write_bytes(encode_wav(sound(), 8000))
     assert main([str(folder), str(tmp_path / "a.wav")]) == EXIT_DONE
     text = capsys.readouterr().out
     assert len(text) > 5
     script = [sys.executable, transcribe.__file__, folder / "recogniser", tmp_path / "a.wav", "--json"]
-    done = subprocess.run(
-        script, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    done = subprocess.run(script, capture_output=True, text=True, check=True, env=program_environment())
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert "".join(line["text"] for line in lines) + "\n" == text
     ends = [line["end_s"] for line in lines]
@@ -77,13 +74,13 @@ def test_the_command_writes_the_text_and_where_it_was_heard(folder, tmp_path, ca
     assert 0 < ends[0] < ends[-1] <= 1
 
 
-def test_what_cannot_hear_a_stream_is_not_written(tmp_path, model):
+def test_model_that_cannot_stream_is_not_saved(tmp_path, model):
     classifier = SpeechClassifier(model.standardise, model.encoder, 3)
     assert not save_recogniser(tmp_path / "other", classifier, FEATURES, CHARACTERS, 0.1)
     assert not (tmp_path / "other").exists()
 
 
-def test_bad_input_ends_in_one_sentence(folder, tmp_path, capsys):
+def test_invalid_input_exits_with_one_message(folder, tmp_path, capsys):
     (tmp_path / "bad.wav").write_bytes(b"RIFF")
     for words, message in [
         ([tmp_path, tmp_path / "a.wav"], "holds no recogniser"),
