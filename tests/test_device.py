@@ -39,7 +39,7 @@ def mix_devices() -> None:
         for operation in (lambda: here + there, lambda: there.add_(here)):
             with pytest.raises(RuntimeError, match="expected all tensors on one device"):
                 operation()
-        with pytest.raises(TypeError, match="has no array"):
+        with pytest.raises(TypeError, match="no array"):
             here.numpy()
 
 
