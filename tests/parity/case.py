@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tests.parity.layouts import LAYOUTS, MORE_LAYOUTS, Layout
-from tests.parity.models import MODELS, OF_TRANSFORMERS
+from tests.parity.models import MODELS, OF_TRANSFORMERS, WITH_MOE_LAYERS
 from tests.parity.optimizers import OPTIMIZERS
 
 DOORS = ("ExpertParallel", "Trainer", "torch only", "expert_trainer")
@@ -43,6 +43,8 @@ class Case:
     scheduler: bool = False
     evaluation: bool = False
     """Evaluates after each step, with unequal batches if the loop supports them."""
+    penalty: bool = False
+    """Adds a load-balancing loss and a router z-loss, with `Trainer` over all micro-batches of a step."""
     resume: bool = False
     """Saves after the second step, and continues with a new model, optimizer and placement."""
     dtype: torch.dtype = torch.float64
@@ -111,6 +113,26 @@ UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
         "FSDP2 shards no optimizer state that exists before the first step",
         ("optimizer", "layout"),
         lambda optimizer, layout: optimizer == "Adagrad" and LAYOUTS[layout].dense == "fsdp2",
+    ),
+    (
+        "RouterPenalty needs layers of make_moe",
+        ("model", "penalty"),
+        lambda model, penalty: penalty and model not in WITH_MOE_LAYERS,
+    ),
+    (
+        "RouterPenalty needs gradients in the forward pass",
+        ("checkpointing", "penalty"),
+        lambda kind, penalty: penalty and kind == "reentrant",
+    ),
+    (
+        "expert_trainer makes a penalty for models of transformers",
+        ("door", "penalty"),
+        lambda door, penalty: door == "expert_trainer" and penalty,
+    ),
+    (
+        "a capacity holds for a micro-batch",
+        ("model", "door", "penalty"),
+        lambda model, door, penalty: model == "top-1, capacity" and door == "Trainer" and penalty,
     ),
     ("Muon has parameter groups of its own", ("optimizer", "groups"), lambda name, groups: name == "Muon" and groups),
     (

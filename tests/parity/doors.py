@@ -46,6 +46,7 @@ from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.experts.parallel.collectives import sum_over_ranks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.train.callbacks.checkpointing import Checkpointing
+from toolkit.train.callbacks.expert_balance import WholeStepBalance
 from toolkit.train.callbacks.replan import Replan
 
 MAX_NORM, STOP = 0.5, 2
@@ -76,6 +77,10 @@ def make_optimizer_and_scheduler(case: Case, model: nn.Module) -> tuple[Optimize
     return optimizer, LambdaLR(optimizer, decayed) if case.scheduler else None
 
 
+def make_penalty(case: Case, model: nn.Module) -> experts.RouterPenalty | None:
+    return experts.RouterPenalty(model, balance_weight=0.1, z_weight=0.01) if case.penalty else None
+
+
 def use_weights_for(mode: str, optimizer: Any) -> None:
     """Switch a schedule-free optimizer to the weights for "train" or "eval"."""
     if hasattr(optimizer, mode):
@@ -98,11 +103,15 @@ def train_reference(case: Case) -> Outcome:
         model = make_model(case)
         optimizer, scheduler = make_optimizer_and_scheduler(case, model)
         outcome.watch(model, optimizer)
+        penalty = make_penalty(case, model)
         for rows in split_of(case, 0, 1):
+            if case.penalty and case.door == "Trainer":
+                rows = [torch.cat(rows)]
             use_weights_for("train", optimizer)
-            total = sum(map(targets, rows))
-            sums = [summed_loss(model.train()(input_ids=TRAIN[each])["logits"], TRAIN[each]) for each in rows]
-            loss = torch.stack(sums).sum() / total
+            total, loss = sum(map(targets, rows)), torch.zeros((), dtype=torch.float64)
+            for part in rows:
+                nats = summed_loss(model.train()(input_ids=TRAIN[part])["logits"], TRAIN[part])
+                loss = loss + (nats + (targets(part) * penalty() if penalty else 0)) / total
             loss.backward()
             if case.clipping:
                 outcome.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
@@ -131,6 +140,7 @@ class Loop(ABC):
 
     def set_up(self, placement: str) -> None:
         self.raw = make_model(self.case)
+        self.penalty = make_penalty(self.case, self.raw)
         self.shard(lambda _, count, ranks: place(placement, count, ranks))
         self.outcome.watch(self.raw, self.raw_optimizer)
 
@@ -139,8 +149,13 @@ class Loop(ABC):
         """Set `model`, which is called, `optimizer`, which steps, and `raw_optimizer`."""
 
     @abstractmethod
-    def learn(self, rows: list[Tensor], total: int) -> Tensor:
-        """Make a step on this rank's micro-batches, and return the sum of their losses."""
+    def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
+        """Make a step on this rank's micro-batches, which have `counts` targets over all ranks; return the loss."""
+
+    def loss_of(self, rows: Tensor, count: int, total: int) -> Tensor:
+        """Return this rank's share of the loss of a micro-batch with `count` of the `total` targets of a step."""
+        nats = summed_loss(self.model(input_ids=TRAIN[rows])["logits"], TRAIN[rows])
+        return (nats + count * self.penalty() if self.penalty else nats) / total
 
     @abstractmethod
     def save(self) -> None: ...
@@ -161,10 +176,9 @@ class Loop(ABC):
                 self.outcome.moved += moved
             use_weights_for("train", self.optimizer)
             self.model.train()
-            rows = split_of(self.case, self.rank, self.world)[step]
-            total = sum(map(targets, split_of(self.case, 0, 1)[step]))
-            loss = self.learn(rows, total)
-            self.outcome.losses.append(sum_over_ranks(loss.detach()).item() / total)
+            counts = list(map(targets, split_of(self.case, 0, 1)[step]))
+            loss = self.learn(split_of(self.case, self.rank, self.world)[step], counts)
+            self.outcome.losses.append(sum_over_ranks(loss.detach()).item())
             if self.scheduler is not None:
                 self.scheduler.step()
             if self.case.evaluation:
@@ -208,13 +222,12 @@ class ExpertParallelLoop(Loop):
         self.raw_optimizer, self.scheduler = make_optimizer_and_scheduler(self.case, self.raw)
         self.model, self.optimizer = self.experts.prepare(self.raw, self.raw_optimizer)
 
-    def learn(self, rows: list[Tensor], total: int) -> Tensor:
+    def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
         losses = []
-        for part in rows:
-            ids = TRAIN[part]
+        for part, count in zip(rows, counts, strict=True):
             with self.accelerator.accumulate(self.model):
-                loss = summed_loss(self.model(input_ids=ids)["logits"], ids)
-                self.accelerator.backward(loss * self.world * len(rows) / total)
+                loss = self.loss_of(part, count, sum(counts))
+                self.accelerator.backward(loss * self.world * len(rows))
                 if self.case.clipping and self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
                     self.outcome.norms.append(float(norm))
@@ -260,14 +273,13 @@ class TorchLoop(Loop):
         rebalance = None if self.replanner is None else self.replanner.after_step
         self.sync = experts.ExpertSync(self.raw.parameters(), rebalance)
 
-    def learn(self, rows: list[Tensor], total: int) -> Tensor:
+    def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
         losses = []
-        for number, part in enumerate(rows, start=1):
-            ids = TRAIN[part]
+        for number, (part, count) in enumerate(zip(rows, counts, strict=True), start=1):
             awaits_more = number < len(rows) and isinstance(self.model, DistributedDataParallel)
             with self.model.no_sync() if awaits_more else nullcontext():
-                losses.append(summed_loss(self.model(input_ids=ids)["logits"], ids))
-                (losses[-1] * self.world / total).backward()
+                losses.append(self.loss_of(part, count, sum(counts)))
+                (losses[-1] * self.world).backward()
         self.sync.before_clip()
         if self.case.clipping:
             self.outcome.norms.append(float(self.sync.clip(self.raw.parameters(), MAX_NORM)))
@@ -320,7 +332,8 @@ class Watcher(tk.Callback):
         self.case, self.outcome, self.stop_after = case, outcome, stop_after
 
     def on_step_end(self, trainer: tk.Trainer) -> None:
-        self.outcome.losses.append(trainer.sums.compute()["loss"])
+        means = trainer.sums.compute()
+        self.outcome.losses.append(means["loss"] + means.get("penalty", 0.0))
         if self.case.clipping:
             self.outcome.norms.append(float(trainer._recorded["train/grad_norm"]))
         if self.case.evaluation:
@@ -363,7 +376,9 @@ def train_by_trainer(case: Case, folder: Path) -> Outcome:
             )
             optimizer, _ = make_optimizer_and_scheduler(case, model)
             where = {"rank": run.rank, "world_size": run.world_size}
-            replan = [] if layout.replan is None else [Replan(model, layout.replan)]
+            penalty = make_penalty(case, model)
+            callbacks = [] if layout.replan is None else [Replan(model, layout.replan)]
+            callbacks += [] if penalty is None else [WholeStepBalance(penalty)]
             trainer = tk.Trainer(
                 run,
                 LanguageTask(pads=case.model in OF_TRANSFORMERS),
@@ -374,7 +389,8 @@ def train_by_trainer(case: Case, folder: Path) -> Outcome:
                 schedule=decayed if case.scheduler else lambda _: 1.0,
                 max_grad_norm=MAX_NORM if case.clipping else None,
                 log_every=1,
-                callbacks=[*replan, Watcher(case, outcome, STEPS if is_last else STOP), Checkpointing()],
+                penalty=penalty,
+                callbacks=[*callbacks, Watcher(case, outcome, STEPS if is_last else STOP), Checkpointing()],
             )
             outcome.watch(model, optimizer)
             trainer.fit()

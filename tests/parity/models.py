@@ -145,6 +145,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 OF_TRANSFORMERS = {"Qwen3-MoE": "qwen3_moe", "DeepSeek-V3": "deepseek_v3"}
 
+WITH_MOE_LAYERS = {"our MoE", "shared expert", "top-1, capacity", "tied weights", "two models"}
+"""Models with layers of `make_moe`."""
+
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
