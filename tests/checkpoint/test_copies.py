@@ -136,14 +136,14 @@ def test_download_does_not_follow_links(bucket, tmp_path):
 def test_run_in_a_storage_is_not_overwritten(bucket, tmp_path):
     finish(small(tmp_path / "run", bucket))
     assert {"config.json", "metrics.jsonl", "results.json", "summary.txt"} <= {*Storage(bucket).names()}
-    for storage, settings, message in [
-        (bucket, {"resume": "no"}, r"storage=.*: has a run, and resume='no' was given"),
-        (bucket, {}, r"run_dir=.*: has a finished run"),
-        ("memory://nothing", {"resume": "yes"}, "resume='yes': no run in memory://nothing"),
-        (bucket, {"resume_from": 4}, "resume_from=4: leave storage out"),
+    for name, storage, settings, message in [
+        ("overwrite", bucket, {"resume": "no"}, r"storage=.*: has a run, and resume='no' was given"),
+        ("finished", bucket, {}, r"run_dir=.*: has a finished run"),
+        ("missing", "memory://nothing", {"resume": "yes"}, "resume='yes': no run in memory://nothing"),
+        ("rewind", bucket, {"resume_from": 4}, "resume_from=4: leave storage out"),
     ]:
         with pytest.raises(UserError, match=message):
-            train(small(tmp_path / "other", storage, **settings))
+            train(small(tmp_path / name, storage, **settings))
 
 
 def test_run_killed_after_a_copy_keeps_its_newer_files(bucket, tmp_path, monkeypatch):
