@@ -84,7 +84,7 @@ fuzz: $(VENV)/.installed-dev ## the properties on other cases each time, ROUNDS=
 
 .PHONY: test-dist
 test-dist: $(VENV)/.installed-dev ## the tests that start several processes
-	$(PY) -m pytest tests/test_processes.py tests/test_parity.py tests/run/launch tests/traps
+	$(PY) -m pytest tests/test_processes.py tests/parity tests/run/launch tests/traps
 
 .PHONY: test-gpu
 test-gpu: $(VENV)/.installed-dev ## the tests that need a GPU

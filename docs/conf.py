@@ -45,7 +45,7 @@ CONTENTS = {
         "docs/experts/transformers_families",
     ],
     "Recipes": ["recipes/README", *(f"docs/recipes/{name}" for name in ("language_model", "speech", "har", "vae"))],
-    "Project": [f"docs/project/{name}" for name in ("results", "related_work", "matrix", "stability")],
+    "Project": [f"docs/project/{name}" for name in ("results", "parity", "related_work", "matrix", "stability")],
 }
 
 project = "toolkit"

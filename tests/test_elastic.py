@@ -15,13 +15,16 @@ from torch.distributed.tensor import DTensor
 import toolkit as tk
 from benchmarks.support.precision import IN_FLOAT64, in_float64
 from benchmarks.support.processes import run_distributed
+from tests.parity.layouts import place
+from tests.parity.outcome import rows_by_id
 from tests.support.equality import assert_equal_rows
 from tests.support.trainers import in_hook
-from tests.test_parity import BATCH, EXPERTS, SAMPLES, Trace, TwoLayers, by_id, place
 from toolkit.data.batches import TrainBatches
+from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving import replan
 from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.state.manifest import read_manifest
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.expert_balance import BiasBalancing, WholeStepBalance
@@ -29,20 +32,67 @@ from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.optim import warmup_cosine
 
+SAMPLES, BATCH, EXPERTS = 58, 16, 8
+"""58 samples in batches of 16: three full ones and one of 10, which leaves some ranks fewer samples."""
 STEPS = 9
 """Two epochs and a step, with plans after steps 3, 6 and 9."""
 Layout = tuple[int, int, str]
-"""World size, ep_size, and name of a placement of `tests.test_parity.place`."""
+"""World size, ep_size, and name of a placement of `tests.parity.layouts.place`."""
 
 LAYOUTS: list[Layout] = [
-    (1, 1, "blocks"),
+    (1, 1, "contiguous"),
     (1, 1, "spare"),
-    (2, 1, "blocks"),
+    (2, 1, "contiguous"),
     (2, 2, "uneven"),
-    (2, 2, "copies"),
+    (2, 2, "replicas"),
     (4, 2, "shuffled"),
-    (4, 4, "copies"),
+    (4, 4, "replicas"),
 ]
+
+
+class TwoLayers(nn.Module):
+    """Two MoE layers, one with a shared expert, between dense layers."""
+
+    def __init__(self, groups: tk.experts.ExpertGroups, placement: ExpertPlacement, balance: str):
+        super().__init__()
+        torch.manual_seed(0)
+        router = RouterOptions(balance="bias" if balance == "bias" else "loss")
+        sharded: dict[str, Any] = {"groups": groups, "placement": placement, "router": router}
+        self.stem = nn.Linear(12, 16)
+        self.first = tk.experts.make_moe(16, 24, EXPERTS, 2, **sharded, shared_expert=nn.Linear(16, 16))
+        self.second = tk.experts.make_moe(16, 12, EXPERTS, 3, **sharded, activation="swiglu", seed=1)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        x = x + self.first(x)
+        return self.head(x + self.second(x))
+
+
+class Trace(tk.Callback):
+    """Loss and gradient norm of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_step_end(self, trainer: tk.Trainer) -> None:
+        sums = trainer.sums.compute()
+        self.losses.append(sums["loss"] + sums["penalty"])
+        self.norms.append(float(trainer._recorded["train/grad_norm"]))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's parameters by name, and rows of experts by name and id."""
+    owned, replicas = rows_by_id(model, lambda p: p.detach())
+    return owned | replicas
+
+
+def placement_of(layout: Layout) -> ExpertPlacement:
+    _, ranks, name = layout
+    return with_spare_slots(contiguous(EXPERTS, ranks), 2) if name == "spare" else place(name, EXPERTS, ranks)
+
+
 HSDP: dict[str, Any] = {"dense_parallel": "fsdp2", "fsdp_size": 2}
 SETTINGS: dict[Layout, dict[str, Any]] = {(4, 2, "shuffled"): HSDP}
 
@@ -62,7 +112,7 @@ def trainer_of(
     optimization: Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]] | None = None,
     **settings: Any,
 ) -> Iterator[tk.Trainer]:
-    world, ep_size, placement = layout
+    world, ep_size, _ = layout
     config = tk.MoERunConfig(
         experts=EXPERTS,
         batch_size=BATCH,
@@ -77,7 +127,7 @@ def trainer_of(
     with tk.start_run("elastic", config) as run:
         assert run.world_size == world
         groups = tk.experts.make_expert_groups(ep_size, ep_stride=ep_stride)
-        model = TwoLayers(groups, place(placement, ep_size), balance)
+        model = TwoLayers(groups, placement_of(layout), balance)
         draws = torch.Generator().manual_seed(1)
         table = tk.TensorTable(
             input=torch.randn(SAMPLES, 12, generator=draws), label=torch.randint(5, (SAMPLES,), generator=draws)
@@ -111,7 +161,7 @@ def trainer_in(folder: Path, layout: Layout, *callbacks: tk.Callback) -> Abstrac
 
 def contents(trainer: tk.Trainer) -> dict[str, Any]:
     """Return everything in a checkpoint as this rank has it, under names that do not depend on the layout."""
-    tensors = by_id(trainer.raw_model, "weight") | {name: b.clone() for name, b in trainer.raw_model.named_buffers()}
+    tensors = weights_of(trainer.raw_model) | {name: b.clone() for name, b in trainer.raw_model.named_buffers()}
     for name, parameter in trainer.raw_model.named_parameters():
         ownership = ownership_of(parameter)
         for key, value in trainer.optimizer.optimizer.state[parameter].items():
@@ -211,7 +261,7 @@ def test_checkpoint_of_any_layout_loads_bitwise_in_any_other(saved_and_loaded: A
 @pytest.mark.usefixtures("saved_and_loaded")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 def test_checkpoint_has_each_row_once_and_the_slots_of_all_replicas(folder: Path, layout: Layout):
-    manifest, placement = read_manifest(checkpoint_of(folder, layout)), place(layout[2], layout[1])
+    manifest, placement = read_manifest(checkpoint_of(folder, layout)), placement_of(layout)
     owners = {f"experts-{rank:05d}.safetensors": [] for rank in range(layout[1])}
     for expert in range(EXPERTS):
         owners[f"experts-{placement.owner(expert).rank:05d}.safetensors"].append(expert)
@@ -222,10 +272,10 @@ def test_checkpoint_has_each_row_once_and_the_slots_of_all_replicas(folder: Path
 
 LEGS: list[tuple[Layout, int, dict[str, Any]]] = [
     ((2, 2, "spare"), 2, {}),
-    ((4, 2, "copies"), 4, {"ep_stride": 2, **HSDP}),
+    ((4, 2, "replicas"), 4, {"ep_stride": 2, **HSDP}),
     ((4, 4, "shuffled"), 6, {**HSDP, "fsdp_size": 4}),
     ((2, 2, "uneven"), 8, {}),
-    ((1, 1, "blocks"), STEPS, {}),
+    ((1, 1, "contiguous"), STEPS, {}),
 ]
 """Layout, last step, and settings."""
 
@@ -238,7 +288,7 @@ def train(folder: Path, layout: Layout, until: int, planner: str | None = None, 
         trainer.fit()
         return {
             "losses": trace.losses,
-            "weights": by_id(trainer.raw_model, "weight"),
+            "weights": weights_of(trainer.raw_model),
             "placements": [stack.placement for stack in expert_stacks(trainer.raw_model).values()],
             **contents(trainer),
         }
@@ -250,7 +300,7 @@ def train_leg(folder: Path, layout: Layout, until: int, settings: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def single(folder: Path) -> dict[str, Any]:
-    return run_distributed(train, 1, folder / "single", (1, 1, "blocks"), STEPS)[0]
+    return run_distributed(train, 1, folder / "single", (1, 1, "contiguous"), STEPS)[0]
 
 
 def test_run_resumed_at_other_world_sizes_equals_one_process(single: dict[str, Any], tmp_path: Path):
@@ -273,14 +323,14 @@ def stop_and_resume(
     with mock.patch.object(replan, "migrate") as migrate:
         second = train(folder / "stopped", layout, 5, planner, **settings)
     migrate.assert_not_called()
-    assert second["placements"] == first["placements"] != [place(layout[2], layout[1])] * 2
+    assert second["placements"] == first["placements"] != [placement_of(layout)] * 2
     third = train(folder / "stopped", layout, 7, planner, **settings)
     return uninterrupted, third | {"losses": first["losses"] + second["losses"] + third["losses"]}
 
 
 @pytest.mark.parametrize(
     ("layout", "planner", "settings"),
-    [((4, 2, "spare"), "lpt", {"ep_stride": 2, **HSDP}), ((4, 4, "copies"), "replicate", {})],
+    [((4, 2, "spare"), "lpt", {"ep_stride": 2, **HSDP}), ((4, 4, "replicas"), "replicate", {})],
     ids=["lpt", "replicate"],
 )
 def test_resumed_run_with_migrations_is_bitwise_identical(layout, planner, settings, tmp_path: Path):

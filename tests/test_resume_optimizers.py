@@ -13,8 +13,7 @@ from torch.optim import lr_scheduler
 from benchmarks.support.precision import in_float64, relative_difference
 from benchmarks.support.processes import run_distributed
 from tests.support.optimizers import GrowingRates, ScheduleFreeSGD
-from tests.test_elastic import STEPS, Layout, stop_at, trainer_of
-from tests.test_parity import Trace, by_id
+from tests.test_elastic import STEPS, Layout, Trace, stop_at, trainer_of, weights_of
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -54,7 +53,7 @@ OPTIMIZATIONS: dict[str, Any] = {
     "Muon": lambda model: (experts.Muon(experts.muon_groups(model), lr=1e-2), constant()),
     "ASGD": lambda model: (torch.optim.ASGD(model.parameters(), lr=1e-1, t0=2), constant()),
 }
-LAYOUTS: list[Layout] = [(2, 2, "copies"), (1, 1, "blocks"), (4, 2, "uneven")]
+LAYOUTS: list[Layout] = [(2, 2, "replicas"), (1, 1, "contiguous"), (4, 2, "uneven")]
 """Layouts of resumed runs; all begin in the first."""
 STOPS = {kind: 1 + number * 3 % (STEPS - 1) for number, kind in enumerate(OPTIMIZATIONS)}
 """Step of the preemption."""
@@ -63,12 +62,12 @@ STOPS = {kind: 1 + number * 3 % (STEPS - 1) for number, kind in enumerate(OPTIMI
 def train(folder: Path, kind: str, layout: Layout, until: int = STEPS) -> tuple[list[float], dict[str, Tensor], int]:
     trace = Trace()
     if kind == "Adafactor":  # its factors combine all experts, so it supports EP size 1 only
-        layout = (layout[0], 1, "blocks")
+        layout = (layout[0], 1, "contiguous")
     callbacks = [trace, stop_at(until), Checkpointing()]
     make = OPTIMIZATIONS[kind]
     with in_float64(), trainer_of(folder / kind, layout, "loss", callbacks, log_every=1, optimization=make) as trainer:
         trainer.fit()
-        return trace.losses, by_id(trainer.raw_model, "weight"), trainer.state.samples
+        return trace.losses, weights_of(trainer.raw_model), trainer.state.samples
 
 
 def train_all(folder: Path, layout: Layout) -> dict[str, Any]:

@@ -95,48 +95,48 @@ def _is_plain(layout: str) -> bool:
 
 UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
     (
-        "a loop on torch shards non-expert parameters itself",
+        "With torch only, the loop shards non-expert parameters itself.",
         ("door", "layout"),
         lambda door, layout: door == "torch only" and LAYOUTS[layout].dense == "fsdp2",
     ),
     (
-        "expert_trainer takes the size of EP groups only, and replicates non-expert parameters",
+        "`expert_trainer` takes the size of EP groups only, and replicates non-expert parameters.",
         ("door", "layout"),
         lambda door, layout: door == "expert_trainer" and not _is_plain(layout),
     ),
     (
-        "transformers' Trainer saves models of transformers",
+        "transformers' Trainer saves models of transformers only.",
         ("door", "model", "resume"),
         lambda door, model, resume: door == "expert_trainer" and resume and model not in OF_TRANSFORMERS,
     ),
     (
-        "FSDP2 shards no optimizer state that exists before the first step",
+        "FSDP2 does not shard optimizer states that exist before the first step (Adagrad).",
         ("optimizer", "layout"),
         lambda optimizer, layout: optimizer == "Adagrad" and LAYOUTS[layout].dense == "fsdp2",
     ),
     (
-        "RouterPenalty needs layers of make_moe",
+        "The penalty is for layers of `make_moe`.",
         ("model", "penalty"),
         lambda model, penalty: penalty and model not in WITH_MOE_LAYERS,
     ),
     (
-        "RouterPenalty needs gradients in the forward pass",
+        "The penalty needs gradients, which reentrant checkpointing does not record in the forward pass.",
         ("checkpointing", "penalty"),
         lambda kind, penalty: penalty and kind == "reentrant",
     ),
     (
-        "expert_trainer makes a penalty for models of transformers",
+        "`expert_trainer` makes a penalty for models of transformers only.",
         ("door", "penalty"),
         lambda door, penalty: door == "expert_trainer" and penalty,
     ),
     (
-        "a capacity holds for a micro-batch",
+        "A capacity holds for a micro-batch, and the penalty of `Trainer` for a step.",
         ("model", "door", "penalty"),
         lambda model, door, penalty: model == "top-1, capacity" and door == "Trainer" and penalty,
     ),
-    ("Muon has parameter groups of its own", ("optimizer", "groups"), lambda name, groups: name == "Muon" and groups),
+    ("Muon has its own parameter groups.", ("optimizer", "groups"), lambda name, groups: name == "Muon" and groups),
     (
-        "DDP counts a parameter once per call under reentrant checkpointing",
+        "DDP supports one call of a layer per forward pass with reentrant checkpointing.",
         ("model", "checkpointing"),
         lambda model, kind: model == "one layer, 3 calls" and kind == "reentrant",
     ),
@@ -157,18 +157,20 @@ def pairs_of(chosen: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     return itertools.combinations([(name, chosen[name]) for name in VALUES if name in chosen], 2)
 
 
+def supported_pairs() -> Iterator[tuple[Any, Any]]:
+    for a, b in itertools.combinations(VALUES, 2):
+        for pair in itertools.product([(a, x) for x in VALUES[a]], [(b, y) for y in VALUES[b]]):
+            if is_supported(dict(pair)):
+                yield pair
+
+
 def pairwise() -> list[Case]:
     """Return cases that cover each supported pair of values.
 
     Greedy and deterministic: each case starts with a pair that is not covered yet, and takes for each other field the
     value that covers most of the remaining pairs, and of these the one that has been taken least.
     """
-    remaining = {
-        pair: None
-        for a, b in itertools.combinations(VALUES, 2)
-        for pair in itertools.product([(a, x) for x in VALUES[a]], [(b, y) for y in VALUES[b]])
-        if is_supported(dict(pair))
-    }
+    remaining = dict.fromkeys(supported_pairs())
     cases: list[Case] = []
     taken: Counter[tuple[str, Any]] = Counter()
     while remaining:

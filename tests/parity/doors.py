@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from functools import partial
@@ -140,6 +141,7 @@ class Loop(ABC):
 
     def set_up(self, placement: str) -> None:
         self.raw = make_model(self.case)
+        self.device = torch.device("cpu")
         self.penalty = make_penalty(self.case, self.raw)
         self.shard(lambda _, count, ranks: place(placement, count, ranks))
         self.outcome.watch(self.raw, self.raw_optimizer)
@@ -154,7 +156,8 @@ class Loop(ABC):
 
     def loss_of(self, rows: Tensor, count: int, total: int) -> Tensor:
         """Return this rank's share of the loss of a micro-batch with `count` of the `total` targets of a step."""
-        nats = summed_loss(self.model(input_ids=TRAIN[rows])["logits"], TRAIN[rows])
+        ids = TRAIN[rows].to(self.device)
+        nats = summed_loss(self.model(input_ids=ids)["logits"], ids)
         return (nats + count * self.penalty() if self.penalty else nats) / total
 
     @abstractmethod
@@ -194,7 +197,7 @@ class Loop(ABC):
 
     def evaluate(self) -> Tensor:
         """Return the summed loss of this rank's test samples, an equal number on each rank."""
-        rows = TEST.chunk(self.world)[self.rank]
+        rows = TEST.chunk(self.world)[self.rank].to(self.device)
         return summed_loss(self.model(input_ids=rows)["logits"], rows)
 
 
@@ -209,7 +212,7 @@ class ExpertParallelLoop(Loop):
                 num_steps=self.case.accumulation, sync_with_dataloader=False
             ),
         )
-        layout = self.layout
+        layout, self.device = self.layout, self.accelerator.device
         self.experts = ExpertParallel(
             self.accelerator,
             groups=layout.groups(),
@@ -239,9 +242,9 @@ class ExpertParallelLoop(Loop):
     def evaluate(self) -> Tensor:
         if self.layout.dense == "fsdp2":
             return super().evaluate()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self.experts.join():  # a forward pass per sample, so that ranks make different numbers of them
-            for row in unequal_share(TEST, self.rank, self.world):
+            for row in unequal_share(TEST, self.rank, self.world).to(self.device):
                 total += summed_loss(self.model(input_ids=row[None])["logits"], row[None])
         return total
 
@@ -319,7 +322,7 @@ class LanguageTask:
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tk.Loss:
         ids = batch["input_ids"]
         if self.pads and not len(ids):
-            return tk.Loss(0 * model(input_ids=TRAIN[:1])["logits"].sum(), 0)
+            return tk.Loss(0 * model(input_ids=TRAIN[:1].to(ids.device))["logits"].sum(), 0)
         return tk.Loss(summed_loss(model(input_ids=ids)["logits"], ids), self.count(batch))
 
     evaluate = loss
@@ -355,7 +358,7 @@ def train_by_trainer(case: Case, folder: Path) -> Outcome:
     config = tk.MoERunConfig(
         run_dir=folder / "run",
         tracker="none",
-        cpu=True,
+        cpu=os.environ["ACCELERATE_USE_CPU"] == "true",
         batch_size=BATCH,
         log_every=1,
         gradient_accumulation_steps=case.accumulation,
@@ -375,7 +378,7 @@ def train_by_trainer(case: Case, folder: Path) -> Outcome:
                 placement=lambda _, count, ranks, placement=placement: place(placement, count, ranks),
             )
             optimizer, _ = make_optimizer_and_scheduler(case, model)
-            where = {"rank": run.rank, "world_size": run.world_size}
+            where = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
             penalty = make_penalty(case, model)
             callbacks = [] if layout.replan is None else [Replan(model, layout.replan)]
             callbacks += [] if penalty is None else [WholeStepBalance(penalty)]
