@@ -1,9 +1,10 @@
-"""The page of tested combinations: `python -m tests.parity.page` writes docs/project/parity.md and its list of cases."""
+"""The page of tested combinations: `python -m tests.parity.page` writes it, and prints the list of cases."""
 
 from __future__ import annotations
 
 import csv
 import io
+import sys
 
 from benchmarks.support.processes import ROOT
 from tests.parity.case import CASES, DOORS, UNSUPPORTED, Case, supported_pairs
@@ -72,4 +73,4 @@ def cells(case: Case) -> list[str | int]:
 if __name__ == "__main__":
     PAGE.write_text(page())
     LIST.write_text(case_list())
-    print(case_list(), end="")
+    sys.stdout.write(case_list())
