@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.support.processes import ROOT, run_distributed
 from tests.foreign.toy import build, points
-from tests.integrations.accelerate.test_expert_parallel import place
+from tests.parity.layouts import place
 from tests.support.equality import assert_equal_rows
 from toolkit.experts.state.state_dict import whole_state_dict
 
@@ -27,9 +27,9 @@ def train(accumulation: int) -> dict[str, Tensor]:
     from lightning.pytorch.strategies import DDPStrategy
 
     world = dist.get_world_size() if dist.is_initialized() else 1
-    page: dict[str, Any] = {"ExpertModule": LightningModule, "place": place}
+    page: dict[str, Any] = {"ExpertModule": LightningModule, "place": lambda _, *sizes: place("replicas", *sizes)}
     if world > 1:  # with replicas, which need every call of the page
-        exec(CLASS.replace("shard_experts(self)", "shard_experts(self, placement=place('copies'))"), page)
+        exec(CLASS.replace("shard_experts(self)", "shard_experts(self, placement=place)"), page)
 
     class Classifier(page["ExpertModule"]):
         def __init__(self) -> None:

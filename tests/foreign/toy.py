@@ -6,7 +6,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.accelerate.test_expert_parallel import Model
+from tests.parity.models import DIM, Block, RoutedExperts
+
+
+class Model(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        blocks = (Block(RoutedExperts()) for _ in range(2))
+        super().__init__(nn.Linear(5, DIM), nn.Tanh(), *blocks, nn.Linear(DIM, 3))
 
 
 def points(seed: int = 0, number: int = 48, batch_size: int = 4) -> DataLoader:

@@ -7,8 +7,7 @@ from accelerate import Accelerator
 from huggingface_hub import PyTorchModelHubMixin
 from torch.nn.functional import cross_entropy
 
-from tests.foreign.toy import build
-from tests.integrations.accelerate.test_expert_parallel import Model
+from tests.foreign.toy import Model, build
 
 
 class HubModel(Model, PyTorchModelHubMixin): ...
