@@ -17,7 +17,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from benchmarks.support.peak_memory import peak_bytes
 from benchmarks.support.processes import run_distributed
 from tests.experts.placement.placements import random_placement
-from tests.integrations.accelerate.test_expert_parallel import by_id
+from tests.parity.outcome import Rows, rows_by_id
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks, optimizer_bytes, weight_bytes
@@ -244,10 +244,10 @@ def train(model: nn.Module, optimizer: Optimizer, *, migrates: bool) -> list[Ten
     return found
 
 
-def values_by_id(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
+def values_by_id(model: nn.Module, optimizer: Optimizer) -> list[tuple[Rows, Rows]]:
     """Return weights and both moments, by parameter and row id."""
-    moments = [by_id(model, lambda p, key=key: optimizer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")]
-    return [by_id(model, lambda p: p.detach()), *moments]
+    moments = [rows_by_id(model, lambda p, key=key: optimizer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")]
+    return [rows_by_id(model, lambda p: p.detach()), *moments]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)

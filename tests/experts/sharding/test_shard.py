@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from benchmarks.support.processes import run_distributed
 from tests.experts.models import Block
-from tests.integrations.accelerate.test_expert_parallel import BATCH, Model, by_id, shares, together
+from tests.integrations.accelerate.toy import Toy, ToyLoop, samples
+from tests.parity.outcome import Rows, gathered, rows_by_id
 from tests.support.equality import assert_equal_rows
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.sharding.join import join_forwards
-from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 EXPERTS, DIM, TOKENS = 4, 6, 16
 
@@ -86,19 +85,19 @@ WRAPPERS = {
 }
 
 
-def gradients() -> dict[str, dict[str, Tensor]]:
+def gradients() -> dict[str, Rows]:
     """Return the gradients of one backward pass, by wrapper, parameter and row id."""
     torch.compiler.set_stance("force_eager")  # only the wrapper of torch.compile matters
-    x, found = torch.randn(BATCH, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), {}
+    found = {}
     for name, wrap in WRAPPERS.items():
-        model, accelerator = Model().double(), Accelerator(cpu=True)
+        model = Toy()
         for block in model.blocks:
-            block.experts = wrap(block.experts)
-        prepared, _ = ExpertParallel(accelerator).prepare(model, torch.optim.SGD(model.parameters()))
+            block.moe.experts = wrap(block.moe.experts)
+        loop = ToyLoop(model=model)
         if name == "frozen until prepared":
             model.requires_grad_(True)
-        accelerator.backward(prepared(x[shares(1)[0]]).square().sum() * accelerator.num_processes)
-        found[name] = by_id(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+        loop.backward(samples())
+        found[name] = gathered(rows_by_id(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad))
     return found
 
 
@@ -107,13 +106,13 @@ def test_gradients_of_wrapped_and_unfrozen_experts_equal_one_process() -> None:
     ranks = run_distributed(gradients, 2)
     for wrapper, rows in expected.items():
         assert any(value.any() for name, value in rows.items() if "experts" in name)
-        assert_equal_rows(together([rank[wrapper] for rank in ranks]), rows, 1e-10)
+        assert_equal_rows(gathered([rank[wrapper] for rank in ranks]), rows, 1e-10)
 
 
 def test_shard_experts_raises_for_sharded_and_for_shared_experts() -> None:
-    sharded, shared = Model(), Model()
+    sharded, shared = Toy(), Toy()
     experts.shard_experts(sharded)
-    shared.blocks[1].experts.up = shared.blocks[0].experts.up
-    for model, message in ((sharded, "'blocks.0.experts' are sharded already"), (shared, "share a parameter")):
+    shared.blocks[1].moe.experts.up = shared.blocks[0].moe.experts.up
+    for model, message in ((sharded, "'blocks.0.moe.experts' are sharded already"), (shared, "share a parameter")):
         with pytest.raises(UserError, match=message):
             experts.shard_experts(model)

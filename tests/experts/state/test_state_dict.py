@@ -1,24 +1,21 @@
 """State dicts of models with sharded experts: gathered with all experts, or an error for one rank's experts."""
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
-from tests.integrations.accelerate.test_expert_parallel import Model, place
+from tests.integrations.accelerate.toy import Toy, ToyLoop
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.state.state_dict import whole_state_dict
-from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
 def error_of_state_dict(model: nn.Module) -> str:
@@ -32,28 +29,27 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def save_with_accelerate(folder: Path, kind: str, dense: Literal["ddp", "fsdp2"]) -> tuple[dict[str, Tensor], str]:
+def save_with_accelerate(folder: Path, placement: str, dense: str) -> tuple[dict[str, Tensor], str]:
     """Save the model; return the result of `get_state_dict` and the error of `state_dict`."""
-    accelerator, model = Accelerator(cpu=True), Model()
-    experts = ExpertParallel(accelerator, placement=place(kind), spare_slots=1, dense=dense)
-    prepared, _ = experts.prepare(model, torch.optim.SGD(model.parameters()))
+    loop = ToyLoop(placement=placement, spare_slots=1, dense=dense)
+    accelerator, model = loop.accelerator, loop.raw
     if dense == "ddp":  # FSDP2's parameters load sharded values only
         for parameter in model.parameters():
             parameter.data.zero_()
-        model.load_state_dict(Model().state_dict())
-    accelerator.save_model(prepared, folder)
+        model.load_state_dict(Toy().state_dict())
+    accelerator.save_model(loop.model, folder)
     other = nn.Linear(2, 2)
     assert accelerator.get_state_dict(other).keys() == other.state_dict().keys()
-    return accelerator.get_state_dict(prepared), error_of_state_dict(model)
+    return accelerator.get_state_dict(loop.model), error_of_state_dict(model)
 
 
 @pytest.mark.parametrize(
-    ("world", "kind", "dense"), [(1, "shuffled", "ddp"), (2, "blocks", "fsdp2"), (2, "copies", "ddp")]
+    ("world", "placement", "dense"), [(1, "shuffled", "ddp"), (2, "contiguous", "fsdp2"), (2, "replicas", "ddp")]
 )
-def test_accelerate_saves_all_experts(world: int, kind: str, dense: str, tmp_path: Path) -> None:
-    (state, message), *others = run_distributed(save_with_accelerate, world, tmp_path, kind, dense)
+def test_accelerate_saves_all_experts(world: int, placement: str, dense: str, tmp_path: Path) -> None:
+    (state, message), *others = run_distributed(save_with_accelerate, world, tmp_path, placement, dense)
     for found in (state, load_file(tmp_path / "model.safetensors")):
-        assert_equal(found, Model().state_dict())
+        assert_equal(found, Toy().state_dict())
     assert all(other == ({}, message) for other in others)
     assert "whole_state_dict(model)" in message
 
