@@ -1,9 +1,8 @@
-"""FSDP2 over sets of ranks (HSDP), piece by piece; that it learns the same is shown in `tests/test_parity.py`."""
+"""FSDP2 of non-expert parameters: units, sets of ranks (HSDP), skipped blocks, and mixed parameter types."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,25 +23,14 @@ from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.prepare import prepare
 
 
-def sharded(accumulation: int, fsdp_size: int) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
-    """Two blocks and a head, which each rank begins with other weights."""
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    torch.manual_seed(dist.get_rank())
-    blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
-    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(3, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    prepare(accelerator, model, optimizer, dense="fsdp2", fsdp_size=fsdp_size)
-    return accelerator, model, optimizer
+class Blocks(nn.Module):
+    """Two blocks, of which a forward pass may skip the second, or call the first again as a third."""
 
-
-class Skipping(nn.Module):
-    """Two blocks, of which the second may be skipped."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, repeat: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
-        self.depth = 2
+        blocks = [nn.Linear(3, 3) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks + blocks[:1] * repeat)
+        self.depth = len(self.blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks[: self.depth]:
@@ -51,106 +38,108 @@ class Skipping(nn.Module):
         return x
 
 
-def train(depths: tuple[int, ...], accumulation: int, fsdp_size: int | None, *, twice: bool) -> str | list[Tensor]:
-    """The weights after micro-batches of so many blocks, of which one may be in two places, or the error of a step."""
+def shard(model: nn.Module, accumulation: int = 1, fsdp_size: int | None = None) -> tuple[Accelerator, Any]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    torch.manual_seed(0)
-    model = Skipping().double()
-    if twice:
-        model.blocks.append(model.blocks[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    several = accelerator.num_processes > 1
-    prepare(accelerator, model, optimizer, dense="fsdp2", fsdp_size=fsdp_size if several else None)
-    batch = torch.arange(12, dtype=torch.float64).view(4, 3)[accelerator.process_index :: accelerator.num_processes]
-    for model.depth in depths:
+    prepare(accelerator, model, optimizer, dense="fsdp2", fsdp_size=fsdp_size)
+    return accelerator, optimizer
+
+
+def train(depths: list[int], accumulation: int, fsdp_size: int | None, repeat: bool) -> str:
+    """Train on micro-batches with these depths next to one process.
+
+    Returns:
+        The error of an optimizer step, or "" if the weights equal the weights of one process.
+    """
+    torch.manual_seed(0)
+    reference, model = Blocks(repeat=repeat).double(), Blocks(repeat=repeat).double()
+    model.load_state_dict(reference.state_dict())
+    accelerator, optimizer = shard(model, accumulation, fsdp_size)
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    batch = torch.arange(12, dtype=torch.float64).view(4, 3)
+    for depth in depths:
+        reference.depth = model.depth = depth
+        (reference(batch).square().mean() / accumulation).backward()
         with accelerator.accumulate(model):
-            accelerator.backward(model(batch).square().mean())
+            accelerator.backward(model(batch.chunk(dist.get_world_size())[dist.get_rank()]).square().mean())
         if accelerator.sync_gradients:
             try:
                 optimizer.step()
             except UserError as error:
-                return f"with depth {model.depth}: {error}"
+                return f"with depth {depth}: {error}"
+            reference_optimizer.step()
             optimizer.zero_grad()
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+            reference_optimizer.zero_grad()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected.detach(), rtol=1e-10, atol=1e-12)
+    return ""
 
 
-def test_block_that_only_the_last_micro_batch_skips_raises_or_learns_as_on_one_process():
-    work = partial(train, (2, 2, 1, 2, 2, 1), 2, 2, twice=False)
-    (expected,) = run_distributed(work, 1)
-    for got in run_distributed(work, 4):
-        if isinstance(got, str):  # before torch 2.15, which averages these gradients
-            assert got.startswith("with depth 1: fsdp_size: blocks.1 was used by a micro-batch and not by the last one")
-        else:
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+def test_block_skipped_by_last_micro_batch_raises_or_equals_one_process():
+    for error in run_distributed(train, 4, [2, 2, 1, 2, 2, 1], 2, 2, False):
+        # torch 2.15 averages these gradients
+        expected = "with depth 1: fsdp_size: blocks.1 was used by a micro-batch and not by the last one"
+        assert not error or error.startswith(expected)
 
 
-def test_a_block_in_two_places_is_one_unit_and_learns_as_on_one_process():
-    work = partial(train, (3, 3, 3), 1, None, twice=True)
-    (expected,) = run_distributed(work, 1)
-    for found in run_distributed(work, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+def test_block_at_two_places_equals_one_process():
+    assert run_distributed(train, 2, [3, 3, 3], 1, None, True) == ["", ""]
 
 
-def two_sets() -> dict[str, Any]:
+def train_hsdp() -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())
+    model = Blocks()
     with mock.patch.object(groups, "timeout_of", return_value=timedelta(seconds=77)):
-        accelerator, model, optimizer = sharded(accumulation=3, fsdp_size=2)
-    found: dict[str, Any] = {"agrees at first": replicas_agree(model)}
-    head = model[1].weight
-    assert isinstance(head, DTensor)
-    mesh = head.device_mesh
-    found["shape"] = tuple(head.to_local().shape)
+        accelerator, optimizer = shard(model, accumulation=3, fsdp_size=2)
+    found: dict[str, Any] = {"agrees": [replicas_agree(model)], "reductions": []}
+    last: Any = model.blocks[1].weight
+    mesh = last.device_mesh
+    found["rows"] = len(last.to_local())
     found["groups"] = [dist.get_process_group_ranks(mesh.get_group(dim)) for dim in range(2)]
     found["time-outs"] = [timeout_of(mesh.get_group(dim)).total_seconds() for dim in range(2)]
 
-    reductions = []
+    reductions = 0
     all_reduce = dist.all_reduce
 
-    def counting(tensor: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
-        if group is mesh.get_group(0):
-            reductions.append(tensor.numel())
+    def count(tensor: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        nonlocal reductions
+        reductions += group is mesh.get_group(0)
         return all_reduce(tensor, *args, group=group, **options)
 
     check = ReplicaCheck(model)
-    with mock.patch.object(dist, "all_reduce", counting):
+    with mock.patch.object(dist, "all_reduce", count):
         for micro in range(6):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.full((4, 3), 1.0 + dist.get_rank() + micro)).square().sum())
             if accelerator.sync_gradients:
-                found.setdefault("reductions", []).append(len(reductions))
+                found["reductions"].append(reductions)
                 ExpertSync(model.parameters()).clip(model.parameters(), 0.1)
                 check()
                 optimizer.step()
                 optimizer.zero_grad()
-                reductions.clear()
-    found["agrees at last"] = replicas_agree(model)
-    # An average of weights, and a gradient that one rank has changed.
-    average = nn.Parameter(head.detach().clone())
-    with torch.no_grad():
-        average.lerp_(head, 0.5)
-    found["average"] = torch.equal(average.to_local(), head.to_local())
+                reductions = 0
+    found["agrees"].append(replicas_agree(model))
     model(torch.ones(1, 3)).sum().backward()
     if dist.get_rank() == 3:
-        head.grad.to_local().mul_(2)
-    with pytest.raises(UserError) as drift:
+        last.grad.to_local().mul_(2)
+    with pytest.raises(UserError, match=r"gradients of 1 parameter\(s\), first 'blocks.1.weight', differ"):
         check.check(check.steps)
-    found["drift"] = str(drift.value)
     return found
 
 
-def test_two_sets_of_two_ranks_hold_the_shards_and_meet_once_a_step():
-    for rank, found in enumerate(run_distributed(two_sets, 4)):
-        assert found["agrees at first"], "sets began with other weights"
-        assert found["agrees at last"]
-        assert found["shape"] == (1, 3)
-        assert found["groups"] == [[rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]]
-        assert found["time-outs"] == [77, 77], "not those of the world's group"
-        assert found["reductions"] == [1, 1], "one for each step, not for each micro-batch"
-        assert found["average"]
-        assert "gradients of 1 parameter(s), first '1.weight', differ" in found["drift"]
+def test_hsdp_reduces_gradients_over_two_sets_once_per_step():
+    for rank, found in enumerate(run_distributed(train_hsdp, 4)):
+        assert found == {
+            "agrees": [True, True],
+            "rows": 2 - rank % 2,
+            "groups": [[rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]],
+            "time-outs": [77, 77],
+            "reductions": [2, 2],
+        }
 
 
-class Routed(nn.Module):
-    """In bfloat16 with a router in float32, as transformers has blocks."""
+class RoutedBlock(nn.Module):
+    """A block in bfloat16 with a router in float32, as in models of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,21 +149,17 @@ class Routed(nn.Module):
         return self.layer(x) * self.router(x.float()).softmax(-1).bfloat16()
 
 
-def shard_two_types() -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients as fully sharded and as on one process."""
+def compare_two_types() -> None:
     torch.manual_seed(0)
-    alone, model = nn.Sequential(Routed()), nn.Sequential(Routed())
-    model.load_state_dict(alone.state_dict())
-    x = torch.ones(2, 4, dtype=torch.bfloat16)
-    accelerator = Accelerator(cpu=True)
-    prepare(accelerator, model, torch.optim.AdamW(model.parameters()), dense="fsdp2")
-    for each in (alone, model):
-        each(x).float().square().sum().backward()
-    grads = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
-    return grads, [parameter.grad for parameter in alone.parameters()]  # type: ignore[misc]
+    reference, model = nn.Sequential(RoutedBlock()), nn.Sequential(RoutedBlock())
+    model.load_state_dict(reference.state_dict())
+    shard(model)
+    for each in (reference, model):
+        each(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().sum().backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
 
 
-def test_a_router_in_float32_is_gathered_apart_from_a_block_in_bfloat16():
-    for grads, expected in run_distributed(shard_two_types, 2):
-        assert [grad.dtype for grad in grads] == [torch.bfloat16] * 2 + [torch.float32] * 2
-        torch.testing.assert_close(grads, expected)
+def test_float32_router_in_a_bfloat16_block_equals_one_process():
+    run_distributed(compare_two_types, 2)

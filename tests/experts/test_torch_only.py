@@ -1,0 +1,65 @@
+"""Expert parallelism in a loop on torch only: imports, the example script, and its changes for Fabric."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.processes import ROOT, free_port, program_environment
+from tests.support.forked_python import ForkedPython
+
+EXAMPLE = ROOT / "docs" / "examples" / "torch_alone.py"
+PAGE = ROOT / "docs" / "experts" / "torch_alone.md"
+
+
+def test_public_names_of_experts_import_torch_only():
+    code = (
+        "import sys; from toolkit import experts; "
+        "[getattr(experts, n) for n in experts.__all__];"
+        "print(*{'torch', 'transformers', 'accelerate', 'datasets', 'wandb', 'peft'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=program_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["torch"]
+
+
+def run_example(script: Path, folder: Path) -> list[tuple[str, str]]:
+    """Return the last loss of each of two ranks, before and after loading."""
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environments = [program_environment(**launched, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    ranks = [ForkedPython(str(script), str(folder), env=environment) for environment in environments]
+    try:
+        (first, first_error), (second, second_error) = [rank.communicate(timeout=300) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], first_error + second_error
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return sorted(re.findall(r"loss ([\d.]+), again ([\d.]+)", first + second))
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    return run_example(EXAMPLE, tmp_path_factory.mktemp("torch"))
+
+
+def test_example_repeats_its_losses_after_loading(losses: list[tuple[str, str]]):
+    assert len(losses) == 2
+    assert all(before == after for before, after in losses)
+
+
+def test_example_under_fabric_has_equal_losses(losses: list[tuple[str, str]], tmp_path: Path):
+    pytest.importorskip("lightning.fabric")
+    text = EXAMPLE.read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
+    for hunk in diff.split("\n\n"):
+        before, after = ("\n".join(re.findall(f"^[{sign}](.*)", hunk, re.MULTILINE)) for sign in ("-", "+"))
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert run_example(script, tmp_path / "saved") == losses
