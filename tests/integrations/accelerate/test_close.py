@@ -89,25 +89,30 @@ def test_close_restores_methods_hooks_and_signals(world: int, tmp_path: Any) -> 
     run_distributed(train_and_close, world, tmp_path)
 
 
-def is_freed_by_close() -> bool:
-    """Return whether a closed model and its parameters are freed while its accelerator and `experts` stay."""
+def is_freed(closes: bool) -> bool:
+    """Return whether a model and its parameters are freed while their accelerator stays, which still clips."""
     loop = ToyLoop(adamw, model=SavableToy(), replan=MIGRATING)
     loop.train(range(3), max_norm=1.0)
     accelerator, experts = loop.accelerator, loop.experts
     experts.metrics()
     references = [weakref.ref(loop.raw), *(weakref.ref(parameter) for parameter in loop.raw.parameters())]
-    experts.close()
+    if closes:
+        experts.close()
+    else:
+        del experts
     accelerator.free_memory()
     del loop
     gc.collect()
     if dist.is_initialized():
         dist.barrier()
-    return all(reference() is None for reference in references)
+    norm = accelerator.clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0)
+    return all(reference() is None for reference in references) and bool(norm == 0)
 
 
+@pytest.mark.parametrize("closes", [True, False])
 @pytest.mark.parametrize("world", [1, 2])
-def test_close_frees_the_model(world: int) -> None:
-    assert run_distributed(is_freed_by_close, world) == [True] * world
+def test_model_is_freed_while_its_accelerator_stays(world: int, closes: bool) -> None:
+    assert run_distributed(is_freed, world, closes) == [True] * world
 
 
 def test_error_in_the_loop_closes() -> None:

@@ -95,15 +95,6 @@ def test_layer_copied_after_a_training_forward_pass_is_independent(make: Any, du
     assert torch.equal(copied(x), y)
 
 
-def pickle_sharded_experts() -> None:
-    with pytest.raises(TypeError, match="ProcessGroup"):
-        pickle.dumps(ToyLoop().raw)
-
-
-def test_pickling_sharded_experts_raises() -> None:
-    run_distributed(pickle_sharded_experts, 2)
-
-
 def copy_with_adapters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights of a copy whose original is zeroed, and the weights that it saves."""
     from peft import PeftModel

@@ -141,18 +141,9 @@ ERRORS: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
             "^optimizer=SGD: the experts were prepared with another optimizer.",
         ],
     ),
-    "functional_call": (
-        functional_call_errors,
-        ["first 'stem.weight', differ between ranks in a forward pass of step 1", "^$"],
-    ),
-    "assigned gradients": (
-        assigned_gradient_errors,
-        ["^optimizer: gradients of experts were assigned without a backward pass", "^$"],
-    ),
-    "unused parameter": (
-        unused_parameter_errors,
-        [r"2 parameter\(s\), first 'unused.weight', got no gradient", "^$"],
-    ),
+    "functional_call": (functional_call_errors, ["'stem.* differ between ranks in a forward pass of step 1", "^$"]),
+    "assigned gradients": (assigned_gradient_errors, ["gradients of experts were assigned without a backward", "^$"]),
+    "unused parameter": (unused_parameter_errors, [r"2 parameter\(s\), first 'unused.weight', got no gradient", "^$"]),
 }
 """Functions that return the errors of several loops, and patterns of the errors; "^$" matches no error."""
 
@@ -245,24 +236,6 @@ def test_layer_skipped_by_the_last_micro_batch_equals_one_process(
         assert_equal_rows(gathered(ranks), rows, 1e-10)
 
 
-def loads_with_checkpointing() -> list[list[list[int]]]:
-    found = []
-    for use_reentrant in (None, False, True):
-        loop = ToyLoop()
-        loop.raw.use_reentrant = use_reentrant
-        loop.backward(samples())
-        with torch.no_grad():
-            loop.model(samples(1))  # training mode without gradients is not counted
-        found.append([stack.log.load_E.tolist() for stack in loop.experts.stacks.values()])
-    return found
-
-
-def test_loads_with_activation_checkpointing_are_counted_once() -> None:
-    for plain, non_reentrant, reentrant in run_distributed(loads_with_checkpointing, 2):
-        assert sum(plain[0]) == 16
-        assert plain == non_reentrant == reentrant
-
-
 def evaluate_in_join(forwards: list[int], nodes: int) -> list[Tensor]:
     """Return the largest difference from an unsharded model of each batch of this rank."""
     reference, model = Toy(), Toy()
@@ -285,6 +258,14 @@ def test_join_with_unequal_batches_equals_one_process(forwards: list[int], nodes
     assert all(difference < 1e-10 for differences in ranks for difference in differences)
 
 
+def error_in_join(loop: ToyLoop, call: Callable[[Tensor], object], x: Tensor) -> str:
+    def run() -> None:
+        with loop.experts.join():
+            call(x)
+
+    return error_of(run)
+
+
 def evaluate_copies_in_join() -> tuple[bool, str]:
     """Return whether a copy equals the model in a join of both, and the error of a join that does not name the copy."""
     loop = ToyLoop()
@@ -295,12 +276,7 @@ def evaluate_copies_in_join() -> tuple[bool, str]:
     with loop.experts.join(average):
         for x in batches:
             average(x)
-
-    def join_without_the_copy() -> None:
-        with loop.experts.join():
-            average(samples())
-
-    return equal, error_of(join_without_the_copy)
+    return equal, error_in_join(loop, average, samples())
 
 
 def test_join_serves_named_copies_and_raises_for_others() -> None:
@@ -311,12 +287,7 @@ def test_join_serves_named_copies_and_raises_for_others() -> None:
 
 def different_layers_error() -> str:
     loop = ToyLoop()
-
-    def call() -> None:
-        with loop.experts.join():
-            loop.raw.blocks[dist.get_rank()](torch.randn(2, DIM, dtype=torch.float64))
-
-    return error_of(call)
+    return error_in_join(loop, loop.raw.blocks[dist.get_rank()], torch.ones(2, DIM, dtype=torch.float64))
 
 
 def test_join_ranks_in_different_layers_raises() -> None:

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.checkpoint import checkpoint
 
 from tests.parity.data import BATCH, rank_and_world, unequal_share
 from tests.parity.layouts import place
@@ -35,15 +34,13 @@ class Toy(nn.Module):
         self.head = nn.Linear(DIM, 3)
         self.skipped: tuple[int, ...] = ()
         """Blocks that the forward pass skips, as in LayerDrop."""
-        self.use_reentrant: bool | None = None
-        """Kind of activation checkpointing of the blocks. None: no checkpointing."""
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).tanh()
         for number, block in enumerate(self.blocks):
             if number not in self.skipped:
-                x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+                x = block(x)
         return self.head(x)
 
 
@@ -76,13 +73,7 @@ def samples(step: int = 0) -> Tensor:
 class ToyLoop:
     """A training loop whose losses and gradients do not depend on the world size.
 
-    Args:
-        make_optimizers: Make the optimizers of the model. Default: `sgd`.
-        model: Default: a `Toy`.
-        accelerator: Default: a new one.
-        placement: Name of the initial placement.
-        schedule: Learning rate factor of the first optimizer by step. Default: no scheduler.
-        options: Arguments of `ExpertParallel`.
+    `schedule` is the learning rate factor of the first optimizer by step, `options` are arguments of `ExpertParallel`.
     """
 
     def __init__(
