@@ -148,10 +148,7 @@ def penalized_step(ep_size: int, replicas: bool) -> tuple[float, float, dict[str
     return penalty.item(), norm.item(), whole_state_dict(model)
 
 
-@pytest.mark.parametrize(
-    ("world", "ep_size", "replicas"),
-    [(1, 1, False), (2, 2, False), (2, 2, True), (4, 2, True), (4, 4, True), (4, 4, False)],
-)
+@pytest.mark.parametrize(("world", "ep_size", "replicas"), [(1, 1, False), (2, 2, False), (4, 2, True)])
 def test_step_with_parameter_penalty_and_clip_equals_plain_torch(world: int, ep_size: int, replicas: bool):
     model = build()
     penalty = 0.5 * sum(p.square().sum() for p in model.parameters())

@@ -311,6 +311,17 @@ def test_dropped_pairs_are_counted_separately_and_in_the_load() -> None:
     assert counts.received_FLW.tolist() == [[[3]]]
 
 
+@pytest.mark.parametrize("capacity_factor", [None, 0.5])
+def test_dropped_fraction_is_reported_for_layers_with_a_capacity_only(capacity_factor: float | None) -> None:
+    layer = make_moe(4, 8, 3, 2, capacity_factor=capacity_factor)
+    meter = LoadMeter(layer)
+    layer(torch.randn(10, 4))
+    meter.fold()
+    _, metrics = meter.read(1)
+    dropped = int(layer.expert_stack.log.dropped_E.sum())
+    assert metrics.get("moe/dropped_fraction") == (None if capacity_factor is None else dropped / 20)
+
+
 def nodes_of_peers() -> list[int] | None:
     layer = make_moe(4, 4, 2, 1, groups=make_expert_groups(2))
     LoadMeter(layer, ranks_per_node=3)
