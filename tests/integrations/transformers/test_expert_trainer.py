@@ -43,7 +43,6 @@ SETTINGS = dict[str, Any]
 PACKED = {"packing": True, "max_length": 16}
 CASES: dict[str, tuple[str, SETTINGS, SETTINGS]] = {
     "Trainer, adapters": ("adapters", {"balance_weight": 0.1, **MOVING}, {"gradient_accumulation_steps": 2}),
-    "Trainer, experts": ("experts", MOVING, {}),
     # The loss of a classifier ignores the number of tokens.
     "Trainer, classifier": ("classifier", MOVING, {"average_tokens_across_devices": False}),
     "SFTTrainer, peft_config": ("peft_config", {}, {}),
