@@ -18,7 +18,7 @@ from tests.parity.layouts import LAYOUTS, MORE_LAYOUTS, Layout
 from tests.parity.models import MODELS, OF_TRANSFORMERS, WITH_MOE_LAYERS
 from tests.parity.optimizers import OPTIMIZERS
 
-DOORS = ("ExpertParallel", "Trainer", "torch only", "expert_trainer")
+LOOPS = ("ExpertParallel", "Trainer", "torch only", "expert_trainer")
 CHECKPOINTING: dict[str, bool | None] = {"none": None, "non-reentrant": False, "reentrant": True}
 """Kinds of activation checkpointing: the value of `use_reentrant`."""
 
@@ -28,7 +28,7 @@ class Case:
     """One training run."""
 
     model: str = "our MoE"
-    door: str = "ExpertParallel"
+    loop: str = "ExpertParallel"
     layout: str = "EP 2"
     optimizer: str = "AdamW"
     accumulation: int = 1
@@ -50,7 +50,7 @@ class Case:
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
-        return ", ".join([self.model, self.door, self.layout, self.optimizer, *self.habits])
+        return ", ".join([self.model, self.loop, self.layout, self.optimizer, *self.habits])
 
     @property
     def habits(self) -> Iterator[str]:
@@ -70,15 +70,15 @@ class Case:
     @property
     def reference(self) -> Case:
         """The case with the same numbers in a plain loop of one process, without what must not change them."""
-        door = "ExpertParallel" if self.door == "torch only" else self.door  # the same order of samples
-        return replace(self, door=door, layout="1 process", checkpointing="none", resume=False)
+        loop = "ExpertParallel" if self.loop == "torch only" else self.loop  # the same order of samples
+        return replace(self, loop=loop, layout="1 process", checkpointing="none", resume=False)
 
 
 SWITCHES = tuple(field.name for field in fields(Case) if isinstance(field.default, bool))
 
 VALUES: dict[str, list[Any]] = {
     "model": list(MODELS),
-    "door": list(DOORS),
+    "loop": list(LOOPS),
     "layout": list(LAYOUTS),
     "optimizer": list(OPTIMIZERS),
     "accumulation": [1, 2],
@@ -96,18 +96,18 @@ def _is_plain(layout: str) -> bool:
 UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
     (
         "With torch only, the loop shards non-expert parameters itself.",
-        ("door", "layout"),
-        lambda door, layout: door == "torch only" and LAYOUTS[layout].dense == "fsdp2",
+        ("loop", "layout"),
+        lambda loop, layout: loop == "torch only" and LAYOUTS[layout].dense == "fsdp2",
     ),
     (
         "`expert_trainer` takes the size of EP groups only, and replicates non-expert parameters.",
-        ("door", "layout"),
-        lambda door, layout: door == "expert_trainer" and not _is_plain(layout),
+        ("loop", "layout"),
+        lambda loop, layout: loop == "expert_trainer" and not _is_plain(layout),
     ),
     (
         "transformers' Trainer saves models of transformers only.",
-        ("door", "model", "resume"),
-        lambda door, model, resume: door == "expert_trainer" and resume and model not in OF_TRANSFORMERS,
+        ("loop", "model", "resume"),
+        lambda loop, model, resume: loop == "expert_trainer" and resume and model not in OF_TRANSFORMERS,
     ),
     (
         "FSDP2 does not shard optimizer states that exist before the first step (Adagrad).",
@@ -126,13 +126,13 @@ UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
     ),
     (
         "`expert_trainer` makes a penalty for models of transformers only.",
-        ("door", "penalty"),
-        lambda door, penalty: door == "expert_trainer" and penalty,
+        ("loop", "penalty"),
+        lambda loop, penalty: loop == "expert_trainer" and penalty,
     ),
     (
         "A capacity holds for a micro-batch, and the penalty of `Trainer` for a step.",
-        ("model", "door", "penalty"),
-        lambda model, door, penalty: model == "top-1, capacity" and door == "Trainer" and penalty,
+        ("model", "loop", "penalty"),
+        lambda model, loop, penalty: model == "top-1, capacity" and loop == "Trainer" and penalty,
     ),
     ("Muon has its own parameter groups.", ("optimizer", "groups"), lambda name, groups: name == "Muon" and groups),
     (
@@ -196,7 +196,7 @@ SINGLE = [
     Case("shared expert", "ExpertParallel", "EP 4 of 8, 4 nodes", accumulation=2, evaluation=True),
     Case("DeepSeek-V3", "Trainer", "EP 4 of 8, 4 nodes", frozen=True),
     Case("own experts", "ExpertParallel", "EP 2, moves, FSDP2", dtype=torch.float32),
-    Case("own experts", "ExpertParallel", "EP 2, moves, FSDP2", dtype=torch.bfloat16),
+    Case("our MoE", "ExpertParallel", "EP 2, moves, FSDP2", dtype=torch.bfloat16),
     Case("our MoE", "ExpertParallel", "EP 2, replicas", dtype=torch.bfloat16),
     Case("our MoE", "ExpertParallel", "EP 4, moving replicas", dtype=torch.float32, accumulation=2),
 ]

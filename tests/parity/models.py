@@ -35,7 +35,7 @@ class StackedExperts(nn.Module):
         for expert in range(self.num_experts):
             token, choice = (expert_ids == expert).nonzero(as_tuple=True)
             y = (hidden[token] @ self.up[expert] + self.up_bias[expert]).relu() @ self.down[expert]
-            out = out.index_add(0, token, y * weights[token, choice, None])
+            out = out.index_add(0, token, (y * weights[token, choice, None]).to(out.dtype))
         return out
 
 

@@ -7,7 +7,7 @@ import io
 import sys
 
 from benchmarks.support.processes import ROOT
-from tests.parity.case import CASES, DOORS, UNSUPPORTED, Case, supported_pairs
+from tests.parity.case import CASES, LOOPS, UNSUPPORTED, Case, supported_pairs
 from tests.parity.layouts import LAYOUTS, MORE_LAYOUTS
 from tests.parity.models import MODELS
 from tests.parity.optimizers import OPTIMIZERS
@@ -37,7 +37,7 @@ def table(first: str, rows: dict[str, str], columns: dict[str, str]) -> str:
 
 def page() -> str:
     layouts = dict.fromkeys([*LAYOUTS, *MORE_LAYOUTS], "layout")
-    doors = dict.fromkeys(DOORS, "door")
+    loops = dict.fromkeys(LOOPS, "loop")
     others = dict.fromkeys(MODELS, "model") | dict.fromkeys(OPTIMIZERS, "optimizer") | dict.fromkeys(HABITS, "habit")
     reasons = "\n".join(f"- {reason}" for reason, _, _ in UNSUPPORTED)
     pairs = sum(1 for _ in supported_pairs())
@@ -48,9 +48,9 @@ and optimizer states with a plain torch loop of one process, to 1e-10. They cove
 models, loops, layouts, optimizers and habits. `python -m tests.parity.page` writes this page from
 `tests/parity/case.py`. The tables have numbers of cases.
 
-{table("layout", layouts, doors)}
+{table("layout", layouts, loops)}
 
-{table("model, optimizer, habit", others, doors)}
+{table("model, optimizer, habit", others, loops)}
 
 Not supported:
 
@@ -67,7 +67,7 @@ def case_list() -> str:
 
 
 def cells(case: Case) -> list[str | int]:
-    return [case.ranks.world, case.model, case.door, case.layout, case.optimizer, "; ".join(case.habits)]
+    return [case.ranks.world, case.model, case.loop, case.layout, case.optimizer, "; ".join(case.habits)]
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ import torch
 
 from benchmarks.support.processes import run_distributed
 from tests.parity.case import CASES, Case
-from tests.parity.doors import train, train_reference
+from tests.parity.loops import train, train_reference
 from tests.parity.models import EXPERTS
 from tests.parity.outcome import Outcome, assert_equals
 from tests.parity.page import LIST, PAGE, case_list, page
 from tests.support.gpu import use_gpu
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05}
-ON_GPU = [case for case in CASES if case.door in ("ExpertParallel", "Trainer") and case.ranks.dense == "ddp"]
+ON_GPU = [case for case in CASES if case.loop in ("ExpertParallel", "Trainer") and case.ranks.dense == "ddp"]
 """Cases that also run on GPUs; gloo, which shares a GPU, lacks the reduce-scatter of FSDP2."""
 
 

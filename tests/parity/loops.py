@@ -90,9 +90,9 @@ def use_weights_for(mode: str, optimizer: Any) -> None:
 
 def split_of(case: Case, rank: int, world: int) -> Rows:
     """Return the samples of a rank. Models of transformers compute no empty batches, so theirs are split equally."""
-    if case.door == "expert_trainer":
+    if case.loop == "expert_trainer":
         return transformers_rows(case.accumulation, rank, world)
-    if case.model in OF_TRANSFORMERS or case.door == "Trainer":
+    if case.model in OF_TRANSFORMERS or case.loop == "Trainer":
         return trainer_rows(FULL if case.model in OF_TRANSFORMERS else SAMPLES, case.accumulation, rank, world)
     return unequal_rows(case.accumulation, rank, world)
 
@@ -106,12 +106,14 @@ def train_reference(case: Case) -> Outcome:
         outcome.watch(model, optimizer)
         penalty = make_penalty(case, model)
         for rows in split_of(case, 0, 1):
-            if case.penalty and case.door == "Trainer":
+            if case.penalty and case.loop == "Trainer":
                 rows = [torch.cat(rows)]
             use_weights_for("train", optimizer)
             total, loss = sum(map(targets, rows)), torch.zeros((), dtype=torch.float64)
             for part in rows:
-                nats = summed_loss(model.train()(input_ids=TRAIN[part])["logits"], TRAIN[part])
+                with torch.autocast("cpu", enabled=case.dtype is torch.bfloat16):
+                    logits = model.train()(input_ids=TRAIN[part])["logits"]
+                nats = summed_loss(logits.to(torch.promote_types(logits.dtype, torch.float32)), TRAIN[part])
                 loss = loss + (nats + (targets(part) * penalty() if penalty else 0)) / total
             loss.backward()
             if case.clipping:
@@ -131,7 +133,7 @@ def train_reference(case: Case) -> Outcome:
     return outcome
 
 
-class Loop(ABC):
+class OwnLoop(ABC):
     """A loop that a user writes. Subclasses differ in what shards the experts and makes a step."""
 
     def __init__(self, case: Case, folder: Path):
@@ -201,7 +203,7 @@ class Loop(ABC):
         return summed_loss(self.model(input_ids=rows)["logits"], rows)
 
 
-class ExpertParallelLoop(Loop):
+class ExpertParallelLoop(OwnLoop):
     """A loop on Accelerate, by `ExpertParallel`."""
 
     def shard(self, placement: Any) -> None:
@@ -261,7 +263,7 @@ class ExpertParallelLoop(Loop):
         return sum(migration.report.cost.experts for migration in self.experts.migrations)
 
 
-class TorchLoop(Loop):
+class TorchLoop(OwnLoop):
     """A loop on torch only, with DDP."""
 
     steps = 0
@@ -499,11 +501,11 @@ def train_by_expert_trainer(case: Case, folder: Path) -> Outcome:
 
 def train(case: Case, folder: Path) -> Outcome:
     """Train `case` on the ranks of this process group."""
-    by_door = {
+    by_loop = {
         "ExpertParallel": lambda: ExpertParallelLoop(case, folder).train(),
         "torch only": lambda: TorchLoop(case, folder).train(),
         "Trainer": partial(train_by_trainer, case, folder),
         "expert_trainer": partial(train_by_expert_trainer, case, folder),
     }
     with in_float64_throughout(case.model):
-        return by_door[case.door]()
+        return by_loop[case.loop]()
