@@ -189,7 +189,7 @@ def test_loss_scaling_is_restored(tmp_path):
     assert loaded.scaler.state_dict() == saved.scaler.state_dict()
 
 
-def test_experts_are_placed_where_they_were_saved(tmp_path):
+def test_experts_return_to_their_saved_placement(tmp_path):
     moved = trained()
     migrate(moved[0].moe.expert_stack, ExpertPlacement(((3, 1, 0, 2),)), moved[1])
     checkpoint_files.save(tmp_path / "saved", *moved, {"epoch": 3})
@@ -403,7 +403,7 @@ def test_full_disk_deletes_older_checkpoints(capacity, newest_is_damaged, kept, 
 
 
 class Killed(BaseException):
-    """Stands for a kill, which nothing may handle."""
+    """Stand-in for a kill, which no handler may catch."""
 
 
 def before_operations(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:

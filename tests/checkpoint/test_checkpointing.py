@@ -20,7 +20,7 @@ from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.train.callbacks.evaluation import Evaluation
 
 
-def test_run_keeps_the_newest_and_continues_from_one_that_verifies(tmp_path, capsys):
+def test_run_keeps_the_newest_checkpoints_and_resumes_from_a_verified_one(tmp_path, capsys):
     config = small_config(tmp_path / "run", checkpoint=CheckpointOptions(every_steps=4, keep=3))
     saved = []
 

@@ -69,7 +69,7 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The case with the same numbers in a plain loop of one process, without what must not change them."""
+        """The case of one process with the same numbers, without checkpointing and resume."""
         loop = "ExpertParallel" if self.loop == "torch only" else self.loop  # the same order of samples
         return replace(self, loop=loop, layout="1 process", checkpointing="none", resume=False)
 
@@ -89,8 +89,8 @@ VALUES: dict[str, list[Any]] = {
 
 
 def _is_plain(layout: str) -> bool:
-    where = LAYOUTS[layout]
-    return where.dense == "ddp" and where.ranks == "neighbours" and where.nodes == 1
+    ranks = LAYOUTS[layout]
+    return ranks.dense == "ddp" and ranks.ranks == "neighbours" and ranks.nodes == 1
 
 
 UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
@@ -168,7 +168,7 @@ def pairwise() -> list[Case]:
     """Return cases that cover each supported pair of values.
 
     Greedy and deterministic: each case starts with a pair that is not covered yet, and takes for each other field the
-    value that covers most of the remaining pairs, and of these the one that has been taken least.
+    value that covers most of the remaining pairs, and of these the least used value.
     """
     remaining = dict.fromkeys(supported_pairs())
     cases: list[Case] = []

@@ -134,7 +134,7 @@ def train_reference(case: Case) -> Outcome:
 
 
 class OwnLoop(ABC):
-    """A loop that a user writes. Subclasses differ in what shards the experts and makes a step."""
+    """Training loop of a user. Subclasses shard the experts and make steps."""
 
     def __init__(self, case: Case, folder: Path):
         self.case, self.folder, self.layout, self.outcome = case, folder, case.ranks, Outcome()

@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class MoELanguageModel(nn.Module):
-    """An embedding, MoE blocks and an output layer. Each token sees its predecessor, in place of attention."""
+    """An embedding, MoE blocks and an output layer. Each token sees its predecessor instead of attending."""
 
     def __init__(self, *moe_layers: nn.Module, calls: int = 1, tied: bool = False) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Float64:
 
 
 def in_float64_throughout(name: str) -> AbstractContextManager[Any]:
-    """Compute in float64 where the code of a transformers family names float32, as in its norms and routers."""
+    """Compute in float64 although the code of a transformers family names float32, as in norms and routers."""
     if name not in OF_TRANSFORMERS:
         return nullcontext()
     import importlib

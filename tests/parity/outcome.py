@@ -69,7 +69,7 @@ def _as_tensor(value: Tensor | float | None) -> Tensor | None:
 def rows_by_id(
     model: nn.Module, value_of: Callable[[nn.Parameter], Tensor | None], suffix: str = ""
 ) -> tuple[Rows, Rows]:
-    """Return values that this rank owns, or has as all ranks do, and those of its replicas. A collective."""
+    """Return replicated and owned values, and values of replicas of other ranks' rows. A collective."""
     owned: Rows = {}
     replicas: Rows = {}
     for name, parameter in model.named_parameters():

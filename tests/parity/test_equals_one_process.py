@@ -25,7 +25,7 @@ ON_GPU = [case for case in CASES if case.loop in ("ExpertParallel", "Trainer") a
 
 
 def train_all(cases: list[Case], folder: Path, device: str) -> list[Outcome]:
-    """Train the cases of a world. The first one that raises ends the launch, because its ranks are out of step."""
+    """Train the cases of a world. The first error ends the launch, because ranks are out of step then."""
     if device == "gpu":
         use_gpu()
     found = []

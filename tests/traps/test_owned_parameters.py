@@ -58,7 +58,7 @@ def prepare_experts() -> dict[str, Any]:
     }
 
 
-def test_ddp_overwrites_experts_with_those_of_rank_0():
+def test_ddp_overwrites_experts_with_rank_0():
     first, second = run_distributed(prepare_experts, 2)
     (initial_0, _, _), (initial_1, plain_1, sharded_1) = first["experts"], second["experts"]
     assert not torch.equal(initial_0, initial_1)

@@ -65,7 +65,7 @@ def states_of_layer(stride: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
 
 
 @pytest.mark.parametrize(("world", "stride"), [(2, 1), (4, 2)])
-def test_whole_state_dict_gathers_all_experts_on_rank_0(world: int, stride: int) -> None:
+def test_state_dict_gathers_all_experts_on_rank_0(world: int, stride: int) -> None:
     expected = make_layer(8, 16, 4, 2).state_dict()
     (state, part, message), *others = run_distributed(states_of_layer, world, stride)
     assert_equal(state, expected)

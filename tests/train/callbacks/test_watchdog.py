@@ -136,7 +136,7 @@ def report(rank: int, **changes: object) -> Report:
         ([report(0), report(1)], [], "the run does not go on: ranks 0, 1 of 2 in loss (a.py:1)"),
     ],
 )
-def test_what_ranks_do_names_the_late_rank(reports, silent, expected):
+def test_rank_activities_name_the_late_rank(reports, silent, expected):
     assert expected in what_ranks_do(reports, silent, len(reports) + len(silent))
 
 
