@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 import toolkit as tk
 from benchmarks.support.processes import run_distributed
+from tests.experts.models import Block
 from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.layer.router_options import RouterOptions
-from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.placement.placement import contiguous
 from toolkit.integrations.peft.adapter_options import AdapterOptions
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
@@ -117,52 +116,40 @@ def test_summary_with_even_load_or_few_tokens_has_no_remedy(top_expert: int | No
 
 
 class OwnTask:
-    """A task without a `penalty`."""
+    """Classification with the methods of a task only."""
 
-    def count(self, batch: dict[str, Tensor]) -> int:
-        return len(batch["label"])
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tk.Loss:
-        logits = model(batch["input"])
-        return tk.Loss(nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"]))
-
-    evaluate = loss
-
-
-class PenalizedTask(OwnTask):
-    def __init__(self, model: nn.Module):
-        self.router_losses = tk.experts.RouterPenalty(model, balance_weight=0.0)
+    def __init__(self, router_losses: tk.experts.RouterPenalty | None = None):
+        inner = tk.Classification()
+        self.count, self.loss, self.evaluate = inner.count, inner.loss, inner.evaluate
+        self.router_losses = router_losses
 
 
 def test_own_task_trains_with_balance_loss_of_config_or_its_own_penalty(tmp_path: Path):
-    def router_after(name: str, make_task: Callable[[nn.Module], tk.Task]) -> Tensor:
+    def router_after(name: str, make_task: Callable[[Any], tk.Task], *, own: bool) -> Tensor:
         torch.manual_seed(0)
         model = tk.experts.make_moe(4, 8, 4, 1)
-        fit(make_config(tmp_path / name, max_steps=3, balance_weight=1.0), model, make_task(model))
+        task = make_task(tk.experts.RouterPenalty(model, balance_weight=0.0) if own else None)
+        fit(make_config(tmp_path / f"{name} {own}", max_steps=3, balance_weight=1.0), model, task)
         return model.router.weight.detach()
 
-    def penalized(model: nn.Module) -> tk.Task:
-        return tk.Classification(penalty=tk.experts.RouterPenalty(model, balance_weight=0.0))
+    def classification(penalty: Any) -> tk.Task:
+        return tk.Classification(penalty=penalty)
 
-    of_config = router_after("config", lambda _: tk.Classification())
-    assert torch.equal(router_after("own task", lambda _: OwnTask()), of_config)
-    own_penalty = router_after("own penalty", PenalizedTask)
-    assert not torch.equal(own_penalty, of_config)
-    assert torch.equal(own_penalty, router_after("classification", penalized))
+    of_config, own = (router_after("classification", classification, own=own) for own in (False, True))
+    assert torch.equal(router_after("task", OwnTask, own=False), of_config)
+    assert torch.equal(router_after("task", OwnTask, own=True), own)
+    assert not torch.equal(own, of_config)
 
 
 def test_settings_without_effect_on_layers_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    own = nn.Module()
-    own.up = nn.Parameter(torch.randn(4, 4, 4))
-    own.forward = lambda x: torch.einsum("td,edf->tf", x, own.up)
-    own.expert_stack = ExpertStack({"up": own.up}, contiguous(4, 1), ExpertGroups())
-    model = nn.Sequential(tk.experts.make_moe(4, 8, 4, 1), own)
+    model = nn.Sequential(tk.experts.make_moe(4, 8, 4, 1), Block(4, 8, 4))
+    tk.experts.shard_experts(model[1])
     with tk.start_run("toy", make_config(tmp_path, balance="bias", capacity_factor=1.5)) as run:
         standard_trainer(run, OwnTask(), model, train=TABLE, test=TABLE)
     out = capsys.readouterr().out
     assert "--balance bias: has no effect on 0, which was built with loss." in out
     assert "--capacity-factor 1.5: has no effect on 0, which was built with None." in out
-    assert "balance_weight, z_weight and capacity_factor: have no effect on 1." in out
+    assert "balance_weight, z_weight and capacity_factor: have no effect on 1.experts." in out
 
 
 class Counter(nn.Module):
@@ -177,7 +164,7 @@ class Counter(nn.Module):
         return x
 
 
-def test_whole_step_balance_with_accumulation_updates_buffers_once_per_micro_batch(tmp_path: Path):
+def test_step_balance_with_accumulation_updates_buffers_once_per_micro_batch(tmp_path: Path):
     def buffers_after_one_step(balance_weight: float) -> dict[str, Tensor]:
         model = nn.Sequential(nn.BatchNorm1d(4), Counter(), tk.experts.make_moe(4, 8, 4, 1))
         settings = {"batch_size": 12, "gradient_accumulation_steps": 3, "max_steps": 1}
