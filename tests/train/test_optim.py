@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import toolkit as tk
+from tests.parity.models import RoutedExperts
 from toolkit.errors import UserError
 from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.train.optim import build_optimizer, build_schedule, initial_rates
@@ -57,6 +58,15 @@ def test_build_optimizer_equals_adamw_that_decays_matrices_only():
             optimizer.zero_grad()
     for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found, expected, msg=name)
+
+
+def test_build_optimizer_decays_expert_matrices_and_not_stacked_biases():
+    model = RoutedExperts()
+    tk.experts.shard_experts(model)
+    optimizer = build_optimizer(model, tk.RunConfig(batch_size=8, optimizer=tk.OptimizerOptions(weight_decay=0.7)))
+    decay_of = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    found = {name: decay_of[parameter] for name, parameter in model.named_parameters()}
+    assert found == {"gate.weight": 0.7, "experts.up": 0.7, "experts.up_bias": 0.0, "experts.down": 0.7}
 
 
 def test_initial_rates_of_all_zero_raise():

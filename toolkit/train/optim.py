@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.muon import Muon, muon_groups
-from toolkit.experts.parallel.ownership import is_owned
+from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.integrations.accelerate.compat import steps_once_per_process
 from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.run.config.run import RunConfig
@@ -93,7 +93,7 @@ def _of_plain(value: Any) -> Any:
 def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """Return the optimizer of a recipe: fused AdamW, or Muon with AdamW for what is not a matrix.
 
-    Vectors have no weight decay. Expert-parallel parameters are in groups of their own.
+    Vectors, also stacked ones of experts, have no weight decay. Expert-parallel parameters are in groups of their own.
 
     Args:
         model: After its experts are sharded.
@@ -103,9 +103,10 @@ def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimize
     if options.kind == "muon":
         return Muon(muon_groups(model), lr=lr, weight_decay=options.weight_decay)
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            groups.setdefault((is_owned(parameter), parameter.ndim >= 2), []).append(parameter)
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+        # A stack of experts has one dimension more than the parameter of an expert.
+        is_matrix = parameter.ndim >= 2 + (ownership_of(parameter) is not None)
+        groups.setdefault((is_owned(parameter), is_matrix), []).append(parameter)
     # Fused: at small batches memory traffic bounds the step, and each tensor is read and written once.
     return torch.optim.AdamW(
         [{"params": params, "weight_decay": options.weight_decay * decays} for (_, decays), params in groups.items()],
