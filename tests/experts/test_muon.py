@@ -6,8 +6,10 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from tests.parity.models import RoutedExperts
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.muon import Muon, muon_groups, orthogonal
+from toolkit.experts.sharding.shard import shard_experts
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.8, "weight_decay": 0.03}], ids=["default", "custom"])
@@ -26,6 +28,15 @@ def test_muon_of_a_stack_equals_torch_for_each_expert(settings: dict[str, float]
         reference.step()
         torch.testing.assert_close(torch.stack(single[:3]), stack, rtol=0, atol=1e-6)
         torch.testing.assert_close(single[3], matrix, rtol=0, atol=1e-6)
+
+
+def test_muon_groups_decay_expert_matrices_and_not_stacked_biases():
+    model = RoutedExperts()
+    shard_experts(model)
+    optimizer = Muon(muon_groups(model), weight_decay=0.7)
+    decay_of = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    found = {name: decay_of[parameter] for name, parameter in model.named_parameters()}
+    assert found == {"gate.weight": 0.7, "experts.up": 0.7, "experts.up_bias": 0.0, "experts.down": 0.7}
 
 
 def test_muon_steps_other_parameters_as_adamw():

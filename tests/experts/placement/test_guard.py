@@ -72,7 +72,10 @@ def test_cost_model_counts_the_busiest_rank():
     assert COST_MODEL.migration_seconds(NOW, PLAN) == 1.0
     assert COST_MODEL.migration_seconds(NOW, NOW) == 0.0
     # Two rows in each direction, in dispatch and combine, forward and backward.
-    assert replace(COST_MODEL, row_bytes=100).seconds_of_visits(np.array([[7, 2], [2, 7]])) == 4.0
+    rows_of_100_bytes = replace(COST_MODEL, row_bytes=100)
+    assert rows_of_100_bytes.seconds_of_visits(np.array([[7, 2], [2, 7]])) == 4.0
+    # Rank 0 receives the rows that both others send.
+    assert rows_of_100_bytes.seconds_of_visits(np.array([[0, 0, 0], [3, 0, 0], [4, 0, 0]])) == 14.0
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,11 @@ class SpecialExpert(Experts):
         return super().compute(expert, x, weight)
 
 
+class ReturnsNaN(Experts):
+    def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
+        return super().compute(expert, x, weight) * torch.nan
+
+
 class ReturnsTwo(Experts):
     def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Any:
         return super().forward(hidden, expert_ids, weights), expert_ids
@@ -87,6 +92,7 @@ ERRORS = {
     WeightsItsInput: "Multiply the outputs of experts by their weights",
     HasBuffers: "buffer 'scale' is not moved with them.*Keep what differs",
     HasTables: "parameters with a row for each expert",
+    ReturnsNaN: "compute something else when they are sharded",
     ReturnsTwo: "it returns a tuple",
     ChoosesTokens: "cannot be called with hidden",
 }

@@ -37,6 +37,12 @@ def test_two_optimizers_equal_one_process(dense: str) -> None:
     assert_equal_rows(gathered(run_distributed(train_with_two_optimizers, 2, dense)), expected, 1e-10)
 
 
+def test_step_of_an_optimizer_that_was_not_prepared_raises() -> None:
+    loop = ToyLoop()
+    loop.backward(samples())
+    assert "has experts that were prepared with another optimizer" in error_of(adamw(loop.raw).step)
+
+
 def test_python_numbers_in_optimizer_states_are_restored(tmp_path: Path) -> None:
     loop, resumed = (ToyLoop(lambda model: DecayedSGD(model.parameters(), lr=0.1)) for _ in range(2))
     loop.train(range(2))

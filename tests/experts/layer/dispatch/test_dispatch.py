@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.experts.layer.dispatcher import LocalDispatcher
+from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher
 from toolkit.experts.layer.rows import sort_by_slot
+from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
+from toolkit.experts.placement.traffic import rows_per_slot
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,14 @@ def test_sort_by_slot_by_hand(slots_TK, rows_per_slot, pair, place, first) -> No
     assert order.source.tolist() == [number // len(slots_TK[0]) for number in pair]
     assert order.place.tolist() == place
     assert order.first.tolist() == first
+
+
+def test_tokens_take_turns_at_replicas_and_ranks_start_at_different_ones() -> None:
+    placement = ExpertPlacement(((0, 1), (2, 3), (0, 4)))
+    dispatcher = AllToAllDispatcher(placement, ExpertGroups(ep_size=3, ep_rank=1))
+    slots = dispatcher.slots_of(torch.zeros(3, 1, dtype=torch.int64)).flatten()
+    assert slots.tolist() == [4, 0, 4]
+    assert slots.bincount(minlength=6).tolist() == rows_per_slot([[3, 0, 0, 0, 0]], placement, sources=[1])[0].tolist()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
