@@ -31,6 +31,11 @@ class Writes:
         return open, (str(self.path), "w")
 
 
+def call_in_pickle(module: str, function: str, argument: str) -> bytes:
+    strings = [b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, function, argument)]
+    return b"\x80\x04" + strings[0] + strings[1] + b"\x93" + strings[2] + b"\x85R."
+
+
 def header(text: bytes, size: int | None = None) -> bytes:
     return struct.pack("<Q", len(text) if size is None else size) + text
 
@@ -66,6 +71,9 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "link to a device": lambda folder: ((folder / FILE).unlink(), (folder / FILE).symlink_to("/dev/zero")),
     "dangling link": lambda folder: ((folder / FILE).unlink(), (folder / FILE).symlink_to("/nowhere")),
     "code in metadata": lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Writes(folder / "ran"))),
+    "code of a module of metadata": lambda folder: (folder / ".metadata").write_bytes(
+        call_in_pickle("torch.serialization", "os.mkdir", str(folder / "ran"))
+    ),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
 }
 

@@ -1,12 +1,14 @@
 """The doctor names each fault of the toy."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.doctor.recording import record
 from toolkit.doctor.causes import diagnose
-from toolkit.doctor.compare import Comparison, Evidence
+from toolkit.doctor.compare import Comparison, Evidence, apart
 from toolkit.doctor.examine import judge
 from toolkit.doctor.record import Record, read_records
 
@@ -104,3 +106,7 @@ def test_differences_beyond_rounding_are_a_finding(healthy: Path):
     assert Comparison(one, many, 1e-6, yardstick).ok
     scale_gradients([many.first], 1 + 2e-5)
     assert not Comparison(one, many, 1e-6, yardstick)["gradients"].ok
+
+
+def test_nan_in_one_run_is_an_infinite_difference():
+    assert apart(torch.tensor([1.0, torch.nan]), torch.ones(2)) == math.inf

@@ -95,5 +95,7 @@ def test_on_ranks_preserves_loads():
     assert (more.reshape(3, 2, 2, 3, 5).sum(3) == load).all()
     assert (more.reshape(3, 2, 2, 3, 5).max(3) - more.reshape(3, 2, 2, 3, 5).min(3)).max() == 1
     assert (on_ranks(load, 1)[:, :, 0] == load.sum(2)).all()
+    # Of two EP groups, ranks 0 and 2 hold the same experts.
+    assert (on_ranks(more[:, :, :4], 2) == more[:, :, :2] + more[:, :, 2:4]).all()
     with pytest.raises(UserError, match="--ranks 3: the trace has 2 source ranks"):
         on_ranks(load, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.integrations.peft.adapter_options import AdapterOptions
+from toolkit.train.callbacks.expert_balance import BiasBalancing
 from toolkit.train.callbacks.replan import Replan
 from toolkit.train.callbacks.trace_recorder import TraceRecorder
 from toolkit.train.models.moe import moe_from_config
@@ -175,3 +177,13 @@ def test_step_balance_with_accumulation_updates_buffers_once_per_micro_batch(tmp
     assert balanced["0.num_batches_tracked"] == balanced["1.passes"] == 3
     for name, value in buffers_after_one_step(0.0).items():
         assert torch.equal(balanced[name], value), name
+
+
+def test_bias_balancing_lowers_the_bias_of_overloaded_experts():
+    layer = tk.experts.make_moe(4, 8, 4, 1, router=RouterOptions(balance="bias"))
+    balancing = BiasBalancing(layer, rate=0.1)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4))
+    layer(torch.eye(4)[[2, 2, 2, 0]])
+    balancing.on_before_optimizer_step(SimpleNamespace(run=SimpleNamespace(device=torch.device("cpu"))))
+    assert layer.router.bias.tolist() == pytest.approx([0.0, 0.1, -0.1, 0.1])

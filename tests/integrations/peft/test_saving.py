@@ -62,6 +62,7 @@ def save_and_load(folder: Path, family: str, options: dict[str, Any]) -> None:
         assert (folder / "merged" / "model.safetensors.index.json").exists()
         merged = causal_lm(folder / "merged", dtype=torch.float64, experts_implementation="eager")
         assert logit_difference(merged, unmodified, ids) < 1e-6
+        assert logit_difference(wrapped, unmodified, ids) < 1e-6, "the adapters stay active"
         other = adapted(family, init_lora_weights=True)
         _, wrapped_other, _ = prepare(other, **layout(2, "shuffled"))
         other.load_adapter(folder / "adapters", "default", is_trainable=True)
