@@ -190,6 +190,8 @@ def pairwise() -> list[Case]:
 
 SINGLE = [
     Case("own experts", "ExpertParallel", "EP 2, one rank", accumulation=2),
+    Case("Qwen3-MoE", "expert_trainer", "EP 4, moving replicas", "Lion"),
+    Case("tied weights", "Trainer", "EP 4, moving replicas", accumulation=2, resume=True),
     Case("shared expert", "Trainer", "EP 4, 2 nodes", accumulation=2, resume=True),
     Case("own experts", "torch only", "EP 4, 2 nodes", "Nesterov", checkpointing="reentrant"),
     Case("shared expert", "ExpertParallel", "EP 2 of 4, moves, HSDP", "Muon", accumulation=2, resume=True),

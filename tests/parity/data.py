@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from tests.parity.models import LENGTH, VOCAB
 from toolkit.data.batches import BatchOrder, split
 
-BATCH, STEPS = 16, 4
+BATCH, STEPS = 16, 3
 SAMPLES, FULL = 37, 48
 """Two full batches and one of 5, which leaves some ranks without a sample; three full batches."""
 TRAIN = torch.randint(3, VOCAB, (FULL, LENGTH), generator=torch.Generator().manual_seed(1))

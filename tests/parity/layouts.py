@@ -65,12 +65,12 @@ LAYOUTS = {
     "EP 2, moves, FSDP2": Layout(2, 2, "shuffled", "contiguous", planner="rotate", dense="fsdp2"),
     "EP 2 of 4, crossed": Layout(4, 2, "replicas", "contiguous", ranks="crossed"),
     "EP 2 of 4, HSDP": Layout(4, 2, "replicas", ranks="strided", dense="fsdp2", fsdp_size=2),
-    "EP 4, moving replicas": Layout(4, 4, spare_slots=1, planner="replicate"),
 }
 """Layouts that are combined with each model, loop, optimizer and habit. "moves": each expert moves after each step."""
 
 MORE_LAYOUTS = {
     "EP 2, one rank": Layout(2, 2, "one rank"),
+    "EP 4, moving replicas": Layout(4, 4, spare_slots=1, planner="replicate"),
     "EP 4, 2 nodes": Layout(4, 4, "uneven", nodes=2),
     "EP 2 of 4, moves, HSDP": Layout(4, 2, "shuffled", planner="rotate", dense="fsdp2", fsdp_size=2),
     "EP 4 of 8, 4 nodes": Layout(8, 4, "replicas", ranks="strided", nodes=4),

@@ -162,6 +162,9 @@ class OwnLoop(ABC):
         nats = summed_loss(self.model(input_ids=ids)["logits"], ids)
         return (nats + count * self.penalty() if self.penalty else nats) / total
 
+    def use_weights_for(self, mode: str) -> None:
+        use_weights_for(mode, self.optimizer)
+
     @abstractmethod
     def save(self) -> None: ...
 
@@ -179,7 +182,7 @@ class OwnLoop(ABC):
                 self.set_up(self.layout.resumed)
                 self.load()
                 self.outcome.moved += moved
-            use_weights_for("train", self.optimizer)
+            self.use_weights_for("train")
             self.model.train()
             counts = list(map(targets, split_of(self.case, 0, 1)[step]))
             loss = self.learn(split_of(self.case, self.rank, self.world)[step], counts)
@@ -187,12 +190,12 @@ class OwnLoop(ABC):
             if self.scheduler is not None:
                 self.scheduler.step()
             if self.case.evaluation:
-                use_weights_for("eval", self.optimizer)
+                self.use_weights_for("eval")
                 self.model.eval()
                 with torch.no_grad():
                     test = self.evaluate()
                 self.outcome.evaluations.append(sum_over_ranks(test).item() / targets(TEST))
-        use_weights_for("eval", self.optimizer)
+        self.use_weights_for("eval")
         self.outcome.moved += self.count_moves()
         self.outcome.finish(self.raw, self.raw_optimizer)
         return self.outcome
@@ -293,6 +296,10 @@ class TorchLoop(OwnLoop):
         self.sync.after_step(self.steps, self.optimizer)
         self.optimizer.zero_grad()
         return torch.stack(losses).sum()
+
+    def use_weights_for(self, mode: str) -> None:
+        super().use_weights_for(mode)
+        self.sync.refresh_replicas()  # the states of replicas are out of date
 
     def save(self) -> None:
         extra = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
