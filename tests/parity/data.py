@@ -63,10 +63,8 @@ def trainer_rows(samples: int, accumulation: int, rank: int, world: int) -> Rows
 def transformers_rows(accumulation: int, rank: int, world: int) -> Rows:
     """Split steps as transformers' Trainer with a sequential sampler. With accumulation, the last step of an epoch has
     one micro-batch."""
-    samples = torch.arange(transformers_samples(accumulation))
-    epoch = [list(step.split(BATCH // accumulation)) for step in samples.split(BATCH)]
-    steps = [*epoch, *epoch][:STEPS]
-    return [[part.chunk(world)[rank] for part in step] for step in steps]
+    steps = torch.arange(transformers_samples(accumulation)).split(BATCH)
+    return [[part.chunk(world)[rank] for part in rows.split(BATCH // accumulation)] for rows in steps]
 
 
 def transformers_samples(accumulation: int) -> int:
