@@ -31,10 +31,11 @@ class Blocks(nn.Module):
         blocks = [nn.Linear(3, 3) for _ in range(2)]
         self.blocks = nn.ModuleList(blocks + blocks[:1] * repeat)
         self.depth = len(self.blocks)
+        self.register_buffer("scale", torch.rand(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks[: self.depth]:
-            x = block(x)
+            x = block(x) * self.scale
         return x
 
 
@@ -46,14 +47,15 @@ def shard(model: nn.Module, accumulation: int = 1, fsdp_size: int | None = None)
 
 
 def train(depths: list[int], accumulation: int, fsdp_size: int | None, repeat: bool) -> str:
-    """Train on micro-batches with these depths next to one process.
+    """Train on micro-batches with these depths next to one process that has the model of rank 0.
 
     Returns:
         The error of an optimizer step, or "" if the weights equal the weights of one process.
     """
     torch.manual_seed(0)
-    reference, model = Blocks(repeat=repeat).double(), Blocks(repeat=repeat).double()
-    model.load_state_dict(reference.state_dict())
+    reference = Blocks(repeat=repeat).double()
+    torch.manual_seed(dist.get_rank())
+    model = Blocks(repeat=repeat).double()
     accelerator, optimizer = shard(model, accumulation, fsdp_size)
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
     batch = torch.arange(12, dtype=torch.float64).view(4, 3)

@@ -70,7 +70,7 @@ def extremes_over_ranks(
 def broadcast_from_main(tensor: Tensor) -> None:
     """Overwrite `tensor` with the main process's, as DDP does with a model. A collective."""
     if world_size() > 1:
-        moved = tensor.cuda() if dist.get_backend() == "nccl" else tensor
+        moved = (tensor.cuda() if dist.get_backend() == "nccl" else tensor).contiguous()
         dist.broadcast(moved, src=0)
         if moved is not tensor:
             tensor.copy_(moved)

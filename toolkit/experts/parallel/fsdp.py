@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import awaits_all_reduce
-from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.parallel.collectives import broadcast_from_main, world_size
 from toolkit.experts.parallel.groups import new_group_of_each
-from toolkit.experts.parallel.ownership import local_rows
 
 
 def fully_shard_dense(
@@ -40,7 +37,7 @@ def fully_shard_dense(
     float32; the rest is gathered together.
 
     Args:
-        model: The model. All sets of shards start with the weights of the first set, as replicas do under DDP.
+        model: The model. Parameters and buffers of rank 0 are broadcast, as under DDP, except `ignored`.
         optimizers: Optimizers that get the new parameters; they must not have stepped.
         device: Device of this rank's shards and of the ignored parameters.
         fsdp_size: Number of neighbouring ranks that hold one set of shards. None: all.
@@ -54,6 +51,8 @@ def fully_shard_dense(
     ignored = set(ignored)
     before = {name: parameter for name, parameter in model.named_parameters() if parameter not in ignored}
     _refuse_unfit(optimizers, before)
+    for tensor in [*before.values(), *model.buffers()]:
+        broadcast_from_main(tensor.detach())
     mesh = _make_mesh(device.type, fsdp_size)
     # Parameters are gathered in their own type, because autocast casts, as under DDP; and those of the root are
     # resharded, too, so that between two steps the model has the parameters that the optimizer has.
@@ -73,7 +72,7 @@ def fully_shard_dense(
         for group in optimizer.param_groups:
             group["params"] = [sharded.get(parameter, parameter) for parameter in group["params"]]
     if mesh.ndim > 1:
-        _replicate(model, mesh, is_synchronising, optimizers)
+        _average_over_sets(model, is_synchronising, optimizers)
     if autocast is not None:
         model.forward = torch.autocast(device.type, autocast)(model.forward)
 
@@ -113,18 +112,10 @@ def _make_mesh(device_type: str, fsdp_size: int | None) -> DeviceMesh:
     )
 
 
-def _replicate(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    is_synchronising: Callable[[], bool],
-    optimizers: Sequence[torch.optim.Optimizer],
+def _average_over_sets(
+    model: nn.Module, is_synchronising: Callable[[], bool], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Have all sets of shards begin with the weights of the first, and average gradients once per optimizer step."""
-    group = mesh.get_group(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if isinstance(parameter, DTensor):
-                dist.broadcast(local_rows(parameter), group=group, group_src=0)
+    """Average gradients over the sets of shards once per optimizer step."""
 
     @torch.compiler.disable
     def sum_within_sets(module: nn.Module, _: Any) -> None:
