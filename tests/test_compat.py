@@ -215,22 +215,6 @@ def test_reset_accelerator_state_clears_all_states():
     assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
 
 
-def test_launch_config_has_the_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from accelerate.commands.config import config_args
-
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: 'no'\n"
-        "num_processes: 3\nuse_cpu: true\n"
-    )
-    monkeypatch.setattr(config_args, "default_config_file", str(path))
-    for argument in (str(path), None):
-        config = accelerate_compat.launch_config(argument)
-        assert (config.num_processes, config.use_cpu) == (3, True)
-    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none"))
-    assert accelerate_compat.launch_config(None) is None
-
-
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,7 @@
 
 import json
 import os
-import sys
-from contextlib import nullcontext
 
-import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -100,19 +97,6 @@ def test_must_start_processes_is_false_in_ranks(world):
     assert must_start_processes(RunConfig(max_restarts=1))
     world(**RANK_1_OF_2)
     assert not must_start_processes(RunConfig(num_processes=2))
-
-
-@pytest.mark.parametrize("launched", ["1", "3"])
-def test_check_world_reads_process_count_of_accelerate_launch_only(world, monkeypatch, launched):
-    """The recipe's --num-processes is at the end of the same command line."""
-    recipe = ["recipe.py", "--num-processes", "2"]
-    launcher = ["python", "/bin/accelerate", "launch", "--cpu", "--num_processes", launched]
-    monkeypatch.setattr(sys, "argv", recipe)
-    monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [*launcher, *recipe])
-    world(ACCELERATE_MIXED_PRECISION="no")
-    message = "3 processes were requested, and one was started"
-    with nullcontext() if launched == "1" else pytest.raises(UserError, match=message):
-        check_world(RunConfig(num_processes=2))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -70,10 +69,3 @@ def reset_accelerator_state() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def launch_config(path: str | None) -> Any:
-    """Load the file of `accelerate config`, or the one at `path`; None without `path` if there is none."""
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-
-    return load_config_from_file(path) if path or os.path.isfile(default_config_file) else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Mapping
 
 from toolkit.errors import UserError
@@ -34,12 +32,6 @@ def check_world(config: RunConfig) -> None:
             )
     world, asked = launched_world(), config.num_processes
     if world is None:
-        told = _told_processes()
-        if told > 1 and told != asked:
-            raise UserError(
-                f"accelerate launch: {told} processes were requested, and one was started, as without GPUs. "
-                f"Use num_processes={told} without it, or a config file with distributed_type MULTI_GPU and use_cpu."
-            )
         return
     for name in ("RANK", "LOCAL_RANK"):
         number_of_launcher(name, most=world - 1)
@@ -77,30 +69,3 @@ def _check_devices(ranks: int) -> None:
 def is_set(name: str) -> bool:
     """Return whether the environment variable `name` is true."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
-
-
-def _told_processes() -> int:
-    """Return the number of processes requested from a parent `accelerate launch`; 1 if there is none.
-
-    The number is not in the environment if `accelerate launch` starts one process.
-    """
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # `accelerate launch` always sets it
-        return 1
-    import psutil
-
-    try:
-        words = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        return 1
-    if not any("accelerate" in os.path.basename(word) for word in words[:3]):
-        return 1
-    from toolkit.integrations.accelerate.compat import launch_config
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--num_processes", "--num-processes", type=int)
-    parser.add_argument("--config_file", "--config-file")
-    parser.add_argument("--cpu", action="store_true")
-    # The launcher's command ends with the command of this process.
-    told, _ = parser.parse_known_args(words[: len(words) - len(sys.argv[1:])])
-    config = None if told.cpu and not told.config_file else launch_config(told.config_file)
-    return told.num_processes or getattr(config, "num_processes", 1)
