@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import AdamW8bit
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
@@ -133,9 +135,22 @@ def test_optimizer_with_statistics_over_rows_raises_for_owned_rows(name: str, ha
 def test_state_without_a_row_per_expert_raises_on_one_process() -> None:
     parameter = nn.Parameter(torch.ones(4, 6))
     mark_owned(parameter, row_ids=range(4), groups=ExpertGroups())
-    with pytest.raises(UserError, match=r"state 'exp_avg_sq_col' of 'Adafactor' has shape \(4,\), and the experts"):
+    with pytest.raises(UserError, match=r"state 'exp_avg_sq_col' of 'Adafactor' has shape \(6,\), and the experts"):
         refuse_coupled_rows(transformers_adafactor([parameter]))
     refuse_coupled_rows(LayerwiseRate([parameter]))
+
+
+def test_8_bit_states_raise_in_the_trial_or_after_the_first_step() -> None:
+    raises = pytest.raises(UserError, match=r"state 'qmap1' of 'AdamW8bit' has shape \(256,\), and the experts")
+    for shape, in_trial in [((4, 32, 64), raises), ((4, 2048), nullcontext())]:
+        parameter = nn.Parameter(torch.ones(shape))
+        mark_owned(parameter, row_ids=range(4), groups=ExpertGroups())
+        optimizer = AdamW8bit([parameter])
+        with in_trial:
+            refuse_coupled_rows(optimizer)
+    parameter.grad = torch.ones(shape)
+    with raises:
+        optimizer.step()
 
 
 def test_optimizer_that_fails_in_the_trial_warns() -> None:

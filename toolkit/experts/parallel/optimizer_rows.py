@@ -12,8 +12,9 @@ import inspect
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit.errors import UserError
+from toolkit.experts.parallel.collectives import together
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 
-ROWS, LARGEST, STEPS, LR, GROWTH = 5, 4, 3, 0.1, 100.0
+ROWS, LARGEST, STEPS, LR, GROWTH = 5, 32, 3, 0.1, 100.0
 """Settings of a trial: rows of each owned parameter, maximum of its other dimensions, steps, learning rate, and growth
-factor per step of the gradients of other experts."""
+factor per step of the gradients of other experts. Optimizers with 8-bit states keep tensors below 4096 elements in 32
+bits, so the stacked matrices of a trial are larger."""
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -41,13 +44,15 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
     the last row of owned parameters differs, so no other row may. If the trial fails, there is a warning. Weights,
     optimizer state and random state are unchanged.
 
-    For any world size, also raises UserError if a state lacks a row for each parameter row: it could not be saved.
+    For any world size, also raises UserError if a state lacks a row for each parameter row: it could not be saved. The
+    first step checks the states again, because their shapes can depend on the size of the parameter.
     """
     inner = unwrapped(optimizer)
     name = type(inner).__name__
     parameters = [p for group in inner.param_groups for p in group["params"]]
     if all(ownership_of(p) is None for p in parameters):
         return
+    inner.register_step_post_hook(_check_states_once)
     try:
         (once, states), (again, _) = (_try(inner, parameters, others_differ=differ) for differ in (False, True))
     except Exception as error:  # of any optimizer, for any reason
@@ -63,10 +68,7 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
             f"optimizer: {name} uses statistics of several experts, and each rank has other "
             "experts. Use an element-wise optimizer, such as AdamW, Adagrad or SGD."
         )
-    for trial, state in states:
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim:
-                require_rows(name, key, value, trial)
+    _require_rows_of_states(name, states)
 
 
 def refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
@@ -141,6 +143,24 @@ def require_rows(name: str, key: str, value: Tensor, parameter: Tensor) -> Tenso
         f"{parameter.shape[0]} rows, so it cannot be saved or moved with them. Use an optimizer such as AdamW "
         "whose state has a row per expert."
     )
+
+
+def _require_rows_of_states(name: str, states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
+    for parameter, state in states:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                require_rows(name, key, value, parameter)
+
+
+_CHECKED: WeakSet[Optimizer] = WeakSet()
+
+
+def _check_states_once(optimizer: Optimizer, *_: Any) -> None:
+    """Raise UserError after the first step of `optimizer` as `require_rows`. A collective in this step."""
+    if optimizer not in _CHECKED:
+        states = [(p, state) for p, state in optimizer.state.items() if ownership_of(p) is not None]
+        together(lambda: _require_rows_of_states(type(optimizer).__name__, states))
+        _CHECKED.add(optimizer)
 
 
 def _try(
