@@ -5,6 +5,7 @@ If a library release breaks one, only its `compat.py` has to change.
 
 import copy
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -123,15 +124,17 @@ def test_new_iterator_restarts_persistent_workers():
     assert compat.new_iterator(loader) is not first
 
 
-def test_move_by_moves_only_other_parameters():
-    moved, module = [], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    compat.move_by(module[0], lambda part, change: moved.append((part, change(torch.zeros(1)).dtype)), ["weight"])
-    module.double()
-    assert moved == [(module[0], torch.float64)]
+def test_module_that_moves_its_parameters_leaves_only_these_alone():
+    class KeepsWeight(compat.MovesParameters, nn.Linear):
+        def moved(self, change: Callable[[Tensor], Tensor]) -> list[str]:
+            moved.append(change(torch.zeros(1)).dtype)
+            return ["weight"]
+
+    moved: list[torch.dtype] = []
+    module = nn.Sequential(KeepsWeight(2, 2), nn.Linear(2, 2)).double()
+    assert moved == [torch.float64]
     assert [part.weight.dtype for part in module] == [torch.float32, torch.float64]
     assert {part.bias.dtype for part in module} == {torch.float64}
-    compat.move_as_usual(module[0])
-    assert {p.dtype for p in module.double().parameters()} == {torch.float64}
 
 
 def test_operations_notes_results_without_values():

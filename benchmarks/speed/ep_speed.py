@@ -41,10 +41,9 @@ from benchmarks.support.processes import run_distributed
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.placement import contiguous
-from toolkit.experts.sharding.call import slots_of_rows
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm, experts_in_files, use_toolkit_kernel
-from toolkit.integrations.transformers.kernel import experts_forward
+from toolkit.integrations.transformers.kernel import feed_forward
 from toolkit.run.process_settings import process_settings
 
 DIM, HIDDEN, EXPERTS, TOP_K, LAYERS, VOCAB = 128, 128, 16, 2, 4, 1024
@@ -255,10 +254,7 @@ def time_layer(dim: int, hidden: int, rounds: int) -> tuple[dict[str, list[float
     def layer(_: int) -> None:
         _, weights, ids = router(x)
         rows, dispatched = dispatcher.dispatch(x, ids, weights)
-        slots = slots_of_rows(dispatched.rows_per_slot, len(rows))
-        dispatcher.combine(experts_forward(experts, rows, slots, rows.new_ones(len(rows), 1)), dispatched).backward(
-            upstream
-        )
+        dispatcher.combine(feed_forward(experts, rows, dispatched.rows_per_slot), dispatched).backward(upstream)
         experts.zero_grad()
         router.zero_grad()
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from benchmarks.support.families import EXPERTS, config
-from toolkit.experts.sharding.find import require_experts
-from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.sharding.find import experts_modules
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.peft.adapter_options import AdapterOptions
 from toolkit.integrations.peft.adapters import add_adapters
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
@@ -35,10 +36,8 @@ def measured(asked: Layout, family: str) -> ExpectedMemory:
     model: Any = causal_lm(config(family), dtype=asked.dtype, experts_implementation=use_toolkit_kernel())
     if asked.gradient_checkpointing:
         recompute_blocks(model)
-    layers = require_experts(model).values()
     model = ADAPT(model).train()
-    for library in libraries():
-        library.stack_adapters(model, layers)
+    shard_experts(model, ExpertGroups())
     optimizer = adamw(model)
     tokens = torch.randint(3, 60, (asked.sequences, asked.context + 1))
     with _Allocated() as allocated:
@@ -64,7 +63,7 @@ def test_expected_memory_equals_measured_memory(family, gradient_checkpointing):
 def test_expected_memory_by_ep_size_quantization_and_offload():
     expect = partial(fine_tuning_memory, config("qwen3_moe"), adapt=ADAPT)
     full, half = expect(layout=layout()), expect(layout=layout(ep_size=2))
-    layers = require_experts(causal_lm(config("qwen3_moe"))).values()
+    layers = experts_modules(causal_lm(config("qwen3_moe"))).values()
     experts = sum(parameter.nbytes for module in layers for parameter in module.parameters())
     frozen = full.weights - half.weights
     assert frozen > experts / 2  # plus adapters

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -130,33 +131,33 @@ def awaits_all_reduce(module: FSDPModule) -> bool:
     return any(group is not None and group._partial_reduce_output is not None for group in groups)
 
 
-def move_by(
-    module: nn.Module, move: Callable[[nn.Module, Callable[[Tensor], Tensor]], None], names: Collection[str]
-) -> None:
-    """Make `to`, `cuda` and casts of `module` call `move(module, change)` instead of changing its own parameters
-    `names`."""
-    module._apply = functools.partial(_moved_by, module, move, names)  # type: ignore[method-assign]
+class MovesParameters(nn.Module):
+    """A module that changes some of its own parameters itself when it is moved or cast."""
+
+    def moved(self, change: Callable[[Tensor], Tensor]) -> Collection[str]:
+        """Move by `change`, and return the names of the parameters that `to`, `cuda` and casts leave alone."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        names, own = self.moved(fn), self._parameters
+        self._parameters = {name: parameter for name, parameter in own.items() if name not in names}
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._parameters = own | self._parameters
 
 
-def move_as_usual(module: nn.Module) -> None:
-    """Take `move_by` back."""
-    del module._apply
+def with_tables(module: nn.Module, own_type: type[Any], tables: Mapping[str, Tensor]) -> Any:
+    """Return a copy of `module` of class `own_type`, with `tables` as its own frozen parameters, without hooks.
 
-
-def _moved_by(
-    module: nn.Module,
-    move: Callable[..., None],
-    names: Collection[str],
-    change: Callable[..., Any],
-    recurse: bool = True,
-) -> Any:
-    move(module, change)
-    own = module._parameters
-    module._parameters = {name: parameter for name, parameter in own.items() if name not in names}
-    try:
-        return type(module)._apply(module, change, recurse)
-    finally:
-        module._parameters = own | module._parameters
+    Buffers and children are copied, other attributes shared.
+    """
+    other: Any = object.__new__(own_type)
+    nn.Module.__init__(other)
+    vars(other).update((k, v) for k, v in vars(module).items() if k not in vars(other) or k == "training")
+    other._parameters = {name: nn.Parameter(table, requires_grad=False) for name, table in tables.items()}
+    other._buffers, other._modules = copy.deepcopy((module._buffers, module._modules))
+    return other
 
 
 def without_values() -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from toolkit.experts.layer.router import TopKRouter
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.sharding.find import experts_modules, router_candidates
+from toolkit.experts.sharding.find import router_candidates, stacked_experts
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The quintic Newton-Schulz iteration of Jordan et al. (https://kellerjordan.github.io/posts/muon), as in torch."""
@@ -153,12 +153,14 @@ def muon_groups(model: nn.Module) -> list[Group]:
         getattr(model, "get_output_embeddings", lambda: None)(),
     ]
     by_adamw = {module.weight for module in elementwise if module is not None}
-    stacked = {p for module in experts_modules(model).values() for p in module.parameters(recurse=False)}
+    layers = stacked_experts(model).values()
+    dims_of_rows = {p: found.rows(p, form).ndim for found in layers for p, form in found.parameters().values()}
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-        is_expert = parameter in stacked or ownership_of(parameter) is not None
-        is_matrix = parameter.ndim == 2 + is_expert and parameter not in by_adamw
-        decays = parameter.ndim >= 2 + is_expert
+        is_expert = parameter in dims_of_rows or ownership_of(parameter) is not None
+        dims = dims_of_rows.get(parameter, parameter.ndim) - is_expert
+        is_matrix = dims == 2 and parameter not in by_adamw
+        decays = dims >= 2
         groups.setdefault((is_expert, is_matrix, decays), []).append(parameter)
     return [
         {"params": params, "orthogonalize": is_matrix, **({} if decays else {"weight_decay": 0.0})}

@@ -13,12 +13,12 @@ from torch import nn
 
 from toolkit.errors import UserError, require
 from toolkit.experts.parallel.nodes import ranks_per_node
-from toolkit.experts.sharding.find import experts_modules, require_experts, stacked_parameters
-from toolkit.experts.sharding.libraries import libraries, library_that_multiplies
+from toolkit.experts.sharding.find import experts_modules, find_experts, require_experts
+from toolkit.experts.sharding.libraries import library_that_multiplies
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import causal_lm, read_config, recompute_blocks
 from toolkit.integrations.transformers.lazy_loading import experts_at_a_time
-from toolkit.integrations.transformers.quantization import SCALES, Packed, give_packed_shapes
+from toolkit.integrations.transformers.quantization import SCALES, give_packed_shapes, packed_rows
 from toolkit.run.hardware import free_memory
 from toolkit.run.run import Run
 from toolkit.train.expected_memory import ExpectedMemory, expected_memory
@@ -102,8 +102,8 @@ def _expect(
     """Return the memory of the first `layers` layers."""
     model = _rank_of_model(config, layout, adapt, layers)
     batch = {"tokens": torch.empty(layout.sequences, layout.context + 1, dtype=torch.int64, device="meta")}
-    loading = max(map(_loading_bytes, experts_modules(model).values()))
-    frozen = [_frozen_bytes(module) for module in experts_modules(model).values()]
+    experts = experts_modules(model).values()
+    loading, frozen = max(map(_loading_bytes, experts)), list(map(_frozen_bytes, experts))
     found = replace(expected_memory(model, LanguageModeling(), batch, build_optimizer), loading=loading)
     if layout.offload is None:
         return found
@@ -130,32 +130,31 @@ def _rank_of_model(
                 if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
                     setattr(module, name, child[:layers])
         model.config.num_hidden_layers = layers
-        experts = require_experts(model)
-        for name, module in experts.items():
-            if library_that_multiplies(module) is None:
+        for name, found in require_experts(model).items():
+            if library_that_multiplies(found.module) is None:
                 raise UserError(
-                    f"model: use_toolkit_kernel() does not compute the experts at {name!r} ({type(module).__name__}), "
-                    "so their memory cannot be estimated. Measure it."
+                    f"model: use_toolkit_kernel() does not compute the experts at {name!r} "
+                    f"({type(found.module).__name__}), so their memory cannot be estimated. Measure it."
                 )
         if layout.gradient_checkpointing:
             recompute_blocks(model)
         model = adapt(model).train()
-        for library in libraries():
-            library.stack_adapters(model, experts.values())
-        for module in experts.values():
-            slots = -(-cast("int", module.num_experts) // layout.ep_size) + layout.spare_slots
-            for parameter in stacked_parameters(module)[0].values():
-                parameter.data = parameter.data.new_empty(slots, *parameter.shape[1:])
-            module.num_experts = slots  # type: ignore[assignment]
+        for found in find_experts(model).values():
+            experts: Any = found.module
+            slots = -(-found.num_experts // layout.ep_size) + layout.spare_slots
+            found.take_layout()
+            for parameter, form in found.parameters().values():
+                parameter.data = parameter.data.new_empty(slots, *found.rows(parameter, form).shape[1:])
+            experts.num_experts = slots
             if layout.quantize is not None:
-                give_packed_shapes(module)
+                give_packed_shapes(experts)
     return model
 
 
 def _loading_bytes(module: nn.Module) -> int:
     """Return the bytes that reading the experts of a layer takes in addition to all rows."""
     slots, total = cast("int", module.num_experts), 0
-    packed: dict[str, Packed] = getattr(module, "packed", {})
+    packed = packed_rows(module)
     for name, parameter in module.named_parameters(recurse=False):
         if name in packed:
             total += len(parameter) * packed[name].shape.numel() * packed[name].dtype.itemsize

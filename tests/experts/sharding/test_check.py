@@ -11,8 +11,9 @@ from tests.experts.models import StackedExperts
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.found import FoundExperts
 from toolkit.experts.sharding.shard import shard_experts
-from toolkit.integrations.transformers.lazy_loading import load_lazily
+from toolkit.experts.sharding.sharded_experts import load_lazily
 
 DIM, EXPERTS = 8, 4
 
@@ -107,11 +108,11 @@ def test_experts_that_compute_differently_when_sharded_raise(experts: type[nn.Mo
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
-def make_lazy(experts: nn.Module) -> None:
-    tables = {name: parameter.detach() for name, parameter in experts.named_parameters(recurse=False)}
-    for name, table in tables.items():
-        setattr(experts, name, nn.Parameter(torch.zeros(()).expand(table.shape)))
-    load_lazily(experts, lambda _, chosen: {name: table[list(chosen)] for name, table in tables.items()})
+def make_lazy(found: FoundExperts) -> None:
+    rows = {name: found.rows(parameter.detach(), form) for name, (parameter, form) in found.parameters().items()}
+    for name, parameter in found.module.named_parameters(recurse=False):
+        setattr(found.module, name, nn.Parameter(torch.zeros(()).expand(parameter.shape)))
+    load_lazily(found.module, lambda _, chosen: {name: each[list(chosen)] for name, each in rows.items()})
 
 
 @pytest.mark.parametrize("is_identity", [True, False])
@@ -123,11 +124,12 @@ def test_special_expert_with_any_id_raises(number: int, special: int, lazy: bool
     experts = SpecialExpert(number)
     experts.special, experts.is_identity = special, is_identity
     nn.init.normal_(experts.down)
+    model = nn.ModuleDict({"experts": experts})
     if lazy:
-        make_lazy(experts)
+        make_lazy(require_experts(model)["experts"])
     sizes = [parameter.untyped_storage().nbytes() for parameter in experts.parameters()]
     with pytest.raises(UserError, match="compute something else when they are sharded"):
-        shard_experts(nn.ModuleDict({"experts": experts}), ExpertGroups())
+        shard_experts(model, ExpertGroups())
     assert [parameter.untyped_storage().nbytes() for parameter in experts.parameters()] == sizes
 
 

@@ -11,8 +11,8 @@ from benchmarks.support.families import config
 from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, add_adapters
 from tests.integrations.transformers.training import prepare
-from toolkit.experts.sharding.call import slots_of_rows
 from toolkit.integrations.transformers import causal_lm, experts_modules, use_toolkit_kernel, watch_routers
+from toolkit.integrations.transformers.kernel import feed_forward
 
 EXPERTS, WIDTH = 32, 32
 
@@ -57,9 +57,8 @@ def test_frozen_experts_compute_no_weight_gradients(trained: bool, products: int
     model = causal_lm(config("mixtral"), experts_implementation="toolkit")
     experts: Any = next(iter(experts_modules(model).values()))
     experts.requires_grad_(trained)
-    x = torch.randn(16, 16, requires_grad=True)
-    slots, weights = slots_of_rows(torch.tensor([3, 0, 4, 1, 2, 0, 5, 1]), 16), torch.ones(16, 1)
-    profile = profiled(lambda: experts(x, slots, weights).sum().backward())
+    x, rows_per_slot = torch.randn(16, 16, requires_grad=True), torch.tensor([3, 0, 4, 1, 2, 0, 5, 1])
+    profile = profiled(lambda: feed_forward(experts, x, rows_per_slot).sum().backward())
     assert sum(event.name == "aten::_grouped_mm" for event in profile.events()) == products
 
 

@@ -19,7 +19,7 @@ from tests.support.gpu import Gpu, stage_sends, use_gpu
 from toolkit.experts.moving import migrate
 from toolkit.experts.parallel import collectives
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
-from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.find import experts_modules
 from toolkit.experts.state.state_dict import whole_state_dict
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import (
@@ -49,7 +49,7 @@ def train(
     ranks, rank = collectives.world_size(), collectives.rank()
     experts = ExpertParallel(accelerator, ep_size=ranks)
     wrapped, optimizer = experts.prepare(model, adamw(model))
-    for module in require_experts(model).values():
+    for module in experts_modules(model).values():
         devices = {name: module.get_parameter(name).device.type for name in TABLES}
         assert devices == dict.fromkeys(TABLES, "cpu" if offload else device.device.type)
     losses, copied, waits = [], [], []

@@ -1,5 +1,6 @@
 """The toolkit's experts implementation equals transformers' loop over experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from benchmarks.support.families import EXPERTS, FAMILIES, model_of
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
-from toolkit.experts.sharding.call import slots_of_rows
+from toolkit.experts.sharding.layout import slots_of_rows
 from toolkit.integrations.transformers import experts_modules, use_toolkit_kernel
+from toolkit.integrations.transformers.kernel import feed_forward
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 ROWS, IDS, WEIGHTS = torch.randn(8, 16), torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5)
@@ -26,13 +28,18 @@ def experts_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
 def run(experts: Any, implementation: str, x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
     """Return the output and all gradients."""
     experts.config._experts_implementation = implementation
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    weights = weights.clone().requires_grad_()
+    return [*run_rows(experts, lambda x: experts(x, ids, weights), x), weights.grad]
+
+
+def run_rows(experts: Any, compute: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Return the output and the gradients of the input and the experts."""
+    x = x.clone().requires_grad_()
     experts.zero_grad()
-    y = experts(x, ids, weights)
+    y = compute(x)
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))
     assert x.grad is not None
-    gradients = [p.grad.clone() for p in experts.parameters()]
-    return [y.detach(), x.grad, *gradients] + ([weights.grad] if weights.grad is not None else [])
+    return [y.detach(), x.grad, *(p.grad.clone() for p in experts.parameters())]
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
@@ -54,12 +61,11 @@ def test_toolkit_kernel_equals_eager_experts(family: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_toolkit_kernel_with_counted_rows_equals_eager_experts(family: str):
-    experts = experts_of(family)
-    slots = slots_of_rows(torch.tensor([3, 0, 4, 1, 2, 0, 5, 1]), 16)
+def test_toolkit_kernel_with_rows_in_order_of_slots_equals_eager_experts(family: str):
+    experts, counts = experts_of(family), torch.tensor([3, 0, 4, 1, 2, 0, 5, 1])
     x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
-    expected = run(experts, "eager", x, slots.clone(), torch.ones(16, 1))
-    assert_close(run(experts, "toolkit", x, slots, torch.ones(16, 1)), expected[:-1], 1e-6)
+    expected = run(experts, "eager", x, slots_of_rows(counts, 16), torch.ones(16, 1))
+    assert_close(run_rows(experts, lambda rows: feed_forward(experts, rows, counts), x), expected[:-1], 1e-6)
 
 
 @pytest.mark.parametrize(("family", "fused"), [("mixtral", True), ("gpt_oss", False)])

@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.find import experts_modules
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.transformers import causal_lm, experts_in_files, place_experts, use_toolkit_kernel
 
@@ -77,10 +77,10 @@ def test_experts_offloaded_to_folder_are_mapped_from_unnamed_files(tmp_path: Pat
     folder, offload = save_model(tmp_path / "model"), tmp_path / "offloaded"
     offload.mkdir()
     model = load_lazily(folder, offload=offload).requires_grad_(False)
-    for module in require_experts(model).values():
+    for module in experts_modules(model).values():
         module.down_proj.requires_grad_(True)  # trained parameters are in memory
     shard_experts(model, ExpertGroups())
-    frozen = sum(module.gate_up_proj.nbytes for module in require_experts(model).values())
+    frozen = sum(module.gate_up_proj.nbytes for module in experts_modules(model).values())
     assert 0 < frozen <= _mapped_bytes(offload) < frozen + 2 * 4096 * EXPERTS
     assert not any(offload.iterdir())
     full = causal_lm(folder).state_dict()
@@ -97,7 +97,7 @@ def resident(model: nn.Module) -> int:
 def test_lazy_experts_before_sharding_use_no_memory_and_can_be_cast(tmp_path: Path):
     folder = save_model(tmp_path)
     full, model = causal_lm(folder), load_lazily(folder)
-    experts = sum(p.nbytes for module in require_experts(full).values() for p in module.parameters())
+    experts = sum(p.nbytes for module in experts_modules(full).values() for p in module.parameters())
     assert resident(model) < resident(full) - experts + 64
     before = resident(model)
     assert resident(model.to(torch.bfloat16)) == before / 2
@@ -113,7 +113,7 @@ def test_forward_and_save_with_lazy_experts_raise(tmp_path: Path):
     with pytest.raises(UserError, match=r"still in their files"):
         model(tokens(0, 2))
     names = [name for name, value in model.state_dict().items() if value.is_meta]
-    assert len(names) == 2 * len(require_experts(model))
+    assert len(names) == 2 * len(experts_modules(model))
     with pytest.raises(Exception, match=r"meta"):
         model.save_pretrained(tmp_path / "again")
     shard_experts(model, ExpertGroups())

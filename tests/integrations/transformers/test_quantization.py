@@ -16,7 +16,7 @@ from tests.integrations.transformers.training import adamw, prepare, train_step
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.find import experts_modules
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.peft.merged_weights import save_merged
 from toolkit.integrations.transformers import (
@@ -46,7 +46,7 @@ def rounded(value: Tensor) -> Tensor:
 def load_rounded(folder: Path) -> Any:
     """Return a model without quantization, whose experts have the values of 4-bit experts."""
     model = causal_lm(folder)
-    for module in require_experts(model).values():
+    for module in experts_modules(model).values():
         for name in TABLES:
             module.get_parameter(name).data = rounded(module.get_parameter(name).data)
     return model
@@ -102,7 +102,7 @@ def test_unpacked_experts_equal_bitsandbytes_in_30_percent_of_memory(tmp_path: P
     full, model = causal_lm(folder, dtype=torch.bfloat16), load_4bit(folder, dtype=torch.bfloat16)
     shard_experts(model.requires_grad_(False), ExpertGroups())
     before = after = 0
-    for packed, module in zip(require_experts(model).values(), require_experts(full).values(), strict=True):
+    for packed, module in zip(experts_modules(model).values(), experts_modules(full).values(), strict=True):
         for name in TABLES:
             value = module.get_parameter(name).detach()
             assert torch.equal(unpacked(packed, name, value.device), rounded(value))

@@ -18,7 +18,7 @@ from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, in_re
 from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.layer.rows import count
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks, hook_state_dict
+from toolkit.experts.layer.stack import ExpertLayer, ExpertStack, expert_stacks, hook_state_dict
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
 from toolkit.experts.placement.placement_options import InitialPlacement
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-class MoE(nn.Module):
+class MoE(ExpertLayer):
     """MoE layer: the weighted sum of the outputs of each token's K experts, plus the shared expert's, if any.
 
     With expert parallelism the forward pass is a collective: every rank calls it equally often, with any number of
@@ -82,6 +82,9 @@ class MoE(nn.Module):
     def forward(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
         """(..., D) to (..., D)."""
         return checkpoint(self._forward, x) if self.recompute else self._forward(x)
+
+    def without_tokens(self, x_TD: Float[Tensor, "T D"], weights_TK: Float[Tensor, "T K"]) -> tuple[Tensor, ...]:  # noqa: ARG002
+        return (x_TD,)
 
     def _forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])

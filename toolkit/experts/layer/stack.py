@@ -51,12 +51,13 @@ class ExpertStack:
         groups: ExpertGroups,
         *,
         in_files: Mapping[str, RowsInFiles] | None = None,
+        computed_on: Mapping[str, torch.device] | None = None,
     ):
         self.parameters: Mapping[str, nn.Parameter] = dict(parameters)
         """By name; dimension 0 counts this rank's slots."""
         self._in_files = dict(in_files or {})
         """Layout in files of the parameters that are not stacked there."""
-        self.computed_on: dict[str, torch.device] = {}
+        self.computed_on = {} if computed_on is None else computed_on
         """Name -> device of the computation, of parameters that stay in the host's memory."""
         self.only_names_are_read = False
         """Whether only the names of the module's state dict are read, so that it can hold rows of one rank."""
@@ -229,6 +230,16 @@ class ExpertStack:
             )
 
 
+class ExpertLayer(nn.Module):
+    """A module with experts: our `MoE`, and a module of another library whose experts are sharded."""
+
+    expert_stack: ExpertStack
+
+    def without_tokens(self, x_TD: Float[Tensor, "T D"], weights_TK: Float[Tensor, "T K"]) -> tuple[Tensor, ...]:
+        """Return the arguments of a forward pass without tokens: `x_TD` and `weights_TK` have no rows."""
+        raise NotImplementedError
+
+
 def crossings(visits_TP: Bool[Tensor, "T P"], node_of_peer_P: Int[Tensor, " P"], here: int) -> Int[Tensor, " G"]:
     """Return int64: distinct tokens sent to each node except the node of peer `here`. No host sync.
 
@@ -265,28 +276,26 @@ def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
     """The expert stacks of `model` by the name of their module, in the order of modules."""
     stacks: dict[str, ExpertStack] = {}
     for name, module in model.named_modules():
-        # `vars`, because wrappers such as torch.compile's forward attributes of the inner module.
-        stack = vars(module).get("expert_stack")
-        if isinstance(stack, ExpertStack):
-            stacks[name] = stack
+        if isinstance(module, ExpertLayer):
+            stacks[name] = module.expert_stack
     return stacks
 
 
 # --- state dicts ----------------------------------------------------------------------------------------------------
 
 
-def hook_state_dict(module: nn.Module) -> None:
-    """Make `state_dict()` of `module` raise if its `expert_stack` is partial, and loading take this rank's rows."""
+def hook_state_dict(module: ExpertLayer) -> None:
+    """Make `state_dict()` of `module` raise if its experts are partial, and loading take this rank's rows."""
     module.register_state_dict_pre_hook(_refuse_partial_state_dict)
     module.register_load_state_dict_pre_hook(_take_rows)
 
 
-def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001
+def _refuse_partial_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001
     """Raise UserError if the experts of this rank, in slot order, would be mistaken for all experts.
 
     `keep_vars=True` returns the parameters of this rank.
     """
-    stack: ExpertStack = vars(module)["expert_stack"]
+    stack: ExpertStack = module.expert_stack
     if not keep_vars and not stack.only_names_are_read and stack.is_part:
         raise UserError(
             "model.state_dict(): it would have the experts of this rank only, in the order of slots. "
@@ -294,9 +303,9 @@ def _refuse_partial_state_dict(module: nn.Module, prefix: str, keep_vars: bool) 
         )
 
 
-def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_rows(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take the rows of this rank's slots out of experts as files have them, all in order of ids."""
-    stack: ExpertStack = vars(module)["expert_stack"]
+    stack: ExpertStack = module.expert_stack
     in_rows = {id(parameter) for name, parameter in stack.parameters.items() if stack.in_files(name) == "stacked"}
     for name, parameter in module.named_parameters():
         whole = state.get(prefix + name)

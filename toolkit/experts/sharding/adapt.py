@@ -1,15 +1,15 @@
-"""Adapters for experts of another layout: they get a forward of hidden (T, D), expert ids (T, K) and weights (T, K).
+"""Experts of other layouts, called with hidden (T, D), expert ids (T, K) and weights (T, K).
 
 A layer calls `stack_experts`, `sorted_experts` or `batched_experts` in its `__init__`: see `docs/experts/moe.md`.
-`adapt_experts` finds two layouts of transformers by their parts: experts that take an equal batch each and are weighted
+`known_layouts` finds two layouts of transformers by their parts: experts that take an equal batch each and are weighted
 at their input (Llama 4), and tables with the rows of all experts one after another (DBRX). Names in state dicts stay.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.grouped_mm import ZeroEmptySlots, in_equal_batches
-from toolkit.experts.sharding.call import in_order_of_slots
+from toolkit.experts.layer.stack import stacked as rows_of_tables
+from toolkit.experts.sharding.layout import Layout, SortsRows, extend
+from toolkit.experts.sharding.sharded_experts import forward_arguments
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -71,9 +73,11 @@ def sorted_experts(module: Any) -> Any:
         `module`.
     """
     experts, tables = int(module.num_experts), list(module.parameters(recurse=False))
+    extend(module, SortedRows)
     if all(table.ndim == 2 and len(table) > experts and len(table) % experts == 0 for table in tables):
-        _split_tables(module, tables)
-    module.forward = partial(in_order_of_slots, type(module).forward, module)
+        module.rows_in_files = "joined"
+        for table in tables:
+            table.data = rows_of_tables(table.data, "joined", experts)
     return module
 
 
@@ -87,15 +91,25 @@ def batched_experts(module: Any) -> Any:
     Returns:
         `module`.
     """
-    module.forward = partial(in_order_of_slots, _in_batches, module)
+    extend(module, EqualBatches)
     return module
 
 
-def _in_batches(module: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
-    return in_equal_batches(partial(type(module).forward, module), rows_ND, rows_per_slot)
+class SortedRows(SortsRows):
+    """The layout of `sorted_experts`."""
+
+    def compute_slots(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+        return self.forward_of_slots(len(rows_per_slot), rows_ND, rows_per_slot)
 
 
-class StackedExperts(nn.Module):
+class EqualBatches(SortsRows):
+    """The layout of `batched_experts`."""
+
+    def compute_slots(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+        return in_equal_batches(partial(self.forward_of_slots, len(rows_per_slot)), rows_ND, rows_per_slot)
+
+
+class StackedExperts(SortsRows):
     """Experts of one kind with stacked parameters, computed together by `torch.func.vmap`: see `stack_experts`.
 
     Parameters have the names of one expert's, with `_` for each dot. State dicts of the `ModuleList` can be loaded.
@@ -121,13 +135,7 @@ class StackedExperts(nn.Module):
         self._one = [copy.deepcopy(first).to("meta")]  # in a list, or its parameters would be this module's
         self.register_load_state_dict_pre_hook(_stack_state)
 
-    def forward(
-        self, hidden: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T K"], weights: Float[Tensor, "T K"]
-    ) -> Float[Tensor, "T D"]:
-        """Return the weighted sum of each token's expert outputs, shape (T, D)."""
-        return in_order_of_slots(StackedExperts.compute, self, hidden, expert_ids, weights)  # type: ignore[arg-type]
-
-    def compute(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+    def compute_slots(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
         """Return the outputs (N, D) of the experts for rows in order of slots."""
         one = self._one[0].train(self.training)
         ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
@@ -150,64 +158,88 @@ def _stack_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 # --- layouts of transformers ----------------------------------------------------------------------------------------
 
 
-def adapt_experts(model: nn.Module) -> None:
-    """Give the experts of `model` in known layouts a forward of (hidden, expert ids, weights), in place."""
-    module: Any
-    for module in list(model.modules()):
-        experts = getattr(module, "experts", None)
-        if (
-            isinstance(experts, nn.Module)
-            and {name for name, _ in module.named_children()} == {"experts", "router", "shared_expert"}
-            and {"gate_up_proj", "down_proj"} == {name for name, _ in experts.named_parameters()}
-            and hasattr(module, "top_k")
-            and len(inspect.signature(experts.forward).parameters) == 1
-        ):
-            batched_experts(experts)
-            module.forward = partial(_scale_inputs, module)
-        elif has_fused_tables(module):
-            (part,) = module.children()
-            part.num_experts = module.num_experts
-            _split_tables(part, list(part.parameters()))
-            part.forward = partial(in_order_of_slots, _one_by_one, part)
-            module.forward = partial(_call_part, module)
+@dataclass(frozen=True)
+class KnownLayout:
+    """An experts module that cannot be called with ids as it is."""
+
+    num_experts: int
+    layout: type[Layout]
+    block: nn.Module
+    """Calls the experts."""
+    block_type: type[nn.Module]
+    """Is mixed into the class of `block`, and calls experts of this layout."""
 
 
-def _scale_inputs(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward of Llama 4's MoE layer with the rows of chosen experts only; others have a score of 0."""
-    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-    scores_TE, logits_TE = block.router(x_TD)
-    scores_TK, ids_TK = scores_TE.topk(block.top_k, dim=1)
-    rows_ND = (x_TD.unsqueeze(1) * scores_TK.unsqueeze(2)).flatten(0, 1)
-    y_ND = block.experts(rows_ND, ids_TK.reshape(-1, 1), rows_ND.new_ones(len(rows_ND), 1))
-    return block.shared_expert(x_TD) + y_ND.view(*ids_TK.shape, -1).sum(1), logits_TE
+def known_layouts(model: nn.Module) -> dict[nn.Module, KnownLayout]:
+    """Return the experts modules of `model` in layouts of Llama 4 and DBRX."""
+    found: dict[nn.Module, KnownLayout] = {}
+    block: Any
+    for block in model.modules():
+        experts: Any = getattr(block, "experts", None)
+        if isinstance(experts, nn.Module) and _weighs_inputs(block, experts):
+            found[experts] = KnownLayout(block.num_experts, EqualBatches, block, WeighsInputs)
+        elif _has_fused_tables(block):
+            (part,) = block.children()
+            found[part] = KnownLayout(block.num_experts, FusedTables, block, CallsItsPart)
+    return found
 
 
-def has_fused_tables(experts: Any) -> bool:
+def _weighs_inputs(block: nn.Module, experts: nn.Module) -> bool:
+    return (
+        {name for name, _ in block.named_children()} == {"experts", "router", "shared_expert"}
+        and {"gate_up_proj", "down_proj"} == {name for name, _ in experts.named_parameters()}
+        and hasattr(block, "top_k")
+        and len(forward_arguments(experts)) == 1
+    )
+
+
+class WeighsInputs(nn.Module):
+    """Mixed into the class of Llama 4's MoE layer, which weighs the inputs of all experts, most of them by 0."""
+
+    router: Any
+    experts: Any
+    shared_expert: Any
+    top_k: int
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Call experts with the rows that chose them."""
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores_TE, logits_TE = self.router(x_TD)
+        scores_TK, ids_TK = scores_TE.topk(self.top_k, dim=1)
+        rows_ND = (x_TD.unsqueeze(1) * scores_TK.unsqueeze(2)).flatten(0, 1)
+        y_ND = self.experts(rows_ND, ids_TK.reshape(-1, 1), rows_ND.new_ones(len(rows_ND), 1))
+        return self.shared_expert(x_TD) + y_ND.view(*ids_TK.shape, -1).sum(1), logits_TE
+
+
+def _has_fused_tables(experts: Any) -> bool:
     """Whether the rows of all experts are one after another, in the tables of the only child of `experts`."""
     number, width = getattr(experts, "num_experts", None), getattr(experts, "ffn_hidden_size", None)
     parts = list(experts.children())
     if not isinstance(number, int) or not isinstance(width, int) or len(parts) != 1:
         return False
     tables, own = list(experts.parameters()), list(parts[0].parameters(recurse=False))
-    arguments = [len(inspect.signature(module.forward).parameters) for module in (experts, parts[0])]
+    arguments = [len(forward_arguments(module)) for module in (experts, parts[0])]
     is_flat = all(table.ndim == 2 and len(table) == number * width for table in tables)
     return arguments == [3, 1 + len(own)] and len(tables) == len(own) and is_flat
 
 
-def _split_tables(module: Any, tables: list[nn.Parameter]) -> None:
-    """Give flat `tables` (E * F, D) a dimension for the experts, as (E, F, D)."""
-    for table in tables:
-        table.data = table.data.view(module.num_experts, -1, table.shape[1])
-    module.has_split_tables = True
+class FusedTables(SortsRows):
+    """The part of DBRX's experts with their tables (E * F, D). Its own forward takes rows and one expert's tables."""
+
+    rows_in_files = "joined"
+
+    def compute_slots(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+        """Call the own forward expert by expert. With a host sync."""
+        tables, slots = list(self.parameters()), len(rows_per_slot)
+        by_slot = enumerate(rows_ND.split(rows_per_slot.tolist()))
+        return torch.cat(
+            [self.forward_of_slots(slots, rows, *(table[slot] for table in tables)) for slot, rows in by_slot]
+        )
 
 
-def _call_part(experts: Any, *args: Tensor) -> Tensor:
-    (part,) = experts.children()
-    return part(*args)
+class CallsItsPart(nn.Module):
+    """Mixed into the class of DBRX's experts around their tables."""
 
-
-def _one_by_one(part: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
-    """Return the part's own forward of (rows, one expert's tables), called expert by expert. With a host sync."""
-    tables = list(part.parameters())
-    by_slot = enumerate(rows_ND.split(rows_per_slot.tolist()))
-    return torch.cat([type(part).forward(part, rows, *(table[slot] for table in tables)) for slot, rows in by_slot])
+    def forward(self, *args: Tensor) -> Tensor:
+        (part,) = self.children()
+        return part(*args)

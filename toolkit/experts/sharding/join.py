@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher
-from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
-from toolkit.experts.sharding.find import outside_wrappers
+from toolkit.experts.layer.stack import ExpertLayer, ExpertStack
+from toolkit.experts.sharding.found import outside_wrappers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NO_LAYER = 1 << 30
@@ -24,10 +23,11 @@ NO_LAYER = 1 << 30
 class _Meeting:
     """The all-reduce before each dispatch, by which ranks of an EP group learn which layer the others compute."""
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module, ExpertStack]]):
+    def __init__(self, layers: Sequence[tuple[str, nn.Module, ExpertLayer]]):
         self.layers = layers
+        """Name, the module to call, which is the outermost wrapper, and the layer inside."""
         self.serving = False
-        stack = layers[0][2]
+        stack = layers[0][2].expert_stack
         self.device = stack.device
         self.group = stack.groups.ep_group
 
@@ -55,14 +55,10 @@ class _Meeting:
             number, width, top_k, *dtypes = self.meet([0, -NO_LAYER, 0, 0, 0, 0])
             if number == 0:
                 return
-            _, module, _ = self.layers[number - 1]
+            _, module, layer = self.layers[number - 1]
             of_rows, of_weights = (DTYPES[dtype] for dtype in dtypes)
             x_TD = torch.empty(0, width, dtype=of_rows, device=self.device)
-            if isinstance(module, MoE):
-                module(x_TD)
-            else:
-                ids_TK = torch.empty(0, top_k, dtype=torch.int64, device=self.device)
-                module(x_TD, ids_TK, x_TD.new_empty(0, top_k, dtype=of_weights))
+            module(*layer.without_tokens(x_TD, x_TD.new_empty(0, top_k, dtype=of_weights)))
 
 
 def _refuse_copy(*_: Tensor) -> None:
@@ -80,10 +76,12 @@ def join_forwards(models: Sequence[nn.Module], stacks: Sequence[ExpertStack]) ->
         models: All models that are called, the same on each rank.
         stacks: Of the prepared model. Calls of other models with these stacks, or copies of them, raise UserError.
     """
-    served: dict[ExpertStack, tuple[str, nn.Module, ExpertStack]] = {}
+    served: dict[ExpertStack, tuple[str, nn.Module, ExpertLayer]] = {}
     for model in models:
-        for name, stack in expert_stacks(model).items():
-            served.setdefault(stack, (name, model.get_submodule(outside_wrappers(name)), stack))
+        for name, module in model.named_modules():
+            if isinstance(module, ExpertLayer):
+                outermost = model.get_submodule(outside_wrappers(name))
+                served.setdefault(module.expert_stack, (name, outermost, module))
     with torch.no_grad():
         if not served or not all(isinstance(stack.dispatcher, AllToAllDispatcher) for stack in served):
             yield  # every rank has all experts

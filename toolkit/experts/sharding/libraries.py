@@ -8,36 +8,43 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from toolkit.experts.layer.stack import RowsInFiles
+    from toolkit.experts.sharding.layout import CalledByIds
 
 _registered: dict[str, tuple[str, str]] = {}
+
+
+class Adapters(Protocol):
+    """The adapters of one experts module, with matrices of all experts in the library's own layout."""
+
+    parameters: dict[str, tuple[nn.Parameter, RowsInFiles]]
+    """By name, with their layout."""
+
+    def fault(self, name: str) -> str | None:
+        """Return why the adapters of the experts at `name` cannot have one row per expert, or None."""
+
+    def use_rows(self, num_experts: int) -> None:
+        """Have the adapters compute with one row per expert of `parameters`, which get theirs afterwards."""
 
 
 class Library:
     """A library's knowledge about its models. The defaults know nothing."""
 
-    def stack_adapters(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Turn the adapters of the experts modules `layers` of `model` into rows, one per expert, in place."""
-
-    def adapter_rows(self, experts: nn.Module) -> dict[str, tuple[nn.Parameter, RowsInFiles]]:  # noqa: ARG002
-        """Return the adapters of an experts module by name, as `stack_adapters` stacked them, and their form in
-        files."""
+    def find_adapters(self, model: nn.Module) -> Mapping[nn.Module, Adapters]:  # noqa: ARG002
+        """Return the adapters of modules of `model` whose parameters are not rows yet, by module."""
         return {}
 
-    def read_rows(self, experts: nn.Module, slots: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
-        """Return the rows of the experts in `slots` by parameter, if the library loads them only now. A collective."""
-        return {}
-
-    def after_sharding(self, layers: Iterable[nn.Module]) -> None:
-        """Called with the layers of a model once each has its `expert_stack`."""
+    def layout(self, experts: nn.Module) -> type[CalledByIds] | None:  # noqa: ARG002
+        """Return the layout of an experts module that is called with expert ids; None if the library has no own."""
+        return None
 
     def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
         """Have the methods that save a sharded `model` gather the experts of all ranks.
@@ -48,12 +55,6 @@ class Library:
     def projections(self, experts: nn.Module) -> tuple[str, ...]:  # noqa: ARG002
         """Return the names of an experts module's matrices in order of use; none if the library does not know them."""
         return ()
-
-    def forward_with_adapters(
-        self, experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
-        """(T, D): the output of experts with known `projections`, with the products in their `low_rank`."""
-        raise NotImplementedError
 
     def record(self, model: nn.Module) -> Callable[[Path], None] | None:  # noqa: ARG002
         """Return a function that writes more files of `model` into its folder on rank 0, or None. A collective."""

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from toolkit.errors import require_choice
-from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.sharding.find import outside_wrappers, require_experts, routers
+from toolkit.experts.sharding.find import require_experts, routers
+from toolkit.experts.sharding.found import outside_wrappers
 
 Part = Literal["router", "experts", "rest"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -60,12 +60,8 @@ def parameter_groups(
 def _parts(model: nn.Module) -> dict[str, Part]:
     """Return the part of parameters by the prefix of their names, which includes wrappers around a module."""
     layers = require_experts(model)
-    router_ids = {id(module.router) for module in layers.values() if isinstance(module, MoE)}
-    expert_ids = {id(module.experts if isinstance(module, MoE) else module) for module in layers.values()}
-    if any(not isinstance(module, MoE) for module in layers.values()):
-        router_ids |= {id(module) for module in routers(model).values()}
-    return {
-        f"{outside_wrappers(name)}.": "router" if id(module) in router_ids else "experts"
-        for name, module in model.named_modules()
-        if id(module) in router_ids | expert_ids
+    part_of: dict[str, Part] = {f"{found.path}.": "experts" for found in layers.values()}
+    router_ids = {id(each) for each in (*routers(model).values(), *(found.router for found in layers.values()))}
+    return part_of | {
+        f"{outside_wrappers(name)}.": "router" for name, module in model.named_modules() if id(module) in router_ids
     }

@@ -24,8 +24,8 @@ from toolkit.errors import UserError, require
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
 from toolkit.experts.routing.routes import RouteHook, Routes, fixed_choice
-from toolkit.experts.sharding.adapt import has_fused_tables
-from toolkit.experts.sharding.find import experts_modules, num_experts, outside_wrappers
+from toolkit.experts.sharding.find import stacked_experts
+from toolkit.experts.sharding.found import FoundExperts
 
 
 @contextmanager
@@ -104,9 +104,7 @@ def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
 
 def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
     """Return the `route_hooks` of layers other than `MoE`. With them, activation checkpointing routes once."""
-    fused = {name: module for name, module in model.named_modules() if has_fused_tables(module)}
-    found = experts_modules(model) | fused
-    return {name: _hook_of_block(name, experts, model) for name, experts in found.items()}
+    return {name: _hook_of_block(found, model) for name, found in stacked_experts(model).items()}
 
 
 def _hook_of_moe(name: str, layer: MoE) -> RouteHook:
@@ -118,18 +116,18 @@ def _hook_of_moe(name: str, layer: MoE) -> RouteHook:
     return router.route_hook
 
 
-def _hook_of_block(name: str, experts: nn.Module, model: nn.Module) -> RouteHook:
-    made = getattr(experts, "route_hook", None)
+def _hook_of_block(found: FoundExperts, model: nn.Module) -> RouteHook:
+    experts: Any = found.module
+    made: RouteHook | None = getattr(experts, "route_hook", None)
     if made is None:
-        made = RouteHook(name)
-        experts.route_hook = made  # type: ignore[assignment]
-        _BlockWatch(made, num_experts(experts)).attach(_block_of(name, model), experts)
+        made = experts.route_hook = RouteHook(found.name)
+        _BlockWatch(made, found.num_experts).attach(_block_of(found.path, model), experts)
     return made
 
 
 def _block_of(experts: str, model: nn.Module) -> nn.Module:
     """Return the module that holds the experts of this name and their router."""
-    name = outside_wrappers(experts).rpartition(".")[0]
+    name = experts.rpartition(".")[0]
     while name and len(list(model.get_submodule(name).children())) == 1:  # DBRX's tables are further inside
         name = name.rpartition(".")[0]
     return model.get_submodule(name)

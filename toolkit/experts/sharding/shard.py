@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.experts.compat import exclude_from_ddp
-from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.layer.stack import ExpertStack, hook_state_dict, rows_of
-from toolkit.experts.parallel.collectives import broadcast_from_main, world_size
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, initial_placement, with_spare_slots
+from toolkit.experts.placement.placement import ExpertPlacement, initial_placement, with_spare_slots
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.sharding.call import Forward, run_experts
 from toolkit.experts.sharding.check import check_experts
-from toolkit.experts.sharding.find import num_experts, require_experts, stacked_parameters
-from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.sharding.find import require_experts
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
 """`(layer, number of experts, ep_size)` to the layer's initial placement."""
@@ -60,25 +54,15 @@ def shard_experts(
         >>> model = DistributedDataParallel(model)  # leaves the experts alone
     """
     layers = require_experts(model)
-    groups = groups or make_expert_groups(math.gcd(world_size(), *map(num_experts, layers.values())))
-    placements = {}
-    for name, module in layers.items():
-        placements[name] = _placed(name, num_experts(module), groups.ep_size, placement, spare_slots)
-        if not isinstance(module, MoE):
-            # A rank without a slot could not call the module, and would lack the backward pass of the all-to-all.
-            slots = placements[name].slots
-            placements[name] = ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in slots))
-    for name, forward in check_experts(model, layers, placements).items():
-        layers[name].forward = forward
-    for library in libraries():
-        library.stack_adapters(model, layers.values())
-    read_by_all: list[str] = []
-    for name, module in layers.items():
-        read_by_all += [f"{name}.{key}" for key in _keep_rows(module, placements[name], groups)]
-    for library in libraries():
-        library.after_sharding(layers.values())
+    groups = groups or make_expert_groups(math.gcd(world_size(), *(found.num_experts for found in layers.values())))
+    placements = {
+        name: found.fit(_placed(name, found.num_experts, groups.ep_size, placement, spare_slots))
+        for name, found in layers.items()
+    }
+    check_experts(model, layers, placements)
+    read_by_all = [key for name, found in layers.items() for key in found.shard(placements[name], groups)]
     exclude_from_ddp(model, read_by_all)
-    return {name: module.expert_stack for name, module in layers.items()}  # type: ignore[misc]
+    return expert_stacks(model)
 
 
 def _placed(
@@ -87,51 +71,3 @@ def _placed(
     if isinstance(placement, str):
         return initial_placement(experts, ranks, placement, spare_slots=spare_slots)
     return with_spare_slots(placement(name, experts, ranks), spare_slots)
-
-
-def _keep_rows(module: nn.Module, place: ExpertPlacement, groups: ExpertGroups) -> list[str]:
-    """Leave a layer the rows of this rank's slots; return the frozen parameters that each rank read from files."""
-    slots = place.slots[groups.ep_rank]
-    read = {name: rows for library in libraries() for name, rows in library.read_rows(module, slots).items()}
-    frozen = [name for name in read if not module.get_parameter(name).requires_grad]
-    parameters, in_files = stacked_parameters(module)
-    for name, parameter in parameters.items():
-        if name not in read:
-            broadcast_from_main(parameter.data)
-        rows = read[name] if name in read else rows_of(parameter.data, slots)
-        if rows.device == parameter.device:
-            parameter.data = rows
-        else:
-            parameters[name] = nn.Parameter(rows, requires_grad=False)
-            setattr(module, name, parameters[name])
-    stack = module.expert_stack = ExpertStack(parameters, place, groups, in_files=in_files)  # type: ignore[assignment]
-    if not isinstance(module, MoE):
-        signature = inspect.signature(module.forward)
-        three = signature.replace(parameters=list(signature.parameters.values())[:3])
-        # No closure: `copy.deepcopy` gives a copied module its own forward, which has it and its stack.
-        module.forward = partial(_dispatch, module, stack, module.forward, three)
-        hook_state_dict(module)
-    return frozen
-
-
-def _dispatch(
-    module: nn.Module, stack: ExpertStack, compute: Forward, signature: inspect.Signature, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Run the forward of a sharded experts module. It computes rows dispatched to its slots, each with weight 1."""
-    # A further argument raises TypeError here: ranks that compute these tokens would not have it.
-    hidden, ids_TK, weights_TK = signature.bind(*args, **kwargs).arguments.values()
-    if ids_TK.is_floating_point():
-        ids_TK, weights_TK = weights_TK, ids_TK
-    x_TD = hidden.reshape(-1, hidden.shape[-1])
-    y_TD = run_experts(module, stack, partial(_compute, module, stack.slots, compute), x_TD, ids_TK, weights_TK)
-    return y_TD.view(hidden.shape)
-
-
-def _compute(module: nn.Module, slots: int, compute: Forward, *rows: Tensor) -> Tensor:
-    """Compute rows of this rank's slots. Only meanwhile is `num_experts` the number of rows of the parameters."""
-    experts = module.num_experts
-    module.num_experts = slots  # type: ignore[assignment]
-    try:
-        return compute(*rows)
-    finally:
-        module.num_experts = experts

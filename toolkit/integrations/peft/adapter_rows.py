@@ -7,8 +7,7 @@ an optimizer stays valid. Their layer's `ExpertStack` holds them, and treats the
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import RowsInFiles, rows_of, stacked
 from toolkit.experts.parallel.ownership import ownership_of
-from toolkit.experts.sharding.call import LowRank
+from toolkit.experts.sharding.layout import LowRank
 from toolkit.experts.sharding.libraries import Library, library_that_multiplies
 from toolkit.integrations.peft.layouts import IN_FILES
 from toolkit.integrations.peft.record import describe_adapters, write_records
@@ -29,67 +28,52 @@ from toolkit.integrations.peft.record import describe_adapters, write_records
 class PeftLibrary(Library):
     """Adapters of stacked experts: `toolkit.integrations` registers it."""
 
-    def stack_adapters(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Turn PEFT's adapters of the experts modules `layers` of `model` into rows, one for each expert, in place.
-
-        Other adapters stay as they are.
-
-        Raises:
-            UserError: An adapter is not of a matrix that the experts are known to multiply by. Nothing was changed.
-        """
-        found = _wrappers_of(model, layers)
-        for name, wrapper in found.items():
-            _refuse(name, wrapper)
-        for wrapper in found.values():
-            experts: Any = wrapper.get_base_layer()
-            if "adapters" not in vars(experts):
-                experts.adapters, experts.low_rank = {}, {}
-                experts.forward = _with_adapters(experts)
-            wrapper.__class__ = ParamWrapper
-            experts.adapters[wrapper.parameter_name] = wrapper
-            for adapter in wrapper.lora_A:
-                for matrix, form in IN_FILES.items():
-                    _stack(getattr(wrapper, matrix)[adapter], form, int(experts.num_experts))
-
-    def adapter_rows(self, experts: nn.Module) -> dict[str, tuple[nn.Parameter, RowsInFiles]]:
-        wrappers: dict[str, ParamWrapper] = vars(experts).get("adapters", {})
-        return {
-            f"{parameter}.{matrix}.{adapter}": (layer.weight, form)
-            for parameter, wrapper in wrappers.items()
-            for matrix, form in IN_FILES.items()
-            for adapter, layer in getattr(wrapper, matrix).items()
-        }
+    def find_adapters(self, model: nn.Module) -> dict[nn.Module, ExpertAdapters]:
+        found: dict[nn.Module, ExpertAdapters] = {}
+        for module in model.modules():
+            if type(module) is lora.ParamWrapper:
+                experts: Any = module.get_base_layer()
+                found.setdefault(experts, ExpertAdapters(experts)).add(module)
+        return found
 
     def record(self, model: nn.Module) -> Callable[[Path], None] | None:
         return partial(write_records, describe_adapters(model)) if hasattr(model, "peft_config") else None
 
 
-def _refuse(name: str, wrapper: Any) -> None:
-    experts, parameter = wrapper.get_base_layer(), wrapper.parameter_name
-    library = library_that_multiplies(experts)
-    known = () if library is None else library.projections(experts)
-    if parameter not in known:
-        raise UserError(
-            f"target_parameters: adapters of {parameter!r} of the experts at {name!r} ({type(experts).__name__}) are "
-            f"not supported. Adapt {' or '.join(known) or 'attention, because how they multiply is not known'}."
+class ExpertAdapters:
+    """PEFT's adapters of the parameters of one experts module."""
+
+    def __init__(self, experts: nn.Module):
+        self.experts = experts
+        self.wrappers: list[lora.ParamWrapper] = []
+        self.parameters: dict[str, tuple[nn.Parameter, RowsInFiles]] = {}
+
+    def add(self, wrapper: Any) -> None:
+        self.wrappers.append(wrapper)
+        for matrix, form in IN_FILES.items():
+            for adapter, layer in getattr(wrapper, matrix).items():
+                self.parameters[f"{wrapper.parameter_name}.{matrix}.{adapter}"] = layer.weight, form
+
+    def fault(self, name: str) -> str | None:
+        """Return a message if an adapter is not of a matrix that the experts are known to multiply by."""
+        library = library_that_multiplies(self.experts)
+        known = () if library is None else library.projections(self.experts)
+        adapted = (wrapper.parameter_name for wrapper in self.wrappers)
+        if (unknown := next((each for each in adapted if each not in known), None)) is None:
+            return None
+        return (
+            f"target_parameters: adapters of {unknown!r} of the experts at {name!r} ({type(self.experts).__name__}) "
+            f"are not supported. Adapt {' or '.join(known) or 'attention, because how they multiply is not known'}."
         )
 
-
-def _with_adapters(experts: Any) -> Any:
-    """Return the forward of `experts`, with the low-rank products of adapters in use during the call."""
-    signature = inspect.signature(experts.forward)
-    # No closure: `copy.deepcopy` gives copied experts their own.
-    forward: Any = partial(_forward, experts, experts.forward, signature)
-    forward.__signature__ = signature
-    return forward
-
-
-def _forward(experts: Any, forward: Any, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Tensor:
-    if not experts.low_rank:
-        return forward(*args, **kwargs)
-    library = library_that_multiplies(experts)
-    assert library is not None  # of `_refuse`
-    return library.forward_with_adapters(experts, *signature.bind(*args, **kwargs).args)
+    def use_rows(self, num_experts: int) -> None:
+        wrapper: Any
+        for wrapper in self.wrappers:
+            wrapper.__class__ = ParamWrapper
+            for matrix, form in IN_FILES.items():
+                for layer in getattr(wrapper, matrix).values():
+                    # Weights that are loaded in PEFT's layout are stacked, too.
+                    layer.register_load_state_dict_pre_hook(partial(_take_rows, form, num_experts))
 
 
 class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
@@ -112,11 +96,12 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
             return self.base_layer(x, *args, **kwargs)
         experts = self.get_base_layer()
         used = [self._factors(name) for name in self.active_adapters if name in self.lora_A]
-        experts.low_rank[self.parameter_name] = used
+        of_others = experts.low_rank
+        experts.low_rank = {**of_others, self.parameter_name: used}
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:
-            del experts.low_rank[self.parameter_name]
+            experts.low_rank = of_others
 
     def _factors(self, adapter: str) -> LowRank:
         return LowRank(self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter])
@@ -129,24 +114,6 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
 
     def update_layer(self, adapter_name: str, *_: Any, **__: Any) -> None:
         raise UserError(f"adapter {adapter_name!r}: added after the experts were sharded. Add it before prepare.")
-
-
-def _wrappers_of(model: nn.Module, experts: Iterable[nn.Module]) -> dict[str, lora.ParamWrapper]:
-    """Return PEFT's wrappers of parameters of the modules `experts` that are not rows yet, by name."""
-    holders = [getattr(module, "experts", module) for module in experts]  # our own layers hold their experts
-    ids = {id(holder.get_base_layer() if isinstance(holder, lora.ParamWrapper) else holder) for holder in holders}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is lora.ParamWrapper and id(module.get_base_layer()) in ids
-    }
-
-
-def _stack(layer: Any, form: RowsInFiles, experts: int) -> None:
-    """Give the weight of a PEFT layer a row per expert, in place; weights that are loaded in PEFT's layout are
-    stacked, too."""
-    layer.weight.data = stacked(layer.weight.data, form, experts)
-    layer.register_load_state_dict_pre_hook(partial(_take_rows, form, experts))
 
 
 def _take_rows(form: RowsInFiles, experts: int, layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.experts.layer.stack import ExpertLayer
 from toolkit.experts.state.state_dict import Gatherer
 from toolkit.integrations.transformers.pretrained_files import by_layer, write_pretrained
-from toolkit.integrations.transformers.quantization import is_packed, is_scales, unpacked
+from toolkit.integrations.transformers.quantization import is_packed, is_scales, packed_rows, unpacked
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def _adapted_layers(base: nn.Module) -> Mapping[str, tuple[nn.Module, list[Any]]
         if isinstance(module, BaseTunerLayer):
             plain = name.replace(".base_layer", "")
             found.setdefault(plain, (module.get_base_layer(), []))[1].append(module)
-        elif hasattr(module, "packed"):
+        elif packed_rows(module):
             found.setdefault(name.replace(".base_layer", ""), (module, []))
     return found
 
@@ -72,7 +73,7 @@ def _plain_name(base: nn.Module, name: str) -> str | None:
 @contextmanager
 def _merged(layer: nn.Module, wrappers: list[Any]) -> Iterator[None]:
     """Have PEFT add the active adapters to the weights of `layer`, temporarily and without rounding."""
-    stack = vars(layer).get("expert_stack")
+    stack = layer.expert_stack if isinstance(layer, ExpertLayer) else None
     before = [(name, parameter, parameter.data) for name, parameter in layer.named_parameters(recurse=False)]
     merged = [list(wrapper.merged_adapters) for wrapper in wrappers]
     try:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.experts.compat import move_by, version_of
+from toolkit.experts.compat import MovesParameters, version_of
+from toolkit.experts.layer.stack import ExpertStack
+from toolkit.experts.sharding.layout import Layout
 
 ALIGNED = 256
 """Bytes of which the place of a matrix in a layer's memory is a multiple."""
@@ -36,12 +38,6 @@ def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return rows
 
 
-def keep_on_host(module: nn.Module, name: str) -> None:
-    """Offload the parameter `name` of an experts module, computed on its present device, once it is sharded."""
-    device = module.get_parameter(name).device
-    module.names_on_host = {**getattr(module, "names_on_host", {}), name: device}  # type: ignore[assignment]
-
-
 @dataclass
 class _Held:
     """Memory of the device, and the layer whose matrices were copied there last."""
@@ -56,14 +52,10 @@ class _Held:
 
 
 class LayersOnHost:
-    """Experts modules that keep matrices in the host's memory, in the order in which they are computed.
+    """Experts modules that keep matrices in the host's memory, in the order in which they are computed."""
 
-    Args:
-        modules: Have a stack, and parameters to `keep_on_host`.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]):
-        self._modules = modules
+    def __init__(self) -> None:
+        self._modules: list[RowsOnHost] = []
         self._held: tuple[_Held, _Held] | None = None
         """Matrices of the current layer, and of the expected next one."""
         self._step = 1
@@ -72,9 +64,15 @@ class LayersOnHost:
         """Copy stream (GPU)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayersOnHost:
-        other = memo[id(self)] = LayersOnHost([])
+        other = memo[id(self)] = LayersOnHost()
         other._modules = copy.deepcopy(self._modules, memo)
         return other
+
+    def number_of(self, module: RowsOnHost) -> int:
+        """Return the number of a layer, which is added if it is new."""
+        if module not in self._modules:
+            self._modules.append(module)
+        return self._modules.index(module)
 
     def matrices(self, layer: int, device: torch.device) -> Mapping[str, Tensor]:
         """Return a layer's matrices on `device`, valid until a call for another layer."""
@@ -107,7 +105,7 @@ class LayersOnHost:
         """Update `held` to the current matrices of a layer."""
         module = self._modules[layer]
         # Rows that are moved may be received without a new version of their parameter, and are placed then.
-        version = (module.expert_stack.placement, *map(version_of, _kept(module).values()))  # type: ignore[union-attr]
+        version = (module.expert_stack.placement, *map(version_of, _kept(module).values()))
         if (held.layer, held.version) != (layer, version):
             held.layer, held.version = layer, version
             self._copy(held, layer)
@@ -130,36 +128,38 @@ def _room(rows: Tensor) -> int:
     return -(-rows.nbytes // ALIGNED) * ALIGNED
 
 
-def _kept(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: module.get_parameter(name) for name in sorted(module.names_on_host)}  # type: ignore[arg-type]
+def _kept(module: RowsOnHost) -> dict[str, nn.Parameter]:
+    return {name: module.get_parameter(name) for name in sorted(module.computed_on)}
+
+
+class RowsOnHost(MovesParameters, Layout):
+    """Experts with frozen matrices that may stay in the host's memory when the module is moved."""
+
+    expert_stack: ExpertStack
+    layers_on_host: LayersOnHost
+    number_on_host: int
+
+    def keep_on_host(self, name: str, layers: LayersOnHost) -> None:
+        """Offload the parameter `name`, computed on its present device, as one of the matrices of `layers`."""
+        self.layers_on_host, self.number_on_host = layers, layers.number_of(self)
+        self.computed_on = {**self.computed_on, name: self.get_parameter(name).device}
+
+    def moved(self, change: Callable[[Tensor], Tensor]) -> Collection[str]:
+        """Note the new device of the computation."""
+        if self.computed_on:
+            devices = {name: change(parameter.new_empty(0)).device for name, parameter in _kept(self).items()}
+            self.computed_on = self.expert_stack.computed_on = devices
+        return self.computed_on.keys()
 
 
 def is_on_host(module: nn.Module, name: str) -> bool:
     """Return whether the parameter `name` of an experts module stays in the host's memory."""
-    return name in vars(module).get("names_on_host", ())
+    return isinstance(module, RowsOnHost) and name in module.computed_on
 
 
-def rows_on(module: nn.Module, name: str, device: torch.device) -> Tensor:
+def rows_on(module: RowsOnHost, name: str, device: torch.device) -> Tensor:
     """Return the rows of the parameter `name` on the compute `device`; valid until another layer is computed."""
     parameter = module.get_parameter(name)
     if parameter.device == device:
         return parameter.detach()
-    layers, layer = vars(module)["on_host"]
-    return layers.matrices(layer, device)[name]
-
-
-def stay_on_host(modules: Iterable[nn.Module]) -> None:
-    """Keep the offloaded parameters of `modules`, which have stacks, on the host when the modules are moved."""
-    staying = [module for module in modules if "names_on_host" in vars(module)]
-    layers = LayersOnHost(staying)
-    for number, module in enumerate(staying):
-        module.on_host = layers, number  # type: ignore[assignment]
-        for name, device in vars(module)["names_on_host"].items():
-            vars(module)["expert_stack"].computed_on[name] = device
-        move_by(module, _note_device, list(_kept(module)))
-
-
-def _note_device(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    for name, parameter in _kept(module).items():
-        device = change(parameter.new_empty(0)).device
-        vars(module)["expert_stack"].computed_on[name] = device
+    return module.layers_on_host.matrices(module.number_on_host, device)[name]

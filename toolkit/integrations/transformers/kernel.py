@@ -1,13 +1,16 @@
 """An experts implementation for transformers that does not sort rows again after a dispatcher has.
 
 `experts_implementation="toolkit"` works for any experts module, sharded or not, in any floating type. Rows from a
-dispatcher are in order of slots and carry `rows_per_slot`; other rows are sorted first. Gated SiLU experts without
-biases run as one autograd node. Matrices of frozen experts may be packed (`quantization.py`) or in main memory
+dispatcher are in order of slots; other rows are sorted first. Gated SiLU experts without biases run as one autograd
+node. Matrices of frozen experts may be packed (`quantization.py`) or in main memory
 (`cpu_offload.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +18,15 @@ from torch import Tensor, nn
 
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
-from toolkit.experts.sharding.call import LowRank, in_order_of_slots, slots_of_rows
-from toolkit.integrations.transformers.compat import apply_gate, has_default_gate, register_experts_function
-from toolkit.integrations.transformers.cpu_offload import is_on_host, rows_on
-from toolkit.integrations.transformers.quantization import is_packed, unpacked
+from toolkit.experts.sharding.layout import CalledByIds, LowRank, in_order_of_slots, slots_of_rows
+from toolkit.integrations.transformers.compat import (
+    apply_gate,
+    experts_implementation,
+    has_default_gate,
+    register_experts_function,
+)
+from toolkit.integrations.transformers.cpu_offload import RowsOnHost, is_on_host, rows_on
+from toolkit.integrations.transformers.quantization import PackedRows, is_packed, unpacked
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -43,13 +51,27 @@ def experts_forward(
     experts: Any, hidden_TD: Float[Tensor, "T D"], ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"]
 ) -> Float[Tensor, "T D"]:
     """Return the output (T, D) of an experts module of transformers."""
-    return in_order_of_slots(_feed_forward, experts, hidden_TD, ids_TK, weights_TK)
+    return in_order_of_slots(partial(feed_forward, experts), experts.num_experts, hidden_TD, ids_TK, weights_TK)
 
 
-def _feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Tensor:
+class TransformersLayout(CalledByIds, RowsOnHost, PackedRows):
+    """Sharded experts of transformers with known projections."""
+
+    config: Any
+    low_rank: Mapping[str, list[LowRank]] = MappingProxyType({})
+    """Adapters in use during a call, by the parameter that they adapt."""
+
+    def compute_slots(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+        if self.low_rank or experts_implementation(self.config) == NAME:
+            return feed_forward(self, rows_ND, rows_per_slot)
+        return super().compute_slots(rows_ND, rows_per_slot)
+
+
+def feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+    """Return the outputs of an experts module of transformers for rows in order of slots."""
     dtype = rows_ND.dtype
     first, last = projections(experts)
-    low_rank: dict[str, list[LowRank]] = getattr(experts, "low_rank", {})
+    low_rank = experts.low_rank if isinstance(experts, TransformersLayout) else {}
     if not low_rank and not _is_fetched(experts, first) and _is_plain(experts):
         (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
         if accepts(rows_ND, up) and accepts(rows_ND, down):

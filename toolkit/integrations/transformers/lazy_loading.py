@@ -18,19 +18,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from toolkit.errors import UserError, reading, require_choice
-from toolkit.experts.compat import move_as_usual, move_by
 from toolkit.experts.layer.stack import RowsInFiles, as_in_files, clear_empty, stacked
-from toolkit.experts.parallel.collectives import together
-from toolkit.experts.sharding.find import require_experts, stacked_parameters
+from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.found import FoundExperts
+from toolkit.experts.sharding.sharded_experts import ReadRows, load_lazily
 from toolkit.integrations.transformers.compat import experts_implementation, mark_as_loaded, weights_loaded_by
-from toolkit.integrations.transformers.cpu_offload import keep_on_host, page_locked
+from toolkit.integrations.transformers.cpu_offload import LayersOnHost, RowsOnHost, page_locked
 from toolkit.integrations.transformers.kernel import NAME, projections
 from toolkit.integrations.transformers.language_models import require_floating_point
 from toolkit.integrations.transformers.quantization import SCALES, pack_rows
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 MOST_READ = 2**25
 """Bytes of a layer's experts that are read at a time, or the size of one expert if larger."""
-
-ReadRows = Callable[[nn.Module, Sequence[int]], dict[str, Tensor]]
-"""(experts module, experts) to their rows by parameter, with zeros for an `EMPTY_ROW`: on the device and in the type of
-the parameter, or packed, with further parameters that it gives the module."""
 
 
 def experts_at_a_time(bytes_of_one: int) -> int:
@@ -94,7 +90,7 @@ def experts_in_files(
         if load_config.hf_quantizer is not None:
             raise UserError("model: its files are quantised. Save it dequantised, or load it without experts_in_files.")
         if quantize is not None or offload is not None:
-            known = all(projections(module) for module in layers.values())
+            known = all(projections(found.module) for found in layers.values())
             if not known or experts_implementation(model.config) != NAME:
                 raise UserError(
                     "experts_implementation: quantize and offload need use_toolkit_kernel(), and experts that follow "
@@ -106,62 +102,12 @@ def experts_in_files(
             of_experts = {key for sources in reader.sources.values() for each in sources for key in each.keys.values()}
             others = {key: files.slices[key] for key in files.slices.keys() - of_experts}
             found = load(model, others, None, load_config, *rest)
-        reader.leave_in_files(model, layers)
+        reader.leave_in_files(model)
         found[0].missing_keys.difference_update(reader.parameters)
         return found
 
     with weights_loaded_by(load_all_but_experts):
         yield
-
-
-# --- experts modules that wait for their rows ------------------------------------------------------------------------
-
-
-def load_lazily(module: nn.Module, read: ReadRows) -> None:
-    """Have `read` give the rows of the experts module `module`, whose parameters expand a single number each."""
-    module.read_rows = read  # type: ignore[assignment]
-    module.hooks_until_read = (  # type: ignore[assignment]
-        module.register_forward_pre_hook(_refuse_forward),
-        module.register_state_dict_post_hook(_without_values),
-    )
-    move_by(module, _move_numbers, [name for name, _ in module.named_parameters(recurse=False)])
-
-
-def read_rows(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
-    """Return the rows of `experts` by parameter, once; nothing for a module that is not loaded lazily.
-
-    A collective if it is: an error of one rank is raised on all.
-    """
-    if "read_rows" not in vars(module):
-        return {}
-    rows: dict[str, Tensor] = {}
-    together(lambda: rows.update(module.read_rows(module, experts)))  # type: ignore[operator]
-    for hook in module.hooks_until_read:  # type: ignore[union-attr]
-        hook.remove()
-    move_as_usual(module)
-    del module.read_rows, module.hooks_until_read
-    return rows
-
-
-def _move_numbers(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Have `to`, `half` and `cuda` change the one number that each parameter is."""
-    for parameter in module.parameters(recurse=False):
-        shape = parameter.shape
-        parameter.data = change(parameter.data[(slice(1),) * parameter.ndim]).expand(shape)
-
-
-def _refuse_forward(*_: Any) -> NoReturn:
-    raise UserError(
-        "model: its experts are still in their files. Call ExpertParallel.prepare or shard_experts first, also on one "
-        "process."
-    )
-
-
-def _without_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put parameters on the meta device in a state dict: writing it raises, because there are no values."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if state.get(prefix + name, parameter) is not parameter:  # with `keep_vars` it is
-            state[prefix + name] = parameter.detach().to("meta")
 
 
 # --- rows in files ---------------------------------------------------------------------------------------------------
@@ -241,21 +187,22 @@ class _Reader:
         skeleton: PreTrainedModel,
         load_config: LoadStateDictConfig,
         files: _Files,
-        layers: Mapping[str, nn.Module],
+        layers: Mapping[str, FoundExperts],
         packs: bool,
         offload: str | os.PathLike[str] | None,
     ):
         self.skeleton, self.load_config, self.path_of = skeleton, load_config, files.path_of
-        self.packs, self.offload = packs, offload
-        self.parameters: dict[str, RowsInFiles] = {}
-        """The form in files of each expert parameter, by name."""
-        for layer, module in layers.items():
-            parameters, forms = stacked_parameters(module)
-            self.parameters |= {f"{layer}.{name}": forms.get(name, "stacked") for name in parameters}
+        self.packs, self.offload, self.layers = packs, offload, layers
+        self.on_host = LayersOnHost()
+        self.parameters: dict[str, tuple[torch.Size, RowsInFiles]] = {}
+        """Shape of one expert, and form in files of all, of each expert parameter by name."""
+        for layer, found in layers.items():
+            for name, (parameter, form) in found.parameters().items():
+                self.parameters[f"{layer}.{name}"] = found.rows(parameter, form).shape[1:], form
         self.sources = self._find_sources(files)
         _keep_only(layers, skeleton)
         for name, sources in self.sources.items():
-            _require_all(sources, layers[name.rpartition(".")[0]].num_experts, files)  # type: ignore[arg-type]
+            _require_all(sources, layers[name.rpartition(".")[0]].num_experts, files)
 
     def _find_sources(self, files: _Files) -> dict[str, list[_Source]]:
         """Return the sources of each expert parameter, by the names of transformers' conversions.
@@ -277,23 +224,24 @@ class _Reader:
                 grouped[name][pattern].append(key)
         return {name: [_Source.of(keys) for keys in patterns.values()] for name, patterns in grouped.items()}
 
-    def leave_in_files(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    def leave_in_files(self, model: nn.Module) -> None:
         """Give the experts of `model` placeholder parameters, which are loaded lazily."""
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-        for layer, module in layers.items():
-            for name, parameter in stacked_parameters(module)[0].items():
+        for layer, each in self.layers.items():
+            for name, (parameter, _) in each.parameters().items():
                 number = torch.zeros((), dtype=parameter.dtype, device=device)
                 waiting = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
                 mark_as_loaded(waiting)
-                setattr(module, name, waiting)
-            load_lazily(module, self._rows_of(layer))
+                setattr(each.module, name, waiting)
+            load_lazily(each.module, self._rows_of(layer))
 
     def _rows_of(self, layer: str) -> ReadRows:
         """Return a function that reads the rows of a layer; copies of a model share it."""
 
-        def rows(module: nn.Module, experts: Sequence[int]) -> dict[str, Tensor]:
+        def rows(module: Any, experts: Sequence[int]) -> dict[str, Tensor]:
             like = dict(module.named_parameters(recurse=False))
-            step = experts_at_a_time(sum(p.shape[1:].numel() * p.itemsize for p in like.values()))
+            sizes = (self.parameters[f"{layer}.{name}"][0].numel() * p.itemsize for name, p in like.items())
+            step = experts_at_a_time(sum(sizes))
             kept: dict[str, Tensor] = {}
             sources = [source for name in like for source in self.sources.get(f"{layer}.{name}", ())]
             paths = {self.path_of[key] for source in sources for key in source.keys.values()}
@@ -303,7 +251,7 @@ class _Reader:
                     some = experts[begin : begin + step]
                     state: dict[str, Any] = {}
                     for source in sources:
-                        state |= source.rows(files, some, module.num_experts)  # type: ignore[arg-type]
+                        state |= source.rows(files, some, module.num_experts)
                     read = self._read(layer, some, state, next(iter(like.values())).device)
                     read = {name: value.to(like[name].dtype) for name, value in read.items()}
                     read = pack_rows(module, read) if self.packs else read
@@ -324,9 +272,10 @@ class _Reader:
 
         module = self.skeleton.get_submodule(layer)
         whole = {name: getattr(module, name) for name, _ in module.named_parameters(recurse=False)}
-        forms = {name: self.parameters[f"{layer}.{name}"] for name in whole}
+        forms = {}
         for name, parameter in whole.items():
-            rows = as_in_files(parameter.new_empty(len(experts), *parameter.shape[1:]), forms[name])
+            shape, forms[name] = self.parameters[f"{layer}.{name}"]
+            rows = as_in_files(parameter.new_empty(len(experts), *shape), forms[name])
             setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
         config = replace(self.load_config, device_map={"": device})
         try:
@@ -347,13 +296,13 @@ class _Reader:
             for name, parameter in whole.items():
                 setattr(module, name, parameter)
 
-    def _room(self, module: nn.Module, name: str, value: Tensor, rows: int) -> Tensor:
+    def _room(self, module: RowsOnHost, name: str, value: Tensor, rows: int) -> Tensor:
         """Allocate `rows` rows like `value`, in the memory that keeps them."""
         shape = torch.Size((rows, *value.shape[1:]))
         is_matrix = name.removesuffix(SCALES) in projections(module)
         if self.offload is None or not is_matrix or module.get_parameter(name).requires_grad:
             return value.new_empty(shape)
-        keep_on_host(module, name)
+        module.keep_on_host(name, self.on_host)
         if self.offload == "memory":
             return page_locked(shape, value.dtype)
         return _room_in_a_file(shape, value.dtype, self.offload)

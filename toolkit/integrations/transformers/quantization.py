@@ -10,7 +10,9 @@ its rank or slot: rows migrate, are replicated and saved as bytes, with the scal
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +37,13 @@ class Packed(NamedTuple):
     dtype: torch.dtype
 
 
-def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+class PackedRows(nn.Module):
+    """Experts with matrices that may be packed."""
+
+    packed: Mapping[str, Packed] = MappingProxyType({})
+
+
+def pack_rows(module: PackedRows, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the `rows` of `module` with matrices packed, and their scales under further names.
 
     `module` gets parameters for the scales, and `packed`, a `Packed` by name.
@@ -52,11 +60,11 @@ def pack_rows(module: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         # As integers, because a cast of the model would round scales.
         result[name + SCALES] = state.absmax.view(len(value), -1).view(torch.int32)
         module.register_parameter(name + SCALES, nn.Parameter(result[name + SCALES], requires_grad=False))
-    module.packed = packed  # type: ignore[assignment]
+    module.packed = packed
     return result
 
 
-def give_packed_shapes(module: nn.Module) -> None:
+def give_packed_shapes(module: PackedRows) -> None:
     """Give `module`, whose parameters are on the meta device, the parameters that `pack_rows` would."""
     packed = {}
     for name, value in list(module.named_parameters(recurse=False)):
@@ -67,7 +75,7 @@ def give_packed_shapes(module: nn.Module) -> None:
             scales = value.new_empty(len(value), numbers // BLOCK, dtype=torch.int32)
             for key, rows in ((name, bits), (name + SCALES, scales)):
                 setattr(module, key, nn.Parameter(rows, requires_grad=False))
-    module.packed = packed  # type: ignore[assignment]
+    module.packed = packed
 
 
 def _can_be_packed(rows: Tensor) -> bool:
@@ -82,7 +90,7 @@ def unpacked(module: Any, name: str, device: torch.device) -> Float[Tensor, "S A
 def unpack_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Replace packed rows and their scales in a state dict of `model` by rows in the type that they had."""
     for prefix, module in model.named_modules():
-        for name, was in getattr(module, "packed", {}).items():
+        for name, was in packed_rows(module).items():
             key = f"{prefix}.{name}".removeprefix(".")
             if (scales := state.pop(key + SCALES, None)) is not None:
                 state[key] = _unpack(state[key], scales, was)
@@ -117,6 +125,11 @@ def is_scales(model: nn.Module, name: str) -> bool:
     return parameter.endswith(SCALES) and is_packed(model.get_submodule(module), parameter.removesuffix(SCALES))
 
 
+def packed_rows(module: nn.Module) -> Mapping[str, Packed]:
+    """Return the packed parameters of `module`, by name."""
+    return module.packed if isinstance(module, PackedRows) else {}
+
+
 def is_packed(module: nn.Module, name: str) -> bool:
     """Return whether the rows of the parameter `name` are packed."""
-    return name in getattr(module, "packed", ())
+    return name in packed_rows(module)

@@ -1,0 +1,196 @@
+"""Experts of a layer as `find_experts` finds them. Only `take_layout` and `shard` change the model."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from toolkit.experts.layer.moe_layer import MoE
+from toolkit.experts.layer.stack import ExpertStack, RowsInFiles, hook_state_dict, rows_of, stacked
+from toolkit.experts.parallel.collectives import broadcast_from_main, together
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
+from toolkit.experts.sharding.adapt import KnownLayout
+from toolkit.experts.sharding.layout import CalledByIds, Layout, extend
+from toolkit.experts.sharding.sharded_experts import LazyExperts, ShardedExperts, forward_arguments, own_type
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from toolkit.experts.parallel.groups import ExpertGroups
+    from toolkit.experts.sharding.libraries import Adapters
+
+Parameters = dict[str, tuple[nn.Parameter, RowsInFiles]]
+"""The parameters of experts by name, adapters included, and how files have their rows."""
+
+
+class FoundExperts:
+    """An experts module of another library.
+
+    Args:
+        name: Of the module in its model.
+        module: Its own parameters have the rows of the experts, or of this rank's slots.
+        known: The layout of a module that is not called with ids.
+        called_by_ids: The layout of one that is.
+        adapters: Of the module's parameters.
+    """
+
+    is_tried: ClassVar[bool] = True
+    """Whether a trial has to show that the experts compute the same when they are sharded."""
+    router: nn.Module | None = None
+    """The router, if the layer has it."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        known: KnownLayout | None,
+        called_by_ids: type[CalledByIds],
+        adapters: Adapters | None,
+    ):
+        self.name, self.module, self.known, self.adapters = name, module, known, adapters
+        self.is_sharded = isinstance(module, ShardedExperts)
+        self.layout: type[Layout] | None = None
+        """Mixed into the module's class before it is sharded, if it has no layout yet."""
+        if not issubclass(own_type(module), Layout):
+            self.layout = called_by_ids if known is None else known.layout
+        self.weights_first = False
+        """Whether the module is called with weights before ids, as the trial finds out."""
+        counted: Any = module.expert_stack if isinstance(module, ShardedExperts) else known or module
+        self.num_experts: int = counted.num_experts
+
+    @property
+    def path(self) -> str:
+        """The name of the module that has all parameters of the experts, adapters included."""
+        return outside_wrappers(self.name)
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether the module is called with (hidden, expert ids, weights) once it has its layout."""
+        taken = forward_arguments(self.module)
+        required = [p for p in taken if p.default is p.empty]  # gpt-oss has defaults for two of the three
+        return self.is_sharded or self.known is not None or len(required) <= 3 <= len(taken)
+
+    def parameters(self) -> Parameters:
+        """Return the parameters of all experts, or of this rank's slots once they are sharded."""
+        if self.is_sharded:
+            return _parameters_of(self.module)
+        layout: Any = self.module if isinstance(self.module, Layout) else self.layout
+        found: Parameters = {n: (p, layout.rows_in_files) for n, p in self.module.named_parameters(recurse=False)}
+        return found | (self.adapters.parameters if self.adapters is not None else {})
+
+    def rows(self, value: Tensor, form: RowsInFiles) -> Tensor:
+        """Return the data of a parameter of all experts as rows (E, ...)."""
+        return stacked(value, form, self.num_experts) if value.ndim == 2 else value
+
+    def fit(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """Return `placement` with an empty slot on each rank without one.
+
+        Such a rank could not call the module, and would lack the backward pass of the all-to-all.
+        """
+        return ExpertPlacement(tuple(row or (EMPTY_ROW,) for row in placement.slots))
+
+    def take_layout(self) -> None:
+        """Mix the layout into the module's class, and have adapters compute with rows."""
+        module: Any = self.module
+        if isinstance(module, LazyExperts):
+            module.__class__ = own_type(module)
+        if self.layout is not None:
+            extend(module, self.layout)
+        if self.known is not None:
+            module.num_experts = self.num_experts
+            extend(self.known.block, self.known.block_type)
+        if self.weights_first:
+            module.weights_first = True
+        if self.adapters is not None:
+            self.adapters.use_rows(self.num_experts)
+
+    def shard(self, placement: ExpertPlacement, groups: ExpertGroups) -> list[str]:
+        """Leave the layer the rows of this rank's slots. A collective.
+
+        Returns:
+            The names of frozen parameters that each rank read from files.
+        """
+        module: Any = self.module
+        slots, read = placement.slots[groups.ep_rank], dict[str, Tensor]()
+        is_lazy = isinstance(module, LazyExperts)
+        self.take_layout()
+        first_three = inspect.Signature(forward_arguments(module)[:3])
+        extend(module, ShardedExperts)
+        module.first_three = first_three
+        if is_lazy:
+            together(lambda: read.update(module.read_rows(module, slots)))
+            del module.read_rows
+        parameters = self.parameters()
+        for name, (parameter, form) in parameters.items():
+            if name not in read:
+                self._keep_rows(parameter, form, slots)
+            elif read[name].device == parameter.device:
+                parameter.data = read[name]
+            else:
+                parameters[name] = nn.Parameter(read[name], requires_grad=False), form
+                setattr(module, name, parameters[name][0])
+        module.expert_stack = _stack_of(parameters, placement, groups, module.computed_on)
+        hook_state_dict(module)
+        return [f"{self.name}.{name}" for name in read if not module.get_parameter(name).requires_grad]
+
+    def _keep_rows(self, parameter: nn.Parameter, form: RowsInFiles, slots: tuple[int, ...]) -> None:
+        broadcast_from_main(parameter.data)
+        parameter.data = rows_of(self.rows(parameter.data, form), slots)
+
+
+class FoundMoE(FoundExperts):
+    """Our `MoE`, whose `experts` have the parameters."""
+
+    is_tried = False
+
+    def __init__(self, name: str, layer: MoE, adapters: Adapters | None):
+        self.name, self.module, self.adapters, self.layer, self.router = name, layer, adapters, layer, layer.router
+        self.is_sharded = layer.expert_stack.groups.ep_size > 1
+        self.num_experts = layer.expert_stack.num_experts
+
+    @property
+    def path(self) -> str:
+        return f"{self.name}.experts"
+
+    @property
+    def takes_ids(self) -> bool:
+        return True
+
+    def parameters(self) -> Parameters:
+        return _parameters_of(self.layer)
+
+    def fit(self, placement: ExpertPlacement) -> ExpertPlacement:
+        return placement
+
+    def shard(self, placement: ExpertPlacement, groups: ExpertGroups) -> list[str]:
+        parameters = self.parameters()
+        for parameter, form in parameters.values():
+            self._keep_rows(parameter, form, placement.slots[groups.ep_rank])
+        self.layer.expert_stack = _stack_of(parameters, placement, groups)
+        return []
+
+
+def outside_wrappers(name: str) -> str:
+    """Return the name of the outermost wrapper that has the module `name` as its `base_layer`, or `name` itself."""
+    return re.sub(r"(\.base_layer)+$", "", name)
+
+
+def _parameters_of(layer: Any) -> Parameters:
+    stack: ExpertStack = layer.expert_stack
+    return {name: (parameter, stack.in_files(name)) for name, parameter in stack.parameters.items()}
+
+
+def _stack_of(
+    parameters: Parameters,
+    placement: ExpertPlacement,
+    groups: ExpertGroups,
+    computed_on: Mapping[str, torch.device] | None = None,
+) -> ExpertStack:
+    in_files = {name: form for name, (_, form) in parameters.items()}
+    rows = {name: parameter for name, (parameter, _) in parameters.items()}
+    return ExpertStack(rows, placement, groups, in_files=in_files, computed_on=computed_on)
