@@ -14,21 +14,6 @@ from toolkit.experts import ExpertGroups, ExpertPlacement, ReplanOptions, place_
 from toolkit.experts.layer.router_options import RouterOptions
 
 make_moe = partial(tk.experts.make_moe, dim=8, hidden_dim=4, num_experts=4, top_k=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        *((name, make_moe) for name in ("placement", "activation", "recompute")),
-        ("placement", partial(tk.experts.shard_experts, make_moe(), ExpertGroups())),
-        ("exchange", partial(tk.experts.make_expert_groups, 1)),
-    ],
-)
-def test_unknown_choice_raises(name: str, call: Any) -> None:
-    with pytest.raises(tk.UserError, match=rf"^{name}='spiral': take one of \w+(, \w+)+\.$"):
-        call(**{name: "spiral"})
-
-
 MODEL = nn.Sequential(make_moe())
 PLACEMENT = MODEL[0].placement
 ADAM = torch.optim.AdamW(MODEL.parameters())
@@ -74,13 +59,13 @@ WRONG: list[tuple[Any, ...]] = [
     (prepare, "objects", [], [ADAM], [[MODEL, ADAM]], [nn.Linear, ADAM], [MODEL, torch.optim.AdamW]),
     (prepare, "model", nn.Sequential(make_moe()).to("meta")),
     (shard_experts, "model", nn.Linear, {"model": MODEL}, ExpertGroups(), None, make_moe().to("meta")),
-    (shard_experts, "groups", 2, MODEL),
-    (shard_experts, "spare_slots", -1, "1"),
-    (shard_experts, "placement", None, PLACEMENT, {"0": PLACEMENT}, nothing),
+    *((call, "groups", 2, MODEL) for call in (make_moe, shard_experts)),
+    *((call, "spare_slots", -1, "1") for call in (make_moe, shard_experts)),
+    (shard_experts, "placement", None, PLACEMENT, {"0": PLACEMENT}, nothing, "spiral"),
     *((make_moe, name, 0, 8.0, "2") for name in ("dim", "hidden_dim", "num_experts", "top_k")),
-    (make_moe, "spare_slots", -1),
-    (make_moe, "groups", 2),
-    (make_moe, "placement", None, [[0, 1, 2, 3]]),
+    (make_moe, "placement", None, [[0, 1, 2, 3]], "spiral"),
+    *((make_moe, name, "spiral") for name in ("activation", "recompute")),
+    (tk.experts.make_expert_groups, "exchange", "spiral"),
     (make_moe, "shared_expert", nn.Linear),
     (make_moe, "capacity_factor", "1.5"),
     (make_moe, "router", {"balance": "none"}, RouterOptions),
