@@ -72,6 +72,20 @@ def require_count(name: str, value: object, least: int = 1) -> None:
         raise UserError(field=name, value=value, remedy=f"take an integer of {least} or more")
 
 
+def require_type(name: str, value: object, kind: Any, remedy: str) -> None:
+    """Raise UserError with the argument, the type of its value and the remedy, unless `value` is an object of `kind`.
+
+    `kind` is a type or a union, as for `isinstance`. Classes never pass, as `isinstance` accepts them for protocols.
+    """
+    if isinstance(value, type) or not isinstance(value, kind):
+        found = (
+            f"the class {value.__name__}, not an object"
+            if isinstance(value, type)
+            else f"of type {type(value).__name__}"
+        )
+        raise UserError(f"{name}: is {'None' if value is None else found}. {remedy}.")
+
+
 def did_you_mean(word: str, names: Collection[str], otherwise: str) -> str:
     """Return "Did you mean NAME?" for the name closest to `word`, with or without its group; else `otherwise`."""
     aliases = {name.rpartition(".")[2].lstrip("-"): name for name in names} | {name.lstrip("-"): name for name in names}

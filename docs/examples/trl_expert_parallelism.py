@@ -96,10 +96,11 @@ def main(script_args, training_args, model_args, expert_args):
     training_args.save_only_model = True
 
     dataset = load_texts(script_args)
+    planner = expert_args.planner
     trainer_class = expert_trainer(
         SFTTrainer,
         ep_size=expert_args.ep_size,
-        replan=ReplanOptions(planner=expert_args.planner, every=expert_args.replan_every),
+        replan=ReplanOptions(planner=planner, every=expert_args.replan_every) if planner else None,
         balance_weight=expert_args.balance_weight,
     )
     trainer = trainer_class(

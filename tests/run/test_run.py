@@ -326,8 +326,9 @@ def errors_and_shared_values(folder):
     with start() as run:
         values.append(str(run.folder))
         values.append(str(run.on_main_and_share(os.getpid)))
-        with pytest.raises((ZeroDivisionError, RuntimeError), match="division"):
-            run.on_main_and_share(lambda: 1 // 0)
+        for failure in (ZeroDivisionError("later"), MemoryError("later"), Preempted("later")):
+            with pytest.raises((type(failure), RuntimeError), match="later"):
+                run.on_main_and_share(mock.Mock(side_effect=failure))
         run.log({"train/loss": 1.0}, 1)
         values.append(str(run.finish({"steps": 1})["finished_at"]))
     assert dist.is_initialized(), "the run must not destroy a process group that it did not create"

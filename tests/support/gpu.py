@@ -93,7 +93,8 @@ class Staged:
 
     def wait(self, *timeout: Any) -> None:
         self.work.wait(*timeout)
-        self.tensor.copy_(self.copy)
+        if self.copy is not self.tensor:  # a receive in place has no new version
+            self.tensor.copy_(self.copy)
 
 
 def stage_sends() -> None:

@@ -19,7 +19,7 @@ class NotFoundHere(Exception):
     """A place does not hold the data set. The message is a clause that names the place and the reason."""
 
 
-def data_folder(data_dir: Path | None) -> Path:
+def data_folder(data_dir: str | Path | None) -> Path:
     """Return `data_dir`, else $TOOLKIT_DATA_DIR. Raises NotFoundHere if neither is set."""
     folder = data_dir or os.environ.get("TOOLKIT_DATA_DIR")
     if not folder:

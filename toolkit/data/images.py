@@ -67,7 +67,7 @@ class ImageData:
         return math.prod(self.shape)
 
 
-def load_images(dataset: str, data_dir: Path | None, *, validation: bool = False, on_main: OnMain) -> ImageData:
+def load_images(dataset: str, data_dir: str | Path | None, *, validation: bool = False, on_main: OnMain) -> ImageData:
     """Load an image data set.
 
     The main process finds, checks and decodes the files. The other ranks memory-map the result.
@@ -138,7 +138,7 @@ def _apart(data: ImageData, held: Tensor) -> ImageData:
     return replace(data, name=data.name + VALIDATION, train=train, test=test)
 
 
-def _find(dataset: str, data_dir: Path | None) -> Source:
+def _find(dataset: str, data_dir: str | Path | None) -> Source:
     if dataset not in ("auto", "digits", *HUB_REPOS):
         if is_own(dataset):
             return _find_own(dataset)
@@ -167,7 +167,7 @@ def _find(dataset: str, data_dir: Path | None) -> Source:
     return replace(_find_own(str(folder), range(NUM_CLASSES)), name=name)
 
 
-def locate(name: str, data_dir: Path | None) -> Path:
+def locate(name: str, data_dir: str | Path | None) -> Path:
     """Find the folder of data set `name`: $TOOLKIT_DATA_DIR, then the Hub's cache, then the Hub.
 
     Args:
@@ -181,7 +181,7 @@ def locate(name: str, data_dir: Path | None) -> Path:
         NotFoundHere: The data set is not found. The message names every place that was searched.
     """
     if data_dir is not None:
-        return _in_folder(data_dir.expanduser(), name)
+        return _in_folder(Path(data_dir).expanduser(), name)
     reasons = []
     for place in ("environment", "cache", "hub"):
         try:

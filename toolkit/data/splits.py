@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch.utils.data import Dataset
 
@@ -14,6 +14,7 @@ Samples = TensorTable | Dataset[Any] | Iterable[Any]
 `label`."""
 
 
+@runtime_checkable
 class HasSplits(Protocol):
     """Data of a run, as `load_images` returns them, or `Splits`."""
 

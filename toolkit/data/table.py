@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from toolkit.errors import UserError
+from toolkit.errors import require_type
 
 Batch = dict[str, Tensor]
 """Columns by name. The first dimension of every tensor is the batch."""
@@ -23,9 +23,7 @@ class TensorTable:
 
     def __init__(self, **columns: Tensor):
         for name, column in columns.items():
-            if not isinstance(column, Tensor):
-                kind = type(column).__name__
-                raise UserError(f"column {name!r}: is a {kind}. Give a tensor, such as of torch.from_numpy.")
+            require_type(name, column, Tensor, "Pass a tensor, such as the result of torch.from_numpy")
         lengths = {name: len(column) for name, column in columns.items()}
         if not columns or len(set(lengths.values())) != 1:
             raise ValueError(f"columns need one common length, got {lengths}")

@@ -129,7 +129,7 @@ class _Corpus:
 
 def load_text(
     dataset: str,
-    data_dir: Path | None,
+    data_dir: str | Path | None,
     *,
     tokenizer: str,
     block_size: int,
@@ -220,8 +220,8 @@ def _filled_up(ids: Tensor, block_size: int) -> TensorTable:
 # --- sources of text -----------------------------------------------------------------------------------------------
 
 
-def _choose(dataset: str, data_dir: Path | None) -> _Corpus:
-    folder = None if data_dir is None else data_dir.expanduser()
+def _choose(dataset: str, data_dir: str | Path | None) -> _Corpus:
+    folder = None if data_dir is None else Path(data_dir).expanduser()
     if dataset == STDLIB:
         return _stdlib()
     if dataset == REFERENCE:

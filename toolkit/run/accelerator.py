@@ -10,7 +10,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType, GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch.distributed import DistError
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, one_line, require
 from toolkit.integrations.accelerate.compat import reset_accelerator_state
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.restarts import LAUNCH
@@ -49,8 +49,12 @@ def build_accelerator(config: RunConfig) -> Accelerator:
             "with the same MASTER_ADDR and MASTER_PORT, or raise process_timeout."
         ) from error
     # Here Accelerate silently trains in float32.
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError(field="mixed_precision", value="fp16", remedy="a CPU has no fp16 training: use bf16 or no")
+    require(
+        accelerator.mixed_precision != "fp16" or accelerator.device.type != "cpu",
+        "mixed_precision",
+        "fp16",
+        "a CPU has no fp16 training: use bf16 or no",
+    )
     return accelerator
 
 

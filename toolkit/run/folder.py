@@ -22,7 +22,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.errors import UserError, reading
+from toolkit.errors import UserError, reading, require, require_type
 from toolkit.experts.state import manifest
 from toolkit.run.config.run import RunConfig, to_dict
 from toolkit.run.config.settings import LENGTH, decides_what_is_learned, leaves
@@ -42,10 +42,10 @@ def is_finished(folder: Path) -> bool:
     return (folder / "results.json").exists() and not (folder / FINISHING).exists()
 
 
-def results_of(folder: Path) -> dict[str, Any] | None:
+def results_of(folder: str | Path) -> dict[str, Any] | None:
     """Return the final numbers of the run in `folder`, or None if unfinished. Raises UserError if they are damaged."""
     remedy = "Delete it, and run the same command again to write it again"
-    return read_json(folder / "results.json", remedy) if is_finished(folder) else None
+    return read_json(Path(folder) / "results.json", remedy) if is_finished(Path(folder)) else None
 
 
 def open_folder(
@@ -66,9 +66,8 @@ def open_folder(
         is_there = folder is not None and (folder / "config.json").exists()
         if not is_there and storage is None:
             raise UserError(f"resume='yes': no run in {folder or RUNS / name}. Leave it out to begin one.")
-    if folder is not None and storage is None and not _is_ours(folder):
-        remedy = "it holds other files and no run: give a new folder, or an empty one"
-        raise UserError(field="run_dir", value=folder, remedy=remedy)
+    may_begin = folder is None or storage is not None or _is_ours(folder)
+    require(may_begin, "run_dir", folder, "it holds other files and no run: give a new folder, or an empty one")
     try:
         folder = _create_new(RUNS / name) if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +123,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Return the JSON object in the file. Raises UserError with `remedy` if there is none or reading fails."""
     with reading(path, f"{remedy}."):
         values = from_json(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise UserError(f"{path}: has {type(values).__name__} instead of an object. {remedy}.")
+        require_type(str(path), values, dict, remedy)
     return values
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_type
 from toolkit.run.cli import parse
 
 
@@ -43,10 +43,9 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     if (neighbours := str(script.resolve().parent)) not in sys.path:
         sys.path.insert(0, neighbours)
     spec.loader.exec_module(module)
-    presets = getattr(module, "PRESETS", None)
-    if not isinstance(presets, dict):
-        remedy = "Name them there, as in PRESETS = {'full': full}, and give PRESETS to run_recipe"
-        raise UserError(f"{script}: has no PRESETS, which sweeps read. {remedy}.")
+    presets: Any = getattr(module, "PRESETS", None)
+    remedy = "Name the presets there, as in PRESETS = {'full': full}, and give PRESETS to run_recipe"
+    require_type(f"{script}: PRESETS", presets, dict, remedy)
     recipe = Recipe(script, tuple(arguments), presets, getattr(module, "main", None))
     recipe.config(())
     return recipe

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from filelock import FileLock
 
-from toolkit.errors import Preempted, UserError, system_error
+from toolkit.errors import Preempted, UserError, require, require_type, system_error
+from toolkit.experts.parallel.collectives import on_main
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.seeding import derive_seed
@@ -148,27 +149,16 @@ class Run:
 
         A UserError or a file system error in `decide` raises UserError on every rank.
         """
-        answer: list[Any] = [None, None, None]
-        failure: BaseException | None = None
-        if self.is_main:
+
+        def work() -> T:
             try:
-                answer[0] = decide()
-            except UserError as error:
-                answer[1] = str(error)
-            except (Exception, Preempted) as error:
-                answer[1] = system_error(error)
-                if answer[1] is None:
-                    failure = error
-                    answer[2] = f"{type(error).__name__}: {error}"
-        if dist.is_initialized():
-            dist.broadcast_object_list(answer, src=0)
-        if failure is not None:
-            raise failure
-        if answer[2] is not None:
-            raise RuntimeError(f"the main process failed with {answer[2]}")
-        if answer[1] is not None:
-            raise UserError(answer[1])
-        return answer[0]
+                return decide()
+            except OSError as error:
+                if (said := system_error(error)) is None:
+                    raise
+                raise UserError(said) from error
+
+        return on_main(work)
 
     # --- facts, console and metrics ---------------------------------------------------------------------------
 
@@ -378,20 +368,24 @@ class Run:
 
 def start_run(name: str, config: RunConfig) -> Run:
     """Set up Accelerate, the seed and the folder. A collective; raises the same UserError on all ranks."""
+    require_type("name", name, str, "Pass the name of the run, then the config")
+    require_type("config", config, RunConfig, "Pass tk.RunConfig() or a config of a class derived from it")
     had_process_group = dist.is_initialized()
     run = Run(name, config, build_accelerator(config), owns_process_group=not had_process_group)
     try:
         check_same_start(name, config)
-        if config.auto_batch_size:
-            raise UserError(
-                field="auto_batch_size", value=True, remedy="only the command of a recipe, without a launcher, takes it"
-            )
-        if (config.num_processes or 1) > 1 and launched_world() is None:
-            raise UserError(
-                field="num_processes",
-                value=config.num_processes,
-                remedy="only the command of a recipe starts processes; use accelerate.notebook_launcher",
-            )
+        require(
+            not config.auto_batch_size,
+            "auto_batch_size",
+            True,
+            "only the command of a recipe, without a launcher, takes it",
+        )
+        require(
+            (config.num_processes or 1) == 1 or launched_world() is not None,
+            "num_processes",
+            config.num_processes,
+            "only the command of a recipe starts processes; use accelerate.notebook_launcher",
+        )
         pieces = run.world_size * config.gradient_accumulation_steps
         require_divisible(config.batch_size, run.world_size, config.gradient_accumulation_steps, pieces)
         run.on_main_and_share(lambda: check_installed(config.tracker))

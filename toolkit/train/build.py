@@ -14,7 +14,7 @@ from toolkit.data.batches import Augment, Order, TrainBatches
 from toolkit.data.loader import LoaderBatches, known_length, make_loader
 from toolkit.data.splits import HasSplits, Samples
 from toolkit.data.table import TensorTable
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_type
 from toolkit.experts.layer.losses import RouterPenalty, penalties_of
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
@@ -125,9 +125,20 @@ def standard_trainer(
         eval_batch_size: Samples per forward pass of an evaluation, over all ranks.
 
     Raises:
-        UserError: For experts in other EP groups than the config asks for, and for training data of unknown length
-            without `max_steps`.
+        UserError: For an argument of another type, experts in other EP groups than the config asks for, and training
+            data of unknown length without `max_steps`.
     """
+    require_type("callbacks", callbacks, Sequence, "Pass a list of callbacks")
+    for name, value, kind, remedy in (
+        ("run", run, Run, "Pass the result of start_run"),
+        ("task", task, Task, "Pass a task, such as tk.Classification()"),
+        ("model", model, nn.Module, "Pass the model after the task"),
+        ("optimizer", optimizer, torch.optim.Optimizer, "Pass the optimizer after the model"),
+        ("data", data, HasSplits, "Pass tk.Splits(train, test)"),
+        ("schedule", schedule, Scheduler | Callable | None, "Pass a scheduler of the optimizer"),
+        *(("callbacks", each, Callback, "Pass tk.Callback objects") for each in callbacks),
+    ):
+        require_type(name, value, kind, remedy)
     config, validation = run.config, getattr(data, "validation", None)
     batches = _train_batches(run, data.train, augment, order)
     max_steps = min(filter(None, (config.epochs * batches.steps_per_epoch, config.max_steps)))

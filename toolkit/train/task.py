@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from toolkit.data.table import Batch, TensorTable
-from toolkit.errors import UserError
+from toolkit.errors import require_type
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -45,12 +45,11 @@ class Loss:
 
 def as_loss(result: object, method: str) -> Loss:
     """`result`, which the `method` of a task returned. Raises UserError where it is no `Loss`."""
-    if not isinstance(result, Loss):
-        kind = type(result).__name__
-        raise UserError(f"task: `{method}` returns a {kind}. Return a tk.Loss of a sum and a count.")
-    return result
+    require_type(f"task.{method}(model, batch)", result, Loss, "Return a tk.Loss of a sum and a count")
+    return result  # type: ignore[return-value]
 
 
+@runtime_checkable
 class Task(Protocol):
     """Computes a `Loss` from a model and a batch. Holds no model: the trainer passes the prepared one.
 

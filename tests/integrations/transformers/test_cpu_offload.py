@@ -33,6 +33,8 @@ from toolkit.integrations.transformers import (
 LAYERS = 4
 TABLES = ("gate_up_proj", "down_proj")
 MOVED = {1: ExpertPlacement(((3, 1, 7, 0, 5, 2, 6, 4),)), 2: ExpertPlacement(((2, 5, 0, 7), (1, 6, 4, 3)))}
+# Rank 0 of 2 only receives in place, which keeps the version of a parameter in main memory.
+MOVED_ON_CPU = {1: contiguous(8, 1), 2: ExpertPlacement(((6, 5, 0, 7), (2, 1, 4, 3)))}
 DEVICES = ["emulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
@@ -85,8 +87,16 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            if step < 2:
-                place_experts(model, (MOVED[ranks], contiguous(8, ranks))[step], optimizer)
+            if step == 0:
+                place_experts(model, MOVED[ranks], optimizer)
+            if step == 1:
+                offloaded = require_experts(model).values() if offload else ()
+                for module in offloaded:
+                    module.cpu()
+                with mock.patch.object(migrate._Payload, "_operation", exchange):
+                    place_experts(model, MOVED_ON_CPU[ranks], optimizer)
+                for module in offloaded:
+                    module.to(device.device)
     with mock.patch.object(dist, "send", checked_send):
         state = {name: value.cpu() for name, value in whole_state_dict(model).items()}
     experts.save(folder / "saved")

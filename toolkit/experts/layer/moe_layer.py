@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import require, require_choice, require_count
+from toolkit.errors import require, require_choice, require_count, require_type
 from toolkit.experts.layer.capacity import within_capacity
 from toolkit.experts.layer.dispatcher import Plan
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts, Weights
@@ -179,12 +179,23 @@ def make_moe(
         seed: Seed of the initial weights, which depend on an expert's id and not on its rank.
 
     Raises:
-        UserError: For sizes below 1, fewer `spare_slots` than 0, a `capacity_factor` of 0 or less, a `top_k` that does
-            not fit, and an unknown `placement`, `activation` or `recompute`.
+        UserError: For an argument of another type, sizes below 1, fewer `spare_slots` than 0, a `capacity_factor` of 0
+            or less, a `top_k` that does not fit, and an unknown `placement`, `activation` or `recompute`.
         ValueError: For a placement of other experts.
     """
-    for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
+    for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts), ("top_k", top_k)):
         require_count(name, size)
+    for name, value, kind, remedy in (
+        ("groups", groups, ExpertGroups | None, "Pass the result of make_expert_groups"),
+        ("placement", placement, ExpertPlacement | str, 'Pass "contiguous", "round_robin" or an ExpertPlacement'),
+        ("shared_expert", shared_expert, nn.Module | None, "Pass a module"),
+        ("capacity_factor", capacity_factor, SupportsFloat | None, "Pass a number, or None to drop nothing"),
+        ("router", router, RouterOptions | None, "Pass RouterOptions()"),
+        ("seed", seed, SupportsIndex, "Pass an integer"),
+    ):
+        require_type(name, value, kind, remedy)
+    for name, maker in (("router_type", router_type), ("expert_type", expert_type)):
+        require(callable(maker) and not isinstance(maker, nn.Module), name, type(maker), "take a class or a function")
     require_count("spare_slots", spare_slots, least=0)
     require_choice("activation", activation, Activation)
     require(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require, require_type
 from toolkit.experts.layer.stack import ExpertStack, bytes_of_slot, expert_stacks
 from toolkit.experts.parallel.collectives import extremes_over_ranks
 from toolkit.experts.parallel.groups import ExpertGroups, wait_for
@@ -113,7 +113,8 @@ def place_experts(
         A report for each layer, by its name.
 
     Raises:
-        UserError: On every rank, if the model has no sharded experts or the placement has different slots or experts;
+        UserError: On every rank, for an argument of another type, an unknown layer, a model without sharded experts,
+            or a placement with different slots or experts;
             under `ExpertParallel` also if gradients wait for a step, or if `optimizer` is not the prepared one.
 
     Example:
@@ -123,6 +124,8 @@ def place_experts(
         place_experts(model, ExpertPlacement(((0, 2), (1, 3))), optimizer)
         ```
     """
+    require_type("model", model, nn.Module, "Pass the model, then the placement and the optimizer")
+    require_type("optimizer", optimizer and unwrapped(optimizer), Optimizer | None, "Pass the optimizer of the experts")
     stacks = expert_stacks(model)
     if not stacks:
         raise UserError(
@@ -130,9 +133,11 @@ def place_experts(
             "shard_experts."
         )
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(stacks, placement)
-    _refuse_new_gradients(stacks.values())
-    for name in wanted:
+    for name, new in wanted.items():
+        require_type("placement", new, ExpertPlacement, "Pass an ExpertPlacement, or one for each layer by its name")
+        require(name in stacks, "placement", name, f"the layers with experts are {', '.join(stacks)}")
         _require_prepared(optimizer, stacks[name])
+    _refuse_new_gradients(stacks.values())
     return {name: migrate(stacks[name], new, optimizer) for name, new in wanted.items()}
 
 

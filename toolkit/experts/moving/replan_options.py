@@ -13,7 +13,8 @@ from toolkit.experts.placement.placement_options import PLANNER_NAMES
 
 
 def _known_planner(planner: Any) -> Any:
-    if planner is None or callable(planner) or planner in PLANNER_NAMES or ":" in planner:
+    is_name = isinstance(planner, str) and (planner in PLANNER_NAMES or ":" in planner)
+    if planner is None or is_name or (callable(planner) and not isinstance(planner, type)):
         return planner
     names = ", ".join(sorted(PLANNER_NAMES))
     raise UserError(field="planner", value=planner, remedy=f"take one of {names}, or module:function")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.errors import require_type
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.loads import Window
 from toolkit.experts.placement.placement import ExpertPlacement
@@ -130,5 +131,6 @@ def plan_layer(
         The planner's placement, or None to keep `current`. The caller must apply it.
     """
     plan = planner(window.load_E, current)
+    require_type("planner(load_E, current)", plan, ExpertPlacement, "Return `current` to keep the placement")
     accepted = plan != current if guard is None else guard.accepts(plan, current, window, planner, choices_PTK)
     return plan if accepted else None

@@ -95,7 +95,7 @@ class TraceFile:
         self._zip.writestr(f"{name}.npy", buffer.getvalue())
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: str | Path) -> Trace:
     """Read a routing trace.
 
     Args:
@@ -106,10 +106,11 @@ def read_trace(path: Path) -> Trace:
 
     Example:
         ```python
-        trace = experts.read_trace(Path("runs/traced/traces.npz"))
+        trace = experts.read_trace("runs/traced/traces.npz")
         pairs_TLSE = trace.load_TLSE()  # (token, expert) pairs per step, layer, source rank and expert
         ```
     """
+    path = Path(path)
     with reading(path, "Give the file of a TraceRecorder."):
         if not path.is_file():  # a pipe would wait for ever
             raise FileNotFoundError("not a file")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from toolkit.errors import UserError, require_count, require_type
 from toolkit.experts.compat import exclude_from_ddp
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import world_size
@@ -44,15 +45,19 @@ def shard_experts(
         The stack of each layer, by its name.
 
     Raises:
-        UserError: The model has no experts that can be sharded, a placement has another number of experts, experts
-            would compute something else, or files cannot be read. The same on every rank, before anything is changed
-            except for files.
+        UserError: An argument has another type, a parameter is on the meta device, the model has no experts that can be
+            sharded, a placement has another number of experts, experts would compute something else, or files cannot be
+            read. The same on every rank, before anything is changed except for files.
 
     Example:
         >>> stacks = shard_experts(model, make_expert_groups(ep_size=2))
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> model = DistributedDataParallel(model)  # leaves the experts alone
     """
+    require_type("model", model, nn.Module, "Pass the model whose experts are sharded")
+    require_sharding(groups, spare_slots, placement)
+    if meta := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise UserError(f"model: parameter {meta[0]!r} is on the meta device. Load its values first.")
     layers = require_experts(model)
     groups = groups or make_expert_groups(math.gcd(world_size(), *(found.num_experts for found in layers.values())))
     placements = {
@@ -65,9 +70,18 @@ def shard_experts(
     return expert_stacks(model)
 
 
+def require_sharding(groups: ExpertGroups | None, spare_slots: int, placement: InitialPlacement | PlacementOf) -> None:
+    """Raise UserError for arguments of `shard_experts` of another type, and fewer `spare_slots` than 0."""
+    require_type("groups", groups, ExpertGroups | None, "Pass the result of make_expert_groups")
+    require_count("spare_slots", spare_slots, least=0)
+    require_type("placement", placement, (str, Callable), 'Pass "contiguous", "round_robin" or a function of a layer')
+
+
 def _placed(
     name: str, experts: int, ranks: int, placement: InitialPlacement | PlacementOf, spare_slots: int
 ) -> ExpertPlacement:
     if isinstance(placement, str):
         return initial_placement(experts, ranks, placement, spare_slots=spare_slots)
-    return with_spare_slots(placement(name, experts, ranks), spare_slots)
+    placed = placement(name, experts, ranks)
+    require_type(f"placement({name!r}, {experts}, {ranks})", placed, ExpertPlacement, "Return an ExpertPlacement")
+    return with_spare_slots(placed, spare_slots)

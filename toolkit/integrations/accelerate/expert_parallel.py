@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from toolkit.errors import UserError, require_choice
+from toolkit.errors import UserError, require, require_choice, require_count, require_type
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.stack import ExpertStack
@@ -30,7 +30,7 @@ from toolkit.experts.sharding.find import find_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
 from toolkit.experts.sharding.prepared_optimizer import has_stepped
-from toolkit.experts.sharding.shard import PlacementOf
+from toolkit.experts.sharding.shard import PlacementOf, require_sharding
 from toolkit.experts.training import ExpertTraining
 from toolkit.integrations.accelerate.accelerator_methods import replace_training_methods
 from toolkit.integrations.accelerate.compat import is_marked_as_prepared
@@ -60,7 +60,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         fsdp_size: Neighbouring ranks over which FSDP2 shards (HSDP). Default: all.
 
     Raises:
-        UserError: Both `ep_size` and `groups`, an unknown `dense`, an accelerator that shards the model itself, or
+        UserError: An argument of another type, a size out of range, both `ep_size` and `groups`, an unknown `dense`,
+            `fsdp_size` without FSDP2, `replan` without a planner, an accelerator that shards the model itself, or
             processes of the launcher that Accelerate does not know.
 
     Example:
@@ -85,7 +86,14 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         dense: Dense = "ddp",
         fsdp_size: int | None = None,
     ):
+        require_type("accelerator", accelerator, Accelerator, "Pass Accelerator()")
+        require_type("replan", replan, ReplanOptions | None, 'Pass ReplanOptions(planner="swap")')
+        require(replan is None or bool(replan.planner), "replan.planner", None, "name one, or leave replan out")
+        require_sharding(groups, spare_slots, placement)
+        for name, size, least in (("ep_size", ep_size, 1), ("fsdp_size", fsdp_size, 2)):
+            require_count(name, least if size is None else size, least)
         require_choice("dense", dense, Dense)
+        require(fsdp_size is None or dense == "fsdp2", "fsdp_size", fsdp_size, "add dense='fsdp2', or leave it out")
         if groups is not None and ep_size is not None:
             raise UserError(f"ep_size: {ep_size} and groups both say which ranks share the experts. Leave one out.")
         if accelerator.distributed_type in SHARD_THEMSELVES or accelerator.parallelism_config is not None:
@@ -100,7 +108,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             )
         self.accelerator, self.ep_size, self.groups = accelerator, ep_size, groups
         self.spare_slots, self.placement, self.dense, self.fsdp_size = spare_slots, placement, dense, fsdp_size
-        self.replanner = Replanner({}, replan) if replan is not None and replan.planner is not None else None
+        self.replanner = None if replan is None else Replanner({}, replan)
         self.training: ExpertTraining | None = None
         """The sharded experts; None before `prepare` and after `close`."""
         self.patches = Patches()
@@ -120,15 +128,19 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             do, once per process and optimizer step.
 
         Raises:
-            UserError: Before anything is changed: the model or an optimizer was prepared before, an optimizer has
-                stepped or has parameters outside the model, a parameter is on the meta device, or two auxiliary
-                losses are active. Also as `shard_experts`, and for fp16 with sharded experts.
+            UserError: Before anything is changed: there is no model, an object is a class, the model or an optimizer
+                was prepared before, an optimizer has stepped or has parameters outside the model, a parameter is on the
+                meta device, or two auxiliary losses are active. Also as `shard_experts`, and for fp16 with sharded
+                experts.
 
         Example:
             >>> experts = ExpertParallel(Accelerator())
             >>> model, optimizer, loader = experts.prepare(model, optimizer, loader)
         """
+        for each in objects:
+            require_type("objects", each, object, "Pass a model, an optimizer, a loader or a scheduler")
         models = [each for each in objects if isinstance(each, nn.Module)]
+        require(bool(models), "objects", [*map(type, objects)], "pass the model and its optimizer, each as an argument")
         model = next(filter(find_experts, models), models[0])
         optimizers = _optimizers_of(model, objects)
         self._check(model, optimizers)

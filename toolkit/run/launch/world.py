@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require
 from toolkit.experts.parallel.nodes import launched_world, number_of_launcher, ranks_per_node
 from toolkit.run.config.run import RunConfig
 from toolkit.run.launch.restarts import LAUNCH, RESTARTED
@@ -38,23 +38,17 @@ def check_world(config: RunConfig) -> None:
     number_of_launcher("MASTER_PORT", most=65535)
     if "RANK" in os.environ and world > 1 and LAUNCH not in os.environ and "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR: is not set. Set the address of rank 0 on every rank, or use torchrun.")
-    if asked not in (None, world):
-        remedy = f"the launcher started {world}: leave it out, or make the two numbers equal"
-        raise UserError(field="num_processes", value=asked, remedy=remedy)
-    if config.max_restarts and LAUNCH not in os.environ:
-        remedy = "the launcher has to restart its processes: leave it out, and give torchrun its own --max-restarts"
-        raise UserError(field="max_restarts", value=config.max_restarts, remedy=remedy)
-    if number_of_launcher("TORCHELASTIC_MAX_RESTARTS") and config.run_dir is None:
-        remedy = "the launcher may restart the processes: give one, so that they find their run"
-        raise UserError(field="run_dir", remedy=remedy)
-    if world > 1 and not config.cpu and not is_set("ACCELERATE_USE_CPU"):
-        _check_devices(ranks_per_node(world))
-
-
-def _check_devices(ranks: int) -> None:
+    remedy = f"the launcher started {world}: leave it out, or make the two numbers equal"
+    require(asked in (None, world), "num_processes", asked, remedy)
+    remedy = "the launcher has to restart its processes: leave it out, and give torchrun its own --max-restarts"
+    require(not config.max_restarts or LAUNCH in os.environ, "max_restarts", config.max_restarts, remedy)
+    finds_run = not number_of_launcher("TORCHELASTIC_MAX_RESTARTS") or config.run_dir is not None
+    require(finds_run, "run_dir", None, "the launcher may restart the processes: give one, so that they find their run")
+    if world == 1 or config.cpu or is_set("ACCELERATE_USE_CPU"):
+        return
     import torch
 
-    devices = torch.accelerator.device_count()
+    devices, ranks = torch.accelerator.device_count(), ranks_per_node(world)
     if devices == 0:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, Accelerate trains each process on its own
     elif "LOCAL_RANK" not in os.environ:

@@ -84,7 +84,7 @@ class Experts:
         return palette(max(known, last + 1))
 
 
-def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
+def save_figure(path: str | Path, draw: Callable[[Figure], None]) -> Path:
     """Call `draw` on an empty figure and save it as a PNG at `path`, in the toolkit's style. Creates the folder.
 
     The file is replaced atomically.
@@ -99,6 +99,7 @@ def save_figure(path: Path, draw: Callable[[Figure], None]) -> Path:
         draw(figure)
         drawn = io.BytesIO()
         FigureCanvasAgg(figure).print_png(drawn)
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, drawn.getvalue(), durable=False)
     return path

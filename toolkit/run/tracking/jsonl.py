@@ -131,10 +131,10 @@ class MetricsFile:
             self._say(warning)
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the complete lines of a metrics file in order, if it exists."""
-    if path.exists():
-        with path.open("rb") as lines:
+    if Path(path).exists():
+        with Path(path).open("rb") as lines:
             yield from (record for line in lines if (record := _parse(line)) is not None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import TypeVar
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_type
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.placement_options import PLANNER_NAMES
 
@@ -58,6 +58,7 @@ def register_planner(name: str) -> Callable[[P], P]:
         experts.register_planner("rare_swaps")(partial(swap, gain=0.05))
         ```
     """
+    require_type("name", name, str, 'Write @register_planner("name")')
 
     def register(planner: P) -> P:
         PLANNERS[name] = planner
