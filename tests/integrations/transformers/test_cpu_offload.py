@@ -90,7 +90,7 @@ def train(
             if step == 0:
                 place_experts(model, MOVED[ranks], optimizer)
             if step == 1:
-                offloaded = require_experts(model).values() if offload else ()
+                offloaded = experts_modules(model).values() if offload else ()
                 for module in offloaded:
                     module.cpu()
                 with mock.patch.object(migrate._Payload, "_operation", exchange):

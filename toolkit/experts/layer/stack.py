@@ -57,7 +57,7 @@ class ExpertStack:
         """By name; dimension 0 counts this rank's slots."""
         self._in_files = dict(in_files or {})
         """Layout in files of the parameters that are not stacked there."""
-        self.computed_on = {} if computed_on is None else computed_on
+        self.computed_on = dict(computed_on or {})
         """Name -> device of the computation, of parameters that stay in the host's memory."""
         self.only_names_are_read = False
         """Whether only the names of the module's state dict are read, so that it can hold rows of one rank."""
