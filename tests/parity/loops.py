@@ -279,7 +279,7 @@ class TorchLoop(OwnLoop):
         self.model = DistributedDataParallel(self.raw) if self.world > 1 else self.raw
         self.replanner = experts.Replanner(stacks, self.layout.replan) if self.layout.replan is not None else None
         rebalance = None if self.replanner is None else self.replanner.after_step
-        self.sync = experts.ExpertSync(self.raw.parameters(), rebalance)
+        self.sync = experts.ExpertSync(self.model, self.optimizer, rebalance)
 
     def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
         losses = []
@@ -288,7 +288,6 @@ class TorchLoop(OwnLoop):
             with self.model.no_sync() if awaits_more else nullcontext():
                 losses.append(self.loss_of(part, count, sum(counts)))
                 (losses[-1] * self.world).backward()
-        self.sync.before_clip()
         if self.case.clipping:
             self.outcome.norms.append(float(self.sync.clip(self.raw.parameters(), MAX_NORM)))
         self.optimizer.step()
@@ -296,10 +295,6 @@ class TorchLoop(OwnLoop):
         self.sync.after_step(self.steps, self.optimizer)
         self.optimizer.zero_grad()
         return torch.stack(losses).sum()
-
-    def use_weights_for(self, mode: str) -> None:
-        super().use_weights_for(mode)
-        self.sync.refresh_replicas()  # the states of replicas are out of date
 
     def save(self) -> None:
         extra = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}

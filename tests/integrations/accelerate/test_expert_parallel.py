@@ -141,7 +141,7 @@ def test_resumed_loop_has_the_same_placement_and_weights_bitwise(tmp_path: Path)
 def step_after_freezing() -> Rows:
     loop = ToyLoop(adamw, placement="replicas")
     loop.backward(samples())
-    for parameter in loop.experts.training.parameters:
+    for parameter in loop.experts.sync.parameters:
         parameter.requires_grad_(False)
     loop.optimizers[0].step()
     return loop.weights()
