@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from toolkit.errors import UserError, require, require_choice, require_count, require_type
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -303,7 +304,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         """
         model = self._require_sync("metrics").model
         if self._meter is None:
-            self._meter = LoadMeter(model)
+            self._meter = LoadMeter(Experts.of(model))
             self._meter.begin(self.steps)
         self._meter.fold()
         return self._meter.read(self.steps)[1]

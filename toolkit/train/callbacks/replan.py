@@ -6,10 +6,7 @@ from collections import Counter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from toolkit.experts.layer.moe_layer import experts_on_ranks
-from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.train.callbacks.base import Callback
@@ -31,9 +28,8 @@ class Replan(Callback):
     the busiest rank over the mean in the window before the first move and in the windows after the last move.
     """
 
-    def __init__(self, model: nn.Module, options: ReplanOptions):
-        self._model = model
-        self.replanner = Replanner(expert_stacks(model), options)
+    def __init__(self, experts: Experts, options: ReplanOptions):
+        self.experts, self.replanner = experts, Replanner(experts.stacks, options)
         self._counts = Counter(migrated_experts=0, migration_bytes=0, migration_optimizer_bytes=0, plans_refused=0)
         """Since the last log step."""
         self._read = (0, 0)
@@ -53,7 +49,7 @@ class Replan(Callback):
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         if self._is_due(trainer.state.step + 1) and "first_move_step" not in trainer.results:
-            self._before = experts_on_ranks(self._model)
+            self._before = self.experts.on_ranks()
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self._is_due(trainer.state.step):
@@ -66,7 +62,7 @@ class Replan(Callback):
                 trainer.results[name] = trainer.results.get(name, 0) + value
             self._counts[name] = 0
         trainer.record("moe/migration_bytes_per_step", trainer.results["migration_bytes"] / trainer.state.step)
-        for layer, experts in experts_on_ranks(self._model).items():
+        for layer, experts in self.experts.on_ranks().items():
             if experts != self._placements.get(layer):
                 trainer.record(f"moe/placement/{layer}", experts)
                 self._placements[layer] = experts
