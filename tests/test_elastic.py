@@ -20,6 +20,7 @@ from tests.parity.outcome import rows_by_id
 from tests.support.equality import assert_equal_rows
 from tests.support.trainers import in_hook
 from toolkit.data.batches import TrainBatches
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving import replan
@@ -133,7 +134,7 @@ def trainer_of(
             input=torch.randn(SAMPLES, 12, generator=draws), label=torch.randint(5, (SAMPLES,), generator=draws)
         )
         options = tk.experts.ReplanOptions(planner=planner, every=3, guarded=False)
-        replan = [Replan(model, options)] if planner else []
+        replan = [Replan(Experts.of(model), options)] if planner else []
         penalty = tk.experts.RouterPenalty(model, balance_weight=0.1 if balance == "loss" else 0.0, z_weight=0.01)
         if optimization is None:
             optimizer = tk.build_optimizer(model, config.replace(lr=3e-3))
@@ -150,7 +151,13 @@ def trainer_of(
             schedule=schedule,
             max_grad_norm=0.5,
             log_every=config.log_every,
-            callbacks=[WholeStepBalance(penalty), BiasBalancing(model), ExpertLoad(model), *replan, *callbacks],
+            callbacks=[
+                WholeStepBalance(penalty),
+                BiasBalancing(Experts.of(model)),
+                ExpertLoad(Experts.of(model)),
+                *replan,
+                *callbacks,
+            ],
         )
 
 

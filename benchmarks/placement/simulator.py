@@ -42,7 +42,7 @@ from toolkit.experts.layer.grouped_experts import GroupedExperts
 from toolkit.experts.layer.moe_layer import make_moe, moe_layers
 from toolkit.experts.layer.router import TopKRouter
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.sync import clip_gradients
 from toolkit.experts.placement.cost_model import EXCHANGES, Cores
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import lpt, replicate
@@ -264,14 +264,12 @@ def optimizer_steps(config: Config) -> dict[str, Work]:
     for slots in SLOTS_TIMED:
         layers = [GroupedExperts(config.dim, config.hidden, expert_ids=range(slots)) for _ in range(LAYERS)]
         parameters = [p for layer in layers for p in layer.parameters()]
-        optimizer, sync = torch.optim.AdamW(parameters, lr=1e-6), ExpertSync(parameters)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-6)
 
-        def work(
-            parameters: list[nn.Parameter] = parameters, optimizer: Any = optimizer, sync: ExpertSync = sync
-        ) -> None:
+        def work(parameters: list[nn.Parameter] = parameters, optimizer: Any = optimizer) -> None:
             for p in parameters:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            sync.clip(parameters, 1.0)
+            clip_gradients(parameters, 1.0)
             optimizer.step()
 
         found[f"optimizer {slots}"] = work

@@ -18,7 +18,7 @@ stacks = experts.shard_experts(model, experts.make_expert_groups(dist.get_world_
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 ddp = DistributedDataParallel(model)  # which leaves the experts alone
 replanner = experts.Replanner(stacks, experts.ReplanOptions(planner="swap", every=10, guarded=False))
-sync = experts.ExpertSync(model.parameters(), rebalance=replanner.after_step)
+sync = experts.ExpertSync(ddp, optimizer, rebalance=replanner.after_step)
 
 
 def train(first: int, last: int) -> float:
@@ -27,7 +27,6 @@ def train(first: int, last: int) -> float:
         loss = mse_loss(ddp(x), x.sum(-1, keepdim=True).sin())
         optimizer.zero_grad()
         loss.backward()
-        sync.before_clip()
         sync.clip(model.parameters(), 1.0)
         optimizer.step()
         sync.after_step(step, optimizer)

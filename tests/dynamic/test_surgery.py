@@ -31,14 +31,13 @@ def trained_layer(seed: int = 0) -> tuple[MoE, DynamicExperts, AdamW]:
     groups, router = make_expert_groups(world), RouterOptions(balance="bias")
     layer = make_dynamic_moe(DIM, HIDDEN, ACTIVE, 2, max_experts=LOGICAL, groups=groups, router=router)
     layer.router.weight.data[:ACTIVE] = torch.randn(ACTIVE, DIM)
-    sync = ExpertSync(layer.parameters())
     optimizer = AdamW(layer.parameters(), lr=0.01, fused=True)
+    ExpertSync(layer, optimizer)
     for _ in range(2):
         (layer(tokens(1)[rank::world]).square().sum() * world).backward()
         if world > 1:
             dist.all_reduce(layer.router.weight.grad)
             layer.router.weight.grad /= world
-        sync.before_clip()
         optimizer.step()
         optimizer.zero_grad()
     return layer, DynamicExperts(layer), optimizer

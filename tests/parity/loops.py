@@ -44,6 +44,7 @@ from tests.parity.optimizers import make_optimizer
 from tests.parity.outcome import Outcome
 from toolkit import experts
 from toolkit.data.batches import EvalBatches, TrainBatches
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.parallel.collectives import sum_over_ranks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -279,7 +280,7 @@ class TorchLoop(OwnLoop):
         self.model = DistributedDataParallel(self.raw) if self.world > 1 else self.raw
         self.replanner = experts.Replanner(stacks, self.layout.replan) if self.layout.replan is not None else None
         rebalance = None if self.replanner is None else self.replanner.after_step
-        self.sync = experts.ExpertSync(self.raw.parameters(), rebalance)
+        self.sync = experts.ExpertSync(self.model, self.optimizer, rebalance)
 
     def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
         losses = []
@@ -288,7 +289,6 @@ class TorchLoop(OwnLoop):
             with self.model.no_sync() if awaits_more else nullcontext():
                 losses.append(self.loss_of(part, count, sum(counts)))
                 (losses[-1] * self.world).backward()
-        self.sync.before_clip()
         if self.case.clipping:
             self.outcome.norms.append(float(self.sync.clip(self.raw.parameters(), MAX_NORM)))
         self.optimizer.step()
@@ -296,10 +296,6 @@ class TorchLoop(OwnLoop):
         self.sync.after_step(self.steps, self.optimizer)
         self.optimizer.zero_grad()
         return torch.stack(losses).sum()
-
-    def use_weights_for(self, mode: str) -> None:
-        super().use_weights_for(mode)
-        self.sync.refresh_replicas()  # the states of replicas are out of date
 
     def save(self) -> None:
         extra = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
@@ -389,7 +385,7 @@ def train_by_trainer(case: Case, folder: Path) -> Outcome:
             optimizer, _ = make_optimizer_and_scheduler(case, model)
             where = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
             penalty = make_penalty(case, model)
-            callbacks = [] if layout.replan is None else [Replan(model, layout.replan)]
+            callbacks = [] if layout.replan is None else [Replan(Experts.of(model), layout.replan)]
             callbacks += [] if penalty is None else [WholeStepBalance(penalty)]
             trainer = tk.Trainer(
                 run,

@@ -17,6 +17,7 @@ from benchmarks.support.processes import run_distributed
 from tests.experts.models import Block
 from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -61,7 +62,12 @@ def start_on_four_ranks(folder: Path) -> tuple[Any, ...]:
     strided = start(folder / "strided", 2, ep_size=2, ep_stride=2)
     with tk.start_run("toy", make_config(folder / "seven", experts=7, batch_size=8)) as run:
         model = tk.experts.make_moe(4, 8, 7, 1, groups=run.expert_groups)
-        return default, replicated, strided, warnings_of(run, model, tk.Splits([], []), 10, max_steps=5)
+        return (
+            default,
+            replicated,
+            strided,
+            warnings_of(run, model, Experts.of(model), tk.Splits([], []), 10, max_steps=5),
+        )
 
 
 def test_config_adds_callbacks_and_expects_its_ep_groups(tmp_path: Path):
@@ -181,7 +187,7 @@ def test_step_balance_with_accumulation_updates_buffers_once_per_micro_batch(tmp
 
 def test_bias_balancing_lowers_the_bias_of_overloaded_experts():
     layer = tk.experts.make_moe(4, 8, 4, 1, router=RouterOptions(balance="bias"))
-    balancing = BiasBalancing(layer, rate=0.1)
+    balancing = BiasBalancing(Experts.of(layer), rate=0.1)
     with torch.no_grad():
         layer.router.weight.copy_(torch.eye(4))
     layer(torch.eye(4)[[2, 2, 2, 0]])

@@ -18,11 +18,13 @@ import toolkit as tk
 from benchmarks.support.processes import ROOT, run_distributed
 from recipes import mnist_moe
 from tests.support.trainers import standard_trainer
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.train.pictures import draw_run
 from toolkit.train.start import count_parameters, describe_experts, describe_start, warnings_of
 
+NO_EXPERTS = Experts({}, {})
 TABLE = tk.TensorTable(input=torch.arange(64.0).view(16, 4), label=torch.arange(16) % 2)
 
 
@@ -46,14 +48,15 @@ def test_run_announces_device_data_parameters_and_steps(tmp_path, capsys):
 )
 def test_run_of_warmup_only_warns(tmp_path, settings, warns):
     with tk.start_run("toy", config(tmp_path, schedule=tk.ScheduleOptions(**settings))) as run:
-        warnings = warnings_of(run, nn.Linear(1, 1), tk.Splits([], []), 10, max_steps=20)
+        warnings = warnings_of(run, nn.Linear(1, 1), NO_EXPERTS, tk.Splits([], []), 10, max_steps=20)
     assert any("all 20 steps are warm-up" in warning for warning in warnings) is warns
 
 
 def counts(ep_size: int) -> tuple[int, int | None]:
     groups = tk.experts.make_expert_groups(ep_size)
     moe = tk.experts.make_moe(8, 16, 4, 2, groups=groups, spare_slots=1 if ep_size > 1 else 0)
-    return count_parameters(nn.Sequential(nn.Linear(4, 8), moe), 2)
+    model = nn.Sequential(nn.Linear(4, 8), moe)
+    return count_parameters(model, Experts.of(model), 2)
 
 
 def test_count_parameters_counts_each_expert_once_over_all_ranks():
@@ -61,7 +64,7 @@ def test_count_parameters_counts_each_expert_once_over_all_ranks():
     rest = 4 * 8 + 8 + 4 * 8
     assert run_distributed(counts, 2, 2) == [(rest + 4 * per_expert, rest + 2 * per_expert)] * 2
     assert counts(1) == (rest + 4 * per_expert, rest + 2 * per_expert)
-    assert count_parameters(nn.Linear(4, 8), 1) == (40, None)
+    assert count_parameters(nn.Linear(4, 8), NO_EXPERTS, 1) == (40, None)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_describe_start_names_unused_gpus(tmp_path, monkeypatch, gpus, num_proce
         run.device = torch.device("cuda")
         endless: Any = SimpleNamespace(endless=True, steps_per_epoch=1)
         expected = ("device", f"cuda ({gpus} x NVIDIA L4), 1 process, float32{hint}")
-        assert describe_start(run, nn.Linear(4, 8), endless, 1)[0] == expected
+        assert describe_start(run, nn.Linear(4, 8), NO_EXPERTS, endless, 1)[0] == expected
 
 
 def batch_norm_messages(folder: Path) -> tuple[str, str]:
@@ -129,7 +132,7 @@ def test_results_and_plot_have_the_placement_at_the_end(tmp_path, monkeypatch):
     )
     layer = tk.experts.make_moe(4, 4, 4, 1, spare_slots=1)
     with tk.start_run("toy", config(tmp_path / "run")) as run:
-        run.describe(**describe_experts(nn.ModuleDict({"block": layer}), ExpertGroups()))
+        run.describe(**describe_experts(Experts.of(nn.ModuleDict({"block": layer})), ExpertGroups()))
         run.draw_at_finish(draw_run)
         assert run.facts["expert_placement"] == {"block": [[0, 1, 2, 3]]}
         layer.expert_stack.place(ExpertPlacement(((-1, 3, 1, 2, 0),)))
@@ -142,12 +145,12 @@ def test_results_and_plot_have_the_placement_at_the_end(tmp_path, monkeypatch):
 def test_describe_experts_leaves_out_inactive_experts():
     layer = tk.experts.make_moe(4, 4, 4, 1)
     layer.router.register_buffer("active_E", torch.tensor([True, False, True, False]))
-    facts = describe_experts(nn.ModuleDict({"block": layer}), ExpertGroups())
+    facts = describe_experts(Experts.of(nn.ModuleDict({"block": layer})), ExpertGroups())
     assert facts["ep_size"] == 1
     assert facts["expert_placement"]() == {"block": [[0, 2]]}
 
 
 def test_describe_experts_names_ranks_of_groups_that_are_not_neighbours():
-    assert "ep_groups" not in describe_experts(nn.Linear(1, 1), ExpertGroups(ep_size=2))
+    assert "ep_groups" not in describe_experts(NO_EXPERTS, ExpertGroups(ep_size=2))
     crossed = ExpertGroups(ep_size=2, partition=((0, 3), (1, 2)))
-    assert describe_experts(nn.Linear(1, 1), crossed)["ep_groups"] == [[0, 3], [1, 2]]
+    assert describe_experts(NO_EXPERTS, crossed)["ep_groups"] == [[0, 3], [1, 2]]

@@ -21,8 +21,8 @@ from tests.traps.toys import ToyMoE, expert_groups, gradients, local_loss, own_r
 from toolkit.errors import UserError
 from toolkit.experts.layer import dispatcher
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.ownership import is_owned, mark_owned
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.ownership import is_owned, mark_owned, owned
+from toolkit.experts.parallel.sync import average_gradients, clip_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 
@@ -39,7 +39,7 @@ def backward_with_toolkit(model: nn.Module) -> tuple[torch.optim.Optimizer, list
     accelerator, parameters = Accelerator(), list(model.parameters())
     prepared, optimizer = prepare(accelerator, model, sgd(model))
     accelerator.backward(local_loss(prepared))
-    ExpertSync(parameters).before_clip()
+    average_gradients(owned(parameters))
     return optimizer, parameters
 
 
@@ -104,7 +104,7 @@ def clip_and_step(with_toolkit: bool) -> tuple[float, bool, float]:
     model, reference = ToyMoE(expert_groups()), reference_gradients()
     norm = torch.cat([grad.flatten() for grad in reference.values()]).norm()
     optimizer, parameters = backward_with_toolkit(model)
-    clip = ExpertSync(parameters).clip if with_toolkit else Accelerator().clip_grad_norm_
+    clip = clip_gradients if with_toolkit else Accelerator().clip_grad_norm_
     found = clip(parameters, norm.item() / 2)
     optimizer.step()
     errors = [

@@ -1,5 +1,6 @@
 """A small MoE model in float64, its data, the loss of a global batch, and a trainer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ def toy_trainer(
     samples: int = SAMPLES,
     batch_size: int = SAMPLES,
     accumulation: int = 1,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     lr: float = 0.01,
     **settings: Any,
 ) -> tk.Trainer:
@@ -104,6 +106,6 @@ def toy_trainer(
         rank=run.rank,
         world_size=run.world_size,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    optimizer = (make_optimizer or (lambda m: torch.optim.AdamW(m.parameters(), lr=lr, fused=True)))(model)
     settings = {"schedule": constant(), "log_every": 1} | settings
     return tk.Trainer(run, tk.Classification(), model, optimizer, batches, max_steps=max_steps, **settings)

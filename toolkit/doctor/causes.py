@@ -227,7 +227,7 @@ UNSYNCHRONISED = Rule(
     "unsynchronised replica",
     "after step {step}, the ranks have different {place}",
     "replicas on several ranks are updated from different gradients, or not refreshed from their owner",
-    "call before_clip of toolkit.experts.ExpertSync before the update, after_step after it",
+    "make a toolkit.experts.ExpertSync of the model and its optimizer",
 )
 LOST_IN_MOVE = Rule(
     "weights",
@@ -372,7 +372,7 @@ RULES = [
         "gradients W times too large",
         "at step {step} gradients of {count} {which} are {ratio:.4g} times too large",
         "they were summed over {world} ranks and not divided by that number",
-        "divide by the number of processes: before_clip of toolkit.experts.ExpertSync",
+        "divide by the number of processes, as toolkit.experts.ExpertSync does",
         _scaled(lambda ratio, world: abs(ratio / world - 1) < 1e-2),
     ),
     Rule(

@@ -242,14 +242,14 @@ def _attach_ours(recorder: Recorder) -> None:
 
     RouterPenalty.__call__ = call  # type: ignore[method-assign]
 
-    def following(original: Callable[..., Any]) -> Callable[..., Any]:
-        def follow(self: ExpertSync, optimizer: torch.optim.Optimizer) -> Any:
+    def averaging(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: ExpertSync, *args: Any, **kwargs: Any) -> None:
             recorder.syncs.append(self)
-            return original(self, optimizer)
+            original(self, *args, **kwargs)
 
-        return follow
+        return init
 
-    wrap_method(ExpertSync, "follow", following)
+    wrap_method(ExpertSync, "__init__", averaging)
     wrap_method(ExpertSync, "clip", functools.partial(_clipping, recorder))
 
 

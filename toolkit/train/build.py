@@ -16,7 +16,7 @@ from toolkit.data.splits import HasSplits, Samples
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError, require_type
 from toolkit.experts.layer.losses import RouterPenalty, penalties_of
-from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
 from toolkit.run.run import Run
 from toolkit.train.callbacks.base import Callback
@@ -145,19 +145,20 @@ def standard_trainer(
     if isinstance(task, AdaptsToRun):
         splits = {"training": data.train, "test": data.test, "validation": validation}
         task = task.for_run({name: table for name, table in splits.items() if isinstance(table, TensorTable)})
+    experts = Experts.of(model)
     own = next(iter(penalties_of(model.modules())), None)
     penalty = None
     if own is None and isinstance(config, MoERunConfig):
         weight = config.balance_weight_in(max_steps)
-        penalty = RouterPenalty(model, balance_weight=weight, z_weight=config.z_weight)
-    experts = _expert_callbacks(run, model, own or penalty)
+        penalty = RouterPenalty(list(experts.moe.values()), balance_weight=weight, z_weight=config.z_weight)
+    expert_callbacks = _expert_callbacks(run, experts, own or penalty)
     every = max(1, round(config.eval_every * batches.steps_per_epoch))
     evaluate = partial(Evaluation.of, run, batch_size=eval_batch_size, every=every)
     evaluations = [evaluate(data.test, at_start=eval_at_start)]
     if validation is not None:
         evaluations.append(evaluate(validation, name="validation"))
     run.draw_at_finish(draw_run)
-    announce(run, model, data, batches, max_steps, penalty)
+    announce(run, model, experts, data, batches, max_steps, penalty)
     if config.sync_bn and run.world_size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.compile:
@@ -179,7 +180,7 @@ def standard_trainer(
             Watchdog(limit_s=config.step_timeout, longest_s=60 * config.process_timeout),
             Throughput(),
             *callbacks,
-            *experts,
+            *expert_callbacks,
             *evaluations,
             Checkpointing(config.checkpoint),
             *([Profile()] if config.profile else []),
@@ -215,27 +216,26 @@ def _train_batches(
     return LoaderBatches(loader, steps_per_epoch=steps, endless=known is None, **cut)
 
 
-def _expert_callbacks(run: Run, model: nn.Module, penalty: RouterPenalty | None) -> list[Callback]:
-    """Return what the config asks for of the experts in `model`: balancing, traces, rebalancing, load metrics.
+def _expert_callbacks(run: Run, experts: Experts, penalty: RouterPenalty | None) -> list[Callback]:
+    """Return what the config asks for of `experts`: balancing, traces, rebalancing, load metrics.
 
     Raises:
         UserError: The experts are in other EP groups than the config's.
     """
-    config, stacks = run.config, expert_stacks(model)
+    config, groups = run.config, experts.groups
     if not isinstance(config, ExpertRunConfig):
         return []
     callbacks: list[Callback] = []
     if isinstance(config, MoERunConfig):
-        callbacks = [*([] if penalty is None else [WholeStepBalance(penalty)]), BiasBalancing(model)]
-    if not stacks:
+        callbacks = [*([] if penalty is None else [WholeStepBalance(penalty)]), BiasBalancing(experts)]
+    if groups is None:
         return callbacks
-    groups = next(iter(stacks.values())).groups
     compared = attrgetter("ep_groups", "nodes")
     if run.world_size > 1 and compared(groups) != compared(run.expert_groups):
         remedy = f"the model's experts are on {groups.ep_size} processes: build it with run.expert_groups"
         raise UserError(field="ep_size", value=run.expert_groups.ep_size, remedy=remedy)
     if config.record_traces:
-        callbacks.append(TraceRecorder(model))
+        callbacks.append(TraceRecorder(experts))
     if config.replan.planner:
-        callbacks.append(Replan(model, config.replan))
-    return [*callbacks, ExpertLoad(model)]
+        callbacks.append(Replan(experts, config.replan))
+    return [*callbacks, ExpertLoad(experts)]

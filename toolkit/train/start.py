@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import LoaderBatches
 from toolkit.data.splits import HasSplits
 from toolkit.experts.layer.losses import RouterPenalty
-from toolkit.experts.layer.moe_layer import experts_on_ranks, moe_layers
-from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
@@ -26,6 +24,7 @@ from toolkit.train.optim import warmup_steps
 def announce(
     run: Run,
     model: nn.Module,
+    experts: Experts,
     data: HasSplits,
     batches: TrainBatches | LoaderBatches,
     max_steps: int,
@@ -36,42 +35,43 @@ def announce(
     Call it before Accelerate prepares `model`.
 
     Args:
+        experts: The experts of `model`.
         penalty: The router losses of the config, or None.
     """
     config = run.config
     dataset, notice = getattr(data, "name", None), getattr(data, "notice", None)
     facts: dict[str, Any] = {"effective_batch_size": config.batch_size, "peak_learning_rate": config.peak_lr}
     if isinstance(config, ExpertRunConfig):
-        facts |= describe_experts(model, run.expert_groups)
+        facts |= describe_experts(experts, run.expert_groups)
     if dataset is not None:
         facts |= {"dataset": dataset, "dataset_notice": notice}
     run.describe(**facts)
     warnings = []
     if penalty is not None and isinstance(config, MoERunConfig):
-        warnings = settings_without_effect(config, model)
+        warnings = settings_without_effect(config, experts)
         if penalty.balance_weight > config.balance_weight:
             weight = f"{penalty.balance_weight:.2g}"
             warnings.append(f"the balance loss has weight {weight}, because the run has {max_steps:,} steps.")
-    warnings += warnings_of(run, model, data, batches.steps_per_epoch, max_steps)
-    run.note("\n".join([*warnings, aligned(describe_start(run, model, batches, max_steps)).rstrip()]))
+    warnings += warnings_of(run, model, experts, data, batches.steps_per_epoch, max_steps)
+    run.note("\n".join([*warnings, aligned(describe_start(run, model, experts, batches, max_steps)).rstrip()]))
 
 
-def describe_experts(model: nn.Module, groups: ExpertGroups) -> dict[str, Any]:
+def describe_experts(experts: Experts, groups: ExpertGroups) -> dict[str, Any]:
     """Return facts for `Run.describe`: EP group size, ranks of each group unless they are neighbours, and the placement
     of each layer.
 
     The placement is a function, because experts migrate, and dynamic experts are added and removed during training.
     """
-    facts: dict[str, Any] = {"ep_size": groups.ep_size, "expert_placement": partial(experts_on_ranks, model)}
+    facts: dict[str, Any] = {"ep_size": groups.ep_size, "expert_placement": experts.on_ranks}
     if any(group[-1] - group[0] >= groups.ep_size for group in groups.ep_groups):
         facts["ep_groups"] = [list(group) for group in groups.ep_groups]
     return facts
 
 
-def settings_without_effect(config: MoERunConfig, model: nn.Module) -> list[str]:
-    """Return a warning for each setting that routers and layers of `model` were built without."""
-    layers, warnings = moe_layers(model), []
-    if others := ", ".join(sorted(expert_stacks(model).keys() - layers.keys())):
+def settings_without_effect(config: MoERunConfig, experts: Experts) -> list[str]:
+    """Return a warning for each setting that routers and layers of `experts` were built without."""
+    layers, warnings = experts.moe, []
+    if others := ", ".join(sorted(experts.stacks.keys() - layers.keys())):
         settings = f"balance={config.balance}, balance_weight, z_weight and capacity_factor"
         warnings.append(f"{settings}: have no effect on {others}.")
     for name, layer in layers.items():
@@ -84,9 +84,11 @@ def settings_without_effect(config: MoERunConfig, model: nn.Module) -> list[str]
     return warnings
 
 
-def warnings_of(run: Run, model: nn.Module, data: HasSplits, steps_per_epoch: int, max_steps: int) -> list[str]:
+def warnings_of(
+    run: Run, model: nn.Module, experts: Experts, data: HasSplits, steps_per_epoch: int, max_steps: int
+) -> list[str]:
     """Return a warning for each thing that is probably not meant, such as a run that is warm-up to its end."""
-    config, stacks, warnings = run.config, list(expert_stacks(model).values()), []
+    config, stacks, warnings = run.config, list(experts.stacks.values()), []
     if warmup_steps(config.schedule, steps_per_epoch) >= max_steps:
         given = "warmup_steps" if config.schedule.warmup_steps else "warmup_epochs"
         value = getattr(config.schedule, given)
@@ -103,7 +105,7 @@ def warnings_of(run: Run, model: nn.Module, data: HasSplits, steps_per_epoch: in
 
 
 def describe_start(
-    run: Run, model: nn.Module, batches: TrainBatches | LoaderBatches, max_steps: int
+    run: Run, model: nn.Module, experts: Experts, batches: TrainBatches | LoaderBatches, max_steps: int
 ) -> list[tuple[str, str]]:
     """Return rows of name and text: device, memory limit, data, parameters, steps, scaled learning rate."""
     config = run.config
@@ -115,7 +117,7 @@ def describe_start(
     rows = [("device", f"{run.device.type}{gpus}, {processes}, {precision}{_other_gpus(run)}")]
     if run.device.type == "cpu" and (limit := memory_limit_bytes()) is not None:
         rows.append(("memory limit", f"{limit / 2**30:.1f} GiB for all processes"))
-    total, active = count_parameters(model, config.top_k if isinstance(config, ExpertRunConfig) else None)
+    total, active = count_parameters(model, experts, config.top_k if isinstance(config, ExpertRunConfig) else None)
     used = "" if active is None else f", of which a token uses {active:,}"
     if isinstance(batches, TrainBatches):
         samples = f"{len(batches.table):,} training samples"
@@ -140,19 +142,19 @@ def _other_gpus(run: Run) -> str:
     return f" (one of {count} GPUs: --num-processes {count} uses all)" if count > 1 else ""
 
 
-def count_parameters(model: nn.Module, top_k: int | None) -> tuple[int, int | None]:
+def count_parameters(model: nn.Module, experts: Experts, top_k: int | None) -> tuple[int, int | None]:
     """Count the parameters of `model` over all ranks, without empty slots and inactive experts.
 
     Returns:
         All parameters, each expert counted once, and the parameters that a token uses, which is sent to `top_k`
         experts; None for these without experts.
     """
-    stacks = expert_stacks(model)
+    stacks = experts.stacks
     stacked = {id(parameter) for stack in stacks.values() for parameter in stack.parameters.values()}
     total = active = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in stacked)
-    for name, ranks in experts_on_ranks(model).items():
+    for name, ranks in experts.on_ranks().items():
         stack = stacks[name]
         each = sum(parameter[:1].numel() for parameter in stack.parameters.values())
-        experts = len({expert for rank in ranks for expert in rank})
-        total, active = total + experts * each, active + min(top_k or experts, experts) * each
+        count = len({expert for rank in ranks for expert in rank})
+        total, active = total + count * each, active + min(top_k or count, count) * each
     return total, active if stacks and top_k else None

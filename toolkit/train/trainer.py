@@ -1,6 +1,7 @@
 """The training loop. Read `fit`, then `train_step`, then `learn`.
 
-The trainer knows parameters, not models. `ExpertSync` handles parameters that only some ranks own, such as experts.
+The trainer knows parameters, not models. `ExpertSync` owns the optimizer step, and handles parameters that only some
+ranks own, such as experts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.parallel.ddp import refuse_late_parameters
-from toolkit.experts.parallel.optimizer_rows import unwrapped
-from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.seeding import seed_device
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.parallel.waits import waits
@@ -100,19 +99,19 @@ class Trainer:
         if batches.accumulation != (made_for := run.accumulation):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
+        self.sync = ExpertSync(model, optimizer)
         self.model, self.optimizer = prepare(
             run.accelerator, model, optimizer, dense=run.config.dense_parallel, fsdp_size=run.config.fsdp_size
         )
+        self.sync.follow(self.model)
         # Accelerate's wrappers skip steps of fp16 and autocast. If neither is needed they still look for a package
         # on disk and for environment variables, twice a step: a tenth of a small model's step time.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
         self.autocast = run.accelerator.autocast if run.accelerator.mixed_precision != "no" else nullcontext
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.sync = ExpertSync(self.parameters)
         self.micro_batches: list[Batch] = []
         """Micro-batches of the last step, on this rank."""
         self.finite = FiniteCheck(self)
-        self.replicas = ReplicaCheck(model)
         self.state = TrainState()
         self.sums = MetricSums(run.device)
         self.results: dict[str, Any] = {}
@@ -141,6 +140,7 @@ class Trainer:
                 finite: in the same step on a CPU, elsewhere at the next log step or checkpoint.
         """
         self.enter("start")
+        self.sync.follow(self.model)
         try:
             record_data(self.run, train=self.batches.identity())
             self.call_hooks("on_fit_start")
@@ -163,6 +163,8 @@ class Trainer:
         except BaseException as error:
             self.call_hooks("on_exception", error)
             raise
+        finally:
+            self.sync.close()
         return self.results
 
     def train_step(self, micro_batches: list[Batch]) -> None:
@@ -176,6 +178,7 @@ class Trainer:
             self.scheduler.after_step()
         self.state.samples += self.batches.samples_of(self.state.step)
         self.state.step += 1
+        self.sync.after_step(self.state.step, self.optimizer)
         if self.at_log_step:
             self.record("train/grad_norm", norm)
             if skipped := self.results.get("skipped_steps"):
@@ -209,12 +212,10 @@ class Trainer:
             losses.append(value.detach())
             parts.append((loss, counts[index]))
         accelerator.unscale_gradients()
-        self.sync.before_clip()
         norm = self.sync.clip(self.parameters, self.max_grad_norm, take_norms=self.finite.take_norms)
         if self.finite.add(self.state.step + 1, norm, losses):
             self.call_hooks("on_before_optimizer_step")
             self.update()
-            self.sync.after_step(self.state.step + 1, self.optimizer)
             for part in parts if record else ():
                 self.record_sums(*part)
         else:
@@ -278,8 +279,6 @@ class Trainer:
         training weights, with which a run resumes exactly.
         """
         getattr(self.optimizer, mode)()
-        if hasattr(unwrapped(self.optimizer), mode):
-            self.sync.refresh_replicas()
         self._weights_for = mode
 
     @property
@@ -313,7 +312,7 @@ class Trainer:
     def emit(self) -> None:
         """Write one log step: means since the last log step, and recorded values."""
         refuse_late_parameters(self.raw_model, self.parameters)
-        self.check_replicas()
+        self.sync.check(self.state.step)
         means = {f"train/{name}": value for name, value in self.sums.compute().items()}
         self.finite.check_line(self.state.step, means)
         self.sums.reset()
@@ -321,11 +320,6 @@ class Trainer:
         self.run.log({**means, **plain_values(self._recorded)}, self.state.step)
         self._recorded = {}
         self._line_is_due = False
-
-    def check_replicas(self) -> None:
-        """Raise UserError on every rank if replicated weights differ between ranks."""
-        if self.run.world_size > 1:
-            self.replicas.check(self.state.step)
 
     def save(self, keep: int = 2) -> Path | None:
         """Write a checkpoint and delete all but the newest `keep`; None if it could not be written. A collective,
@@ -342,7 +336,7 @@ class Trainer:
         """Collect the data for `save`: see `toolkit.checkpoint.checkpoint.begin_checkpoint`."""
         self.enter("checkpoint")
         self.finite.check_weights(self.state.step)
-        self.check_replicas()
+        self.sync.check(self.state.step)
         return checkpoint.begin_checkpoint(
             self.run.checkpoints,
             model=self.raw_model,

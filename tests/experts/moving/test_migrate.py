@@ -23,7 +23,7 @@ from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.stack import ExpertStack, expert_stacks, optimizer_bytes, weight_bytes
 from toolkit.experts.moving.migrate import migrate, place_experts
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.sync import clip_gradients
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost
 from toolkit.experts.state import checkpoint_files
@@ -236,7 +236,7 @@ def train(model: nn.Module, optimizer: Optimizer, *, migrates: bool) -> list[Ten
         x = torch.randn(40, 16, generator=draws, dtype=torch.float64).to(parameter)
         loss = model(x).square().mean()
         loss.backward()
-        found += [loss.detach(), ExpertSync([]).clip(model.parameters(), 0.05)]
+        found += [loss.detach(), clip_gradients(model.parameters(), 0.05)]
         optimizer.step()
         optimizer.zero_grad()
         for stack in expert_stacks(model).values() if migrates else ():

@@ -13,7 +13,7 @@ from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
 from tests.support.placements import by_slot
 from toolkit.errors import UserError
-from toolkit.experts.layer.moe_layer import MoE
+from toolkit.experts.layer.moe_layer import Experts, MoE
 from toolkit.experts.layer.routing_log import sample_forwards
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan import Replanner
@@ -116,12 +116,13 @@ def test_replanner_measures_seconds_per_row_and_link_bandwidth_for_a_guard_only(
 def test_rejected_plans_are_counted_and_the_first_is_explained(capsys: pytest.CaptureFixture[str]):
     layer, logged = make_layer(*SIZES), []
     # All experts are on one rank, so a plan saves nothing.
-    replan = Replan(layer, ReplanOptions(planner=lambda *_: by_slot((1, 0, 2, 3), 1), every=4))
-    trainer: Any = SimpleNamespace(optimizer=OPTIMIZER, results={}, state=SimpleNamespace(step=0))
+    replan = Replan(Experts.of(layer), ReplanOptions(planner=lambda *_: by_slot((1, 0, 2, 3), 1), every=4))
+    trainer: Any = SimpleNamespace(results={}, state=SimpleNamespace(step=0))
     trainer.record = lambda name, value: logged.append(value) if name == "moe/plans_refused" else None
     for number in range(1, 17):
         forward(layer, number)
         trainer.state.step, trainer.at_log_step = number, number % 8 == 0
+        replan.replanner.after_step(number, OPTIMIZER)
         replan.on_step_end(trainer)
     assert logged == [2, 2]
     assert trainer.results["plans_refused"] == 4

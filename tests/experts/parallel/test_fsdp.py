@@ -19,7 +19,7 @@ from toolkit.errors import UserError
 from toolkit.experts.compat import timeout_of
 from toolkit.experts.parallel import groups
 from toolkit.experts.parallel.replica_check import ReplicaCheck
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.sync import clip_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 
@@ -115,7 +115,7 @@ def train_hsdp() -> dict[str, Any]:
                 accelerator.backward(model(torch.full((4, 3), 1.0 + dist.get_rank() + micro)).square().sum())
             if accelerator.sync_gradients:
                 found["reductions"].append(reductions)
-                ExpertSync(model.parameters()).clip(model.parameters(), 0.1)
+                clip_gradients(model.parameters(), 0.1)
                 check()
                 optimizer.step()
                 optimizer.zero_grad()

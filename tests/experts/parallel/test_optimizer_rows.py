@@ -14,6 +14,7 @@ from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows
 from toolkit.experts.parallel.ownership import mark_owned
+from toolkit.experts.parallel.sync import ExpertSync
 
 
 class ClippedByModel(torch.optim.SGD):
@@ -143,12 +144,12 @@ def test_state_without_a_row_per_expert_raises_on_one_process() -> None:
 def test_8_bit_states_raise_in_the_trial_or_after_the_first_step() -> None:
     raises = pytest.raises(UserError, match=r"state 'qmap1' of 'AdamW8bit' has shape \(256,\), and the experts")
     for shape, in_trial in [((4, 32, 64), raises), ((4, 2048), nullcontext())]:
-        parameter = nn.Parameter(torch.ones(shape))
-        mark_owned(parameter, row_ids=range(4), groups=ExpertGroups())
-        optimizer = AdamW8bit([parameter])
+        experts = nn.ParameterList([torch.ones(shape)])
+        mark_owned(experts[0], row_ids=range(4), groups=ExpertGroups())
+        optimizer = AdamW8bit(experts.parameters())
         with in_trial:
-            refuse_coupled_rows(optimizer)
-    parameter.grad = torch.ones(shape)
+            ExpertSync(experts, optimizer)
+    experts[0].grad = torch.ones(shape)
     with raises:
         optimizer.step()
 

@@ -23,7 +23,7 @@ from toolkit.experts.parallel.ddp import refuse_late_parameters
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import Ownership, mark_owned
 from toolkit.experts.parallel.penalty import parameter_penalty
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.sync import ExpertSync, average_gradients, clip_gradients
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state.state_dict import whole_state_dict
@@ -112,7 +112,7 @@ def averaged(ep_size: int) -> list[list[float]]:
         mark_owned(p, row_ids=range(len(p)), groups=groups)
     parameters[0].grad = parameters[0].grad.repeat_interleave(2)[::2]
     parameters[1].grad = None
-    ExpertSync(parameters).before_clip()
+    average_gradients(parameters)
     assert parameters.pop(1).grad is None
     return [p.grad.tolist() for p in parameters]
 
@@ -121,7 +121,6 @@ def test_before_clip_averages_over_the_expert_data_parallel_group():
     # Groups {0, 2} and {1, 3}.
     even, odd = [[1, 10], [100]], [[2, 20], [200]]
     assert run_distributed(averaged, 4, 2) == [even, odd, even, odd]
-    ExpertSync([]).before_clip()
 
 
 def build(seed: int = 0) -> nn.Sequential:
@@ -138,13 +137,14 @@ def penalized_step(ep_size: int, replicas: bool) -> tuple[float, float, dict[str
     """Return penalty, gradient norm and weights after a clipped SGD step of a model with another seed on each rank."""
     model = build(rank())
     shard_experts(model, make_expert_groups(ep_size), placement=placement_of(ep_size, replicas))
-    sync, parameters = ExpertSync(model.parameters()), list(model.parameters())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    sync = ExpertSync(model, optimizer)
     loss_of = DistributedDataParallel(model) if world_size() > 1 else model
     penalty = parameter_penalty(lambda p: 0.5 * p.square(), parameters)
     (loss_of(X.chunk(world_size())[rank()]).square().mean() + penalty).backward()
-    sync.before_clip()
     norm = sync.clip(parameters, 0.5)
-    torch.optim.SGD(parameters, lr=0.1).step()
+    optimizer.step()
     return penalty.item(), norm.item(), whole_state_dict(model)
 
 
@@ -191,7 +191,7 @@ def test_global_norm_equals_plain_torch(replicas: bool):
 
 def test_clip_with_a_nan_norm_makes_all_gradients_nan():
     finite, nan = parameter(3.0), parameter(float("nan"))
-    ExpertSync([]).clip([finite, nan], 1.0)
+    clip_gradients([finite, nan], 1.0)
     assert finite.grad.isnan().all()
 
 

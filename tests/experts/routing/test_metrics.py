@@ -18,7 +18,7 @@ from benchmarks.support.processes import run_distributed
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer import dispatcher, rows
-from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.moe_layer import Experts, make_moe
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.layer.routing_log import RowBytes
 from toolkit.experts.layer.rows import Sizes
@@ -136,9 +136,9 @@ def train(folder, ep_size, stride, accumulation, placement, planner, recompute, 
             schedule=warmup_cosine(max_steps=STEPS),
             log_every=LOG_EVERY,
             callbacks=[
-                ExpertLoad(model, ranks_per_node=ranks_per_node),
-                TraceRecorder(model),
-                Replan(model, ReplanOptions(planner=planner, every=PLAN_EVERY, guarded=False)),
+                ExpertLoad(Experts.of(model), ranks_per_node=ranks_per_node),
+                TraceRecorder(Experts.of(model)),
+                Replan(Experts.of(model), ReplanOptions(planner=planner, every=PLAN_EVERY, guarded=False)),
             ],
         )
         results = trainer.fit()
@@ -299,7 +299,7 @@ def test_crossings_count_each_token_once_per_node(nodes):
 
 def test_dropped_pairs_are_counted_separately_and_in_the_load() -> None:
     layer = make_moe(4, 8, 3, 2, capacity_factor=0.5)
-    forwards = ModelForwards(layer)
+    forwards = ModelForwards(Experts.of(layer))
     layer(torch.randn(10, 4))
     (found,) = forwards.take()
     assert found.dropped_FLE.sum() > 0
@@ -314,7 +314,7 @@ def test_dropped_pairs_are_counted_separately_and_in_the_load() -> None:
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_dropped_fraction_is_reported_for_layers_with_a_capacity_only(capacity_factor: float | None) -> None:
     layer = make_moe(4, 8, 3, 2, capacity_factor=capacity_factor)
-    meter = LoadMeter(layer)
+    meter = LoadMeter(Experts.of(layer))
     layer(torch.randn(10, 4))
     meter.fold()
     _, metrics = meter.read(1)
@@ -324,7 +324,7 @@ def test_dropped_fraction_is_reported_for_layers_with_a_capacity_only(capacity_f
 
 def nodes_of_peers() -> list[int] | None:
     layer = make_moe(4, 4, 2, 1, groups=make_expert_groups(2))
-    LoadMeter(layer, ranks_per_node=3)
+    LoadMeter(Experts.of(layer), ranks_per_node=3)
     nodes = layer.expert_stack.node_of_peer
     return None if nodes is None else nodes.tolist()
 

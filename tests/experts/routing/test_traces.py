@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.moe_layer import Experts, make_moe
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 from toolkit.experts.routing.traces import TraceFile, read_trace
@@ -90,7 +90,7 @@ def test_trace_recorder_in_a_custom_loop_records_training_forward_passes_once(tm
     monkeypatch.setattr(trace_recorder, "CHUNK", 3)
     torch.manual_seed(0)
     model = nn.ModuleDict({"first": make_moe(4, 8, 3, 2), "second": make_moe(4, 8, 3, 1)})
-    recorder = TraceRecorder(model, tmp_path / "own.npz", name="mine")
+    recorder = TraceRecorder(Experts.of(model), tmp_path / "own.npz", name="mine")
     expected = []
     for step in range(4):
         for _ in range(2):
@@ -111,10 +111,10 @@ def test_trace_recorder_in_a_custom_loop_records_training_forward_passes_once(tm
 
 def test_trace_recorder_of_unequal_layers_raises(tmp_path: Path):
     model = nn.ModuleDict({"first": make_moe(4, 8, 3, 2), "second": make_moe(4, 8, 3, 1)})
-    recorder = TraceRecorder(model, tmp_path / "own.npz")
+    recorder = TraceRecorder(Experts.of(model), tmp_path / "own.npz")
     model["first"](torch.randn(5, 4))
     with pytest.raises(UserError, match="'first': 1, 'second': 0"):
         recorder.step_done(0)
     unequal = nn.ModuleList(make_moe(4, 4, experts, 1) for experts in (2, 3))
     with pytest.raises(UserError, match=r"have \[2, 3\] experts"):
-        TraceRecorder(unequal, tmp_path / "traces.npz")
+        TraceRecorder(Experts.of(unequal), tmp_path / "traces.npz")

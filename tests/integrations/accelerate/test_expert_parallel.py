@@ -23,7 +23,7 @@ from tests.parity.models import DIM, EXPERTS, TOP_K, Block
 from tests.parity.outcome import Rows, gathered
 from tests.support.equality import assert_equal_rows
 from toolkit.errors import UserError
-from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.layer.moe_layer import Experts, make_moe
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.integrations.accelerate.expert_parallel import SHARD_THEMSELVES, ExpertParallel
@@ -47,7 +47,7 @@ def test_outputs_under_mixed_precision_are_float32_with_ddp_and_fsdp2() -> None:
 def metrics_and_callback_records() -> tuple[Any, ...]:
     """Return metrics before training, metrics and the records of `ExpertLoad` at two log steps, and final metrics."""
     loop = ToyLoop(placement="uneven")
-    load = ExpertLoad(loop.raw)
+    load = ExpertLoad(Experts.of(loop.raw))
     recorded: dict[str, Any] = {}
     trainer: Any = SimpleNamespace(
         state=SimpleNamespace(step=0),
@@ -141,7 +141,7 @@ def test_resumed_loop_has_the_same_placement_and_weights_bitwise(tmp_path: Path)
 def step_after_freezing() -> Rows:
     loop = ToyLoop(adamw, placement="replicas")
     loop.backward(samples())
-    for parameter in loop.experts.training.parameters:
+    for parameter in loop.experts.sync.parameters:
         parameter.requires_grad_(False)
     loop.optimizers[0].step()
     return loop.weights()

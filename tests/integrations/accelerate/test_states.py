@@ -123,7 +123,7 @@ def evaluate_without_optimizer(folder: Path) -> tuple[bool, str, str]:
 def test_model_without_optimizer_is_evaluated_only(tmp_path: Path) -> None:
     for is_equal, backward_error, step_error in run_distributed(evaluate_without_optimizer, 2, tmp_path / "saved"):
         assert is_equal
-        assert backward_error.startswith("prepare: it got no optimizer")
+        assert backward_error.startswith("optimizer: none was given")
         assert "has experts that were prepared with another optimizer, with none" in step_error
 
 

@@ -96,7 +96,7 @@ def train(case: Case) -> dict[str, Any]:
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
         if case.ep_size:
-            experts.training.sync.before_clip()
+            experts.sync.before_clip()
         grads.append(rows(inner, grads=True))
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.03)))
         optimizer.step()

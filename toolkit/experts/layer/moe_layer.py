@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -234,12 +234,40 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
-def experts_on_ranks(model: nn.Module) -> dict[str, list[list[int]]]:
-    """The logical experts on each rank by layer, without empty slots and inactive experts."""
-    ranks_of_layers = {}
-    for name, stack in expert_stacks(model).items():
-        router = getattr(model.get_submodule(name), "router", None)
-        active_E = getattr(router, "active_E", None)
-        active = range(stack.num_experts) if active_E is None else active_E.nonzero().flatten().tolist()
-        ranks_of_layers[name] = [[expert for expert in row if expert in active] for row in stack.placement.slots]
-    return ranks_of_layers
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The layers with experts of a model, found once by its entry points; empty without experts."""
+
+    stacks: Mapping[str, ExpertStack]
+    """By the name of the layer, in the order of modules."""
+    layers: Mapping[str, nn.Module]
+    """The module of each of `stacks`."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Find the experts of `model`, also within wrappers."""
+        stacks = expert_stacks(model)
+        return cls(stacks, {name: model.get_submodule(name) for name in stacks})
+
+    @property
+    def moe(self) -> dict[str, MoE]:
+        """The toolkit's own layers, whose routers it knows."""
+        return {name: layer for name, layer in self.layers.items() if isinstance(layer, MoE)}
+
+    @property
+    def groups(self) -> ExpertGroups | None:
+        """The ranks that share the experts, None without experts."""
+        return next((stack.groups for stack in self.stacks.values()), None)
+
+    def active(self, name: str) -> Bool[Tensor, " E"]:
+        """Whether each logical expert of a layer is active: all but in layers of dynamic experts."""
+        active_E = getattr(getattr(self.layers[name], "router", None), "active_E", None)
+        return torch.ones(self.stacks[name].num_experts, dtype=torch.bool) if active_E is None else active_E.cpu() > 0
+
+    def on_ranks(self) -> dict[str, list[list[int]]]:
+        """The logical experts on each rank by layer, without empty slots and inactive experts. A host sync."""
+        active = {name: set(self.active(name).nonzero().flatten().tolist()) for name in self.stacks}
+        return {
+            name: [[expert for expert in row if expert in active[name]] for row in stack.placement.slots]
+            for name, stack in self.stacks.items()
+        }

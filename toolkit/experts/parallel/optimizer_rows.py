@@ -14,16 +14,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit.errors import UserError
-from toolkit.experts.parallel.collectives import together
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 
 ROWS, LARGEST, STEPS, LR, GROWTH = 5, 32, 3, 0.1, 100.0
@@ -44,15 +43,13 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
     the last row of owned parameters differs, so no other row may. If the trial fails, there is a warning. Weights,
     optimizer state and random state are unchanged.
 
-    For any world size, also raises UserError if a state lacks a row for each parameter row: it could not be saved. The
-    first step checks the states again, because their shapes can depend on the size of the parameter.
+    For any world size, also raises UserError if a state lacks a row for each parameter row: it could not be saved.
     """
     inner = unwrapped(optimizer)
     name = type(inner).__name__
     parameters = [p for group in inner.param_groups for p in group["params"]]
     if all(ownership_of(p) is None for p in parameters):
         return
-    inner.register_step_post_hook(_check_states_once)
     try:
         (once, states), (again, _) = (_try(inner, parameters, others_differ=differ) for differ in (False, True))
     except Exception as error:  # of any optimizer, for any reason
@@ -68,7 +65,7 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
             f"optimizer: {name} uses statistics of several experts, and each rank has other "
             "experts. Use an element-wise optimizer, such as AdamW, Adagrad or SGD."
         )
-    _require_rows_of_states(name, states)
+    require_rows_of_states(name, states)
 
 
 def refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
@@ -82,6 +79,49 @@ def refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
                     f"{tuple(parameter.shape)} in group {number} that is not in the model, so checkpoints would "
                     "lack its state. Make it from model.parameters(), and give other parameters another optimizer."
                 )
+
+
+def refuse_missing_experts(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise UserError for an optimizer without all trainable experts of `model`."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if ownership_of(parameter) is not None and parameter.requires_grad and parameter not in held:
+            raise UserError(f"optimizer: {name!r} of the experts is missing. Make it from model.parameters().")
+
+
+def load_only_own_states(optimizer: Optimizer) -> list[RemovableHandle]:
+    """Have `optimizer.load_state_dict` raise UserError for states of other rows of experts than this rank's.
+
+    A checkpoint of `optimizer.state_dict()` has the states of the rank that wrote it, in the same shapes.
+
+    Returns:
+        The hooks.
+    """
+
+    def note_rows(_: Optimizer, state: dict[str, Any]) -> None:
+        if (rows := _rows(optimizer)) is not None:
+            state["experts"] = rows
+
+    def compare(_: Optimizer, state: dict[str, Any]) -> None:
+        if state["state"] and state.get("experts") != _rows(optimizer):
+            raise UserError(
+                "optimizer: this state is of other experts than this rank has. Use save and load of ExpertParallel or "
+                "toolkit.experts instead of optimizer.state_dict()."
+            )
+
+    return [
+        optimizer.register_state_dict_post_hook(note_rows),
+        optimizer.register_load_state_dict_pre_hook(compare),
+    ]
+
+
+def _rows(optimizer: Optimizer) -> dict[str, Any] | None:
+    """Return this rank and the ids of its rows by parameter, in plain values; None if it has all rows in order."""
+    marks = [ownership_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    marked = [mark for mark in marks if mark is not None]
+    if all(mark.groups.ep_size == 1 and mark.row_ids == tuple(range(len(mark.row_ids))) for mark in marked):
+        return None
+    return {"ep_rank": marked[0].groups.ep_rank, "rows": [list(mark.row_ids) for mark in marked]}
 
 
 _STEPPED_BY = WeakTensorKeyDictionary()
@@ -145,22 +185,12 @@ def require_rows(name: str, key: str, value: Tensor, parameter: Tensor) -> Tenso
     )
 
 
-def _require_rows_of_states(name: str, states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
+def require_rows_of_states(name: str, states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
+    """Call `require_rows` for the states of each parameter."""
     for parameter, state in states:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
                 require_rows(name, key, value, parameter)
-
-
-_CHECKED: WeakSet[Optimizer] = WeakSet()
-
-
-def _check_states_once(optimizer: Optimizer, *_: Any) -> None:
-    """Raise UserError after the first step of `optimizer` as `require_rows`. A collective in this step."""
-    if optimizer not in _CHECKED:
-        states = [(p, state) for p, state in optimizer.state.items() if ownership_of(p) is not None]
-        together(lambda: _require_rows_of_states(type(optimizer).__name__, states))
-        _CHECKED.add(optimizer)
 
 
 def _try(
@@ -193,11 +223,11 @@ def _try(
             if isinstance(value, Tensor) and value.ndim:
                 filled = trial.new_zeros(trial.shape, dtype=torch.promote_types(value.dtype, torch.float32))
                 replaced[id(value)] = filled + value.flatten()[0]
-    # Hooks are in ordered dicts; a scheduler puts its own `step` on the instance.
+    # Hooks are in ordered dicts; a scheduler puts its own `step` on the instance, and `ExpertSync` `train` and `eval`.
     attributes = {
         key: OrderedDict() if isinstance(value, OrderedDict) else value
         for key, value in vars(optimizer).items()
-        if key != "step"
+        if key not in ("step", "train", "eval")
     }
     other = object.__new__(type(optimizer))
     other.__dict__ = copy.deepcopy(attributes, replaced)

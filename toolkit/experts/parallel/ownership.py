@@ -7,7 +7,7 @@ assumptions without an error. This package replaces them:
 |---------------------------------------------|----------------------------------------------------------------------|
 | overwrite parameters with rank 0's          | `ddp.leave_out_of_ddp` puts owned parameters on DDP's ignore list    |
 | average gradients over ranks                | token dispatch takes the mean over the EP group, and                 |
-|                                             | `ExpertSync.before_clip` the mean over the expert data-parallel group|
+|                                             | `ExpertSync` the mean over the expert data-parallel group            |
 | keep replicated parameters equal            | `ExpertSync`: the owner of a row with replicas gets their gradients  |
 |                                             | before clipping, steps, and sends its weights                        |
 | clip by the norm of local gradients         | `ExpertSync.clip`: replicated parameters count once, owned ones are  |

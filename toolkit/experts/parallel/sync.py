@@ -1,23 +1,36 @@
-"""Synchronization of owned parameters, such as experts, around an optimizer step."""
+"""The optimizer step of a model with owned parameters, such as experts: one owner of its hooks, checks and clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_type
 from toolkit.experts.compat import multiply_each_, norm_of_each
-from toolkit.experts.parallel.collectives import world_size
+from toolkit.experts.parallel.collectives import together, world_size
+from toolkit.experts.parallel.optimizer_rows import (
+    load_only_own_states,
+    refuse_coupled_rows,
+    refuse_foreign_parameters,
+    refuse_missing_experts,
+    require_rows_of_states,
+    step_by_only,
+    unwrapped,
+)
 from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
+from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.rows_in_use import in_use
 
 if TYPE_CHECKING:
@@ -28,27 +41,41 @@ if TYPE_CHECKING:
 class _Arrivals:
     """State of the parameter hooks; a reference to the `ExpertSync` would keep its parameters alive."""
 
-    await_average: bool = True
+    await_average: bool = False
     await_step: bool = False
 
     def note(self, _: Tensor) -> None:
         self.await_average = self.await_step = True
 
 
-class ExpertSync:
-    """Expert-parallel synchronization around an optimizer step.
+_SYNC_OF = WeakTensorKeyDictionary()
+"""Expert parameter -> reference to the `ExpertSync` that hooks its steps."""
 
-    `before_clip`, `clip` and `after_step` are collectives: call them on every rank.
+
+class ExpertSync:
+    """Owner of the optimizer step of a model with sharded experts.
+
+    From now on each step of `optimizer` averages expert gradients before the update, unless `clip` did, and copies each
+    row's weights to its replicas after it, as do `optimizer.train()` and `optimizer.eval()` of a schedule-free
+    optimizer. A later `ExpertSync` of the same experts replaces this one.
+
+    `clip` and `after_step` are collectives: call them on every rank.
 
     Args:
-        parameters: Parameters of the model. Only owned ones, such as experts, are synchronized.
-        rebalance: Called as `rebalance(step, optimizer)` after each step, such as `Replanner.after_step`.
+        model: The model, inside or outside of DDP.
+        optimizer: Has all trainable experts, and must not have other models' parameters. Without one the model can only
+            be evaluated: a backward pass raises UserError.
+        rebalance: Called by `after_step` as `rebalance(step, optimizer)`, such as `Replanner.after_step`.
+
+    Raises:
+        UserError: Updates of the optimizer span several experts, or it lacks an expert or has parameters outside the
+            model. Its steps raise, on every rank, if gradients were assigned without a backward pass, or if weights or
+            gradients differ between ranks that have them; steps of other optimizers with these experts raise, too.
 
     Example:
-        sync = experts.ExpertSync(model.parameters(), rebalance=replanner.after_step)
+        sync = experts.ExpertSync(model, optimizer, rebalance=replanner.after_step)
         for step, batch in enumerate(batches, start=1):
             loss_of(model, batch).backward()
-            sync.before_clip()
             sync.clip(model.parameters(), 1.0)
             optimizer.step()
             sync.after_step(step, optimizer)
@@ -56,54 +83,116 @@ class ExpertSync:
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], rebalance: Callable[[int, Optimizer], object] | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        rebalance: Callable[[int, Optimizer], object] | None = None,
     ) -> None:
-        self.parameters = owned(parameters)
+        require_type("model", model, nn.Module, "Write ExpertSync(model, optimizer), which checks every step")
+        self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.rebalance = rebalance
+        self.steps = 0
+        """Optimizer steps so far."""
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        """Gives the optimizer, or None."""
+        if optimizer is not None:
+            refuse_foreign_parameters(self.model, optimizer)
+            refuse_missing_experts(self.model, optimizer)
+            refuse_coupled_rows(optimizer)
+            self.optimizer = ref(unwrapped(optimizer))
+        self._states_are_unknown = any(ownership_of(p) is not None for p in self.model.parameters())
+        """Whether no step has shown the states of experts."""
         self._arrivals = _Arrivals()
-        self.optimizer: Callable[[], Optimizer | None] | None = None
-        """Gives the optimizer of `follow`."""
+        self._undo = ExitStack()
+        self.follow(model)
 
     @property
     def awaits_step(self) -> bool:
-        """Whether gradients arrived since the last step of the optimizer of `follow`."""
+        """Whether gradients arrived since the last step."""
         return self._arrivals.await_step
 
-    def follow(self, optimizer: Optimizer) -> list[RemovableHandle]:
-        """Have each step of `optimizer` call `before_clip`, which from now on does nothing without new gradients.
+    def follow(self, prepared: nn.Module) -> None:
+        """Hook the experts and the steps of the optimizer, again once DDP or FSDP2 wrapped the model as `prepared`."""
+        experts = [p for p in self.model.parameters() if ownership_of(p) is not None]
+        for former in {self, *(_SYNC_OF[p]() for p in experts if p in _SYNC_OF)} - {None}:
+            former.close()
+        self.prepared, self.parameters = prepared, owned(experts)
+        optimizer = self.optimizer()
+        hooks: list[RemovableHandle] = []
+        self._check = None if optimizer is None or world_size() == 1 else ReplicaCheck(prepared)
+        if self._check is not None and self.parameters:
+            hooks.append(self._check.watch_forwards(self.model))
+        if optimizer is not None:
+            hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                *hook_gradients(self.parameters, self._arrivals.note),
+                *load_only_own_states(optimizer),
+            ]
+            for mode in ("train", "eval"):
+                if hasattr(optimizer, mode):
+                    self._refresh_after(optimizer, mode)
+        elif world_size() > 1:
+            hooks += hook_gradients(experts, _refuse_gradient)
+        for hook in hooks:
+            self._undo.callback(hook.remove)
+        self._undo.callback(step_by_only(optimizer, experts))
+        _SYNC_OF.update(dict.fromkeys(experts, ref(self)))
 
-        Returns:
-            The hooks.
-        """
-        self.optimizer = ref(optimizer)
-        self._arrivals.await_average = False
-        hooks = [optimizer.register_step_pre_hook(lambda *_: self.before_clip())]
-        return hooks + hook_gradients(self.parameters, self._arrivals.note)
+    def close(self) -> None:
+        """Remove all hooks. Steps of optimizers with these experts raise UserError from now on."""
+        self._undo.close()
 
-    @torch.no_grad()
+    def _refresh_after(self, optimizer: Optimizer, mode: str) -> None:
+        """Refresh replicas after the method `mode` of a schedule-free optimizer, which sets weights from its states."""
+        switch = getattr(optimizer, mode)
+
+        def switch_and_refresh() -> None:
+            switch()
+            refresh_replicas(self.parameters)
+
+        setattr(optimizer, mode, switch_and_refresh)
+        self._undo.callback(delattr, optimizer, mode)
+
+    def _before_step(self, _: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Average and check gradients, after the closure if the step has one."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._before_update()
+            return None
+
+        def average_after_closure() -> Any:
+            loss = closure()
+            self._before_update()
+            return loss
+
+        return args[:1], {**kwargs, "closure": average_after_closure}
+
+    def _before_update(self) -> None:
+        self.before_clip()
+        if self._check is not None:
+            self._check()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._states_are_unknown:  # their shapes can depend on the size of the parameter
+            states = [(p, state) for p, state in optimizer.state.items() if ownership_of(p) is not None]
+            together(lambda: require_rows_of_states(type(optimizer).__name__, states))
+            self._states_are_unknown = False
+        self.steps += 1
+        self._arrivals.await_step = False
+        refresh_replicas(self.parameters)
+
     def before_clip(self) -> None:
         """Average gradients over the expert data-parallel group, after the last backward pass of a step.
 
-        Token dispatch takes the mean over the EP group's batches. The owner of a row with replicas gets the gradients
-        of all, the others get zero.
+        `clip` and the optimizer step do it, if it was not called. Without new gradients it does nothing.
         """
-        if not self._arrivals.await_average:
-            if not self._arrivals.await_step:
-                _refuse_assigned_gradients(self.parameters)
-            return
-        self._arrivals.await_average = self.optimizer is None
-        _sum_replica_gradients(self.parameters)
-        for parameter in self.parameters:
-            groups = _ownership(parameter).groups
-            if parameter.grad is None or groups.expert_dp_group is None:
-                continue
-            grad = in_use(parameter, parameter.grad).div_(world_size(groups.expert_dp_group))
-            summed = grad.contiguous()
-            dist.all_reduce(summed, group=groups.expert_dp_group)
-            if summed is not grad:
-                grad.copy_(summed)
+        if self._arrivals.await_average:
+            self._arrivals.await_average = False
+            average_gradients(self.parameters)
+        elif not self._arrivals.await_step:
+            _refuse_assigned_gradients(self.parameters)
 
-    @torch.no_grad()
     def clip(
         self,
         parameters: Iterable[Tensor],
@@ -111,86 +200,115 @@ class ExpertSync:
         *,
         take_norms: Callable[[Sequence[Tensor], Tensor], None] | None = None,
     ) -> Float[Tensor, ""]:
-        """Scale gradients so that their global 2-norm is at most `max_norm`.
-
-        Replicated parameters count once. Owned parameters are summed over the EP group, and parameters that FSDP2
-        shards over one set of shards. So every rank gets the same norm and applies the same factor.
-
-        Args:
-            parameters: Owned and replicated parameters of the model.
-            max_norm: The largest norm. None only measures.
-            take_norms: Called with parameters and the norm of each parameter's gradient on this rank.
-
-        Returns:
-            The norm before clipping, a scalar.
-        """
-        replicated: list[Tensor] = []
-        rows: list[Tensor] = []
-        shards: list[Tensor] = []
-        sharded_over: list[dist.ProcessGroup] = []
-        for parameter in parameters:
-            if isinstance(parameter.grad, DTensor):
-                shards.append(parameter)
-                placements = enumerate(parameter.grad.placements)
-                mesh = parameter.grad.device_mesh
-                sharded_over = sharded_over or [mesh.get_group(dim) for dim, place in placements if place.is_shard()]
-            elif parameter.grad is not None:
-                (rows if is_owned(parameter) else replicated).append(parameter)
-        listed = replicated + rows + shards
-        grads = [
-            p.grad.to_local() if isinstance(p.grad, DTensor) else in_use(p, p.grad)
-            for p in listed
-            if p.grad is not None
-        ]
-        if not grads:
-            return torch.zeros(())
-        norms = norm_of_each(grads)
-        if take_norms is not None:
-            take_norms(listed, norms)
-        if rows or shards:
-            of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
-            squared_rows = of_rows.sum()
-            squared_shards = of_shards.sum()
-            if rows:
-                dist.all_reduce(squared_rows, group=_ownership(rows[0]).groups.ep_group)
-            for group in sharded_over:
-                dist.all_reduce(squared_shards, group=group)
-            norm = (of_replicated.sum() + squared_rows + squared_shards).sqrt()
-        else:
-            norm = torch.linalg.vector_norm(norms)
-        if max_norm is not None:
-            factor = max_norm / (norm + 1e-6)
-            if factor.device.type != "cpu":
-                multiply_each_(grads, factor.clamp(max=1.0))
-            elif not factor >= 1:  # also NaN; a host sync elsewhere, but on a CPU it saves a pass over the gradients
-                multiply_each_(grads, factor)
-        return norm
+        """Average gradients, and scale them so that their global 2-norm is at most `max_norm`: see `clip_gradients`."""
+        self.before_clip()
+        return clip_gradients(parameters, max_norm, take_norms=take_norms)
 
     @torch.no_grad()
     def after_step(self, step: int, optimizer: Optimizer) -> None:
-        """Copy each row's weights from its owner to the replicas, and rebalance.
+        """Rebalance. A collective.
 
         Args:
             step: Optimizer steps so far.
             optimizer: The optimizer that made the step.
         """
-        self._arrivals.await_step = False
-        self.refresh_replicas()
         if self.rebalance is not None:
             self.rebalance(step, optimizer)
 
-    @torch.no_grad()
-    def refresh_replicas(self) -> None:
-        """Copy each row's weights from its owner to the replicas. A collective of the EP group.
+    def check(self, step: int) -> None:
+        """Raise UserError on every rank if weights differ between ranks that have them. A collective."""
+        if self._check is not None:
+            self._check.check(step)
 
-        Replicas' optimizer states are out of date, so whatever sets weights from states calls this, such as the
-        `train()` and `eval()` of a schedule-free optimizer.
-        """
-        # The optimizer also steps a parameter that was frozen after its gradient arrived.
-        for parameter, ownership in _with_replicas(p for p in self.parameters if p.requires_grad or p.grad is not None):
-            borrowed, lent = ownership.replicas_on(parameter.device)
-            received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
-            parameter.index_copy_(0, borrowed.rows, received)
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Average gradients of owned parameters over the expert data-parallel group. A collective.
+
+    Token dispatch takes the mean over the EP group's batches. The owner of a row with replicas gets the gradients
+    of all, the others get zero.
+    """
+    _sum_replica_gradients(parameters)
+    for parameter in parameters:
+        groups = _ownership(parameter).groups
+        if parameter.grad is None or groups.expert_dp_group is None:
+            continue
+        grad = in_use(parameter, parameter.grad).div_(world_size(groups.expert_dp_group))
+        summed = grad.contiguous()
+        dist.all_reduce(summed, group=groups.expert_dp_group)
+        if summed is not grad:
+            grad.copy_(summed)
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Iterable[Tensor],
+    max_norm: float | None,
+    *,
+    take_norms: Callable[[Sequence[Tensor], Tensor], None] | None = None,
+) -> Float[Tensor, ""]:
+    """Scale gradients so that their global 2-norm is at most `max_norm`.
+
+    Replicated parameters count once. Owned parameters are summed over the EP group, and parameters that FSDP2
+    shards over one set of shards. So every rank gets the same norm and applies the same factor.
+
+    Args:
+        parameters: Owned and replicated parameters of the model.
+        max_norm: The largest norm. None only measures.
+        take_norms: Called with parameters and the norm of each parameter's gradient on this rank.
+
+    Returns:
+        The norm before clipping, a scalar.
+    """
+    replicated: list[Tensor] = []
+    rows: list[Tensor] = []
+    shards: list[Tensor] = []
+    sharded_over: list[dist.ProcessGroup] = []
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            shards.append(parameter)
+            placements = enumerate(parameter.grad.placements)
+            mesh = parameter.grad.device_mesh
+            sharded_over = sharded_over or [mesh.get_group(dim) for dim, place in placements if place.is_shard()]
+        elif parameter.grad is not None:
+            (rows if is_owned(parameter) else replicated).append(parameter)
+    listed = replicated + rows + shards
+    grads = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else in_use(p, p.grad) for p in listed if p.grad is not None
+    ]
+    if not grads:
+        return torch.zeros(())
+    norms = norm_of_each(grads)
+    if take_norms is not None:
+        take_norms(listed, norms)
+    if rows or shards:
+        of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
+        squared_rows = of_rows.sum()
+        squared_shards = of_shards.sum()
+        if rows:
+            dist.all_reduce(squared_rows, group=_ownership(rows[0]).groups.ep_group)
+        for group in sharded_over:
+            dist.all_reduce(squared_shards, group=group)
+        norm = (of_replicated.sum() + squared_rows + squared_shards).sqrt()
+    else:
+        norm = torch.linalg.vector_norm(norms)
+    if max_norm is not None:
+        factor = max_norm / (norm + 1e-6)
+        if factor.device.type != "cpu":
+            multiply_each_(grads, factor.clamp(max=1.0))
+        elif not factor >= 1:  # also NaN; a host sync elsewhere, but on a CPU it saves a pass over the gradients
+            multiply_each_(grads, factor)
+    return norm
+
+
+@torch.no_grad()
+def refresh_replicas(parameters: Iterable[Tensor]) -> None:
+    """Copy each row's weights from its owner to the replicas. A collective of the EP group."""
+    # The optimizer also steps a parameter that was frozen after its gradient arrived.
+    for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad or p.grad is not None):
+        borrowed, lent = ownership.replicas_on(parameter.device)
+        received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
+        parameter.index_copy_(0, borrowed.rows, received)
 
 
 def hook_gradients(parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> list[RemovableHandle]:
@@ -205,6 +323,13 @@ def hook_gradients(parameters: Iterable[Tensor], hook: Callable[[Tensor], None])
     return hooks
 
 
+def _refuse_gradient(_: Tensor) -> None:
+    raise UserError(
+        "optimizer: none was given, so nothing averages gradients over ranks. Give the optimizer that steps, or freeze "
+        "the model with requires_grad_(False)."
+    )
+
+
 def _refuse_assigned_gradients(parameters: Iterable[Tensor]) -> None:
     """Raise UserError if `parameters` have gradients, although no backward pass accumulated any. A collective then."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -215,7 +340,7 @@ def _refuse_assigned_gradients(parameters: Iterable[Tensor]) -> None:
     if are_assigned:
         raise UserError(
             "optimizer: gradients of experts were assigned without a backward pass, such as from torch.autograd.grad, "
-            "and a reduction over ranks would mix different experts. Call accelerator.backward(loss)."
+            "and a reduction over ranks would mix different experts. Call backward on a loss."
         )
 
 

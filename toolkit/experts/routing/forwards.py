@@ -6,17 +6,17 @@ E is the largest number of experts of any layer; others have zeros after theirs.
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.routing_log import RoutedForward, RowBytes
-from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.placement.placement import ExpertPlacement
 
 
@@ -37,17 +37,16 @@ class Forwards(NamedTuple):
 
 
 class ModelForwards:
-    """Reads the routing logs of all expert layers of `model`, from now on."""
+    """Reads the routing logs of all layers of `experts`, from now on."""
 
-    def __init__(self, model: nn.Module):
-        named = expert_stacks(model)
-        self.names = [name or "moe" for name in named]
-        self.stacks = list(named.values())
+    def __init__(self, experts: Experts):
+        self.experts = experts
+        self.names = [name or "moe" for name in experts.stacks]
+        self.stacks = list(experts.stacks.values())
         self.row_bytes = [RowBytes(0, 0)] * len(self.stacks)
         """The bytes of rows in the last forward that was taken, per layer."""
-        self._layers: list[Any] = [model.get_submodule(name) for name in named]
         self._cursors = [stack.log.follow() for stack in self.stacks]
-        self.may_drop = any(getattr(layer, "capacity_factor", None) is not None for layer in self._layers)
+        self.may_drop = any(getattr(layer, "capacity_factor", None) is not None for layer in experts.layers.values())
         """Whether any layer has a capacity."""
 
     def __len__(self) -> int:
@@ -58,9 +57,8 @@ class ModelForwards:
         """Return (L, E), which logical experts of each layer are active: all but in layers of dynamic experts. A host
         sync."""
         active_LE = np.zeros((len(self.stacks), self.num_experts), dtype=bool)
-        for index, (layer, stack) in enumerate(zip(self._layers, self.stacks, strict=True)):
-            active_E = getattr(getattr(layer, "router", None), "active_E", None)
-            active_LE[index, : stack.num_experts] = True if active_E is None else active_E.cpu().numpy() > 0
+        for index, (name, stack) in enumerate(self.experts.stacks.items()):
+            active_LE[index, : stack.num_experts] = self.experts.active(name).numpy()
         return active_LE
 
     @property

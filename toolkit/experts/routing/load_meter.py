@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.stack import weight_bytes
 from toolkit.experts.parallel.collectives import rank, world_size
 from toolkit.experts.parallel.nodes import ranks_per_node as launched_per_node
@@ -30,15 +30,15 @@ MOST_WAITING = 512
 
 
 class LoadMeter:
-    """Sums the routing logs of the expert layers of `model` over forwards and ranks.
+    """Sums the routing logs of all layers of `experts` over forwards and ranks.
 
     `ranks_per_node` None takes the launcher's number. Distinct tokens that go to other nodes are counted only for EP
     groups that span several. Layers may have different numbers of experts, and be called a different number of times;
     all ranks call a layer equally often.
     """
 
-    def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
-        self.forwards = ModelForwards(model)
+    def __init__(self, experts: Experts, *, ranks_per_node: int | None = None):
+        self.forwards = ModelForwards(experts)
         self.names, self.stacks = self.forwards.names, self.forwards.stacks
         # Counts are in the order of EP groups: first the ranks of the first group, and so on.
         self.order = [r for group in self.stacks[0].groups.ep_groups for r in group] if self.stacks else [rank()]

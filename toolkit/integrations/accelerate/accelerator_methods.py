@@ -11,17 +11,17 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.experts.training import ExpertTraining
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.patches import Patches
 
 
-def replace_training_methods(accelerator: Accelerator, training: ExpertTraining, patches: Patches) -> None:
+def replace_training_methods(accelerator: Accelerator, sync: ExpertSync, patches: Patches) -> None:
     """Have `accelerator` average gradients before it clips, by the norm of all ranks' experts, and raise for uneven
     batches.
 
-    An accelerator may outlive its models: it must not keep `training` in memory.
+    An accelerator may outlive its models: it must not keep `sync` in memory.
     """
-    mine = ref(training)
+    mine = ref(sync)
 
     def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Return the norm; None before the last micro-batch of a step, when nothing is clipped."""
@@ -33,13 +33,13 @@ def replace_training_methods(accelerator: Accelerator, training: ExpertTraining,
         if not accelerator.sync_gradients:
             return None
         accelerator.unscale_gradients()
-        return found.sync.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm)
+        return found.clip([parameters] if isinstance(parameters, Tensor) else parameters, max_norm)
 
     def unscale(optimizer: Any = None) -> None:
         # Every method that clips calls it, and so the averaging of each model with this accelerator.
         unscale_by_accelerate(optimizer)
         if (found := mine()) is not None and accelerator.sync_gradients:
-            found.sync.before_clip()
+            found.before_clip()
 
     def join_uneven_inputs(joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
         even = accelerator.even_batches if even_batches is None else even_batches

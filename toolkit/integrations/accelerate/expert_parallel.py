@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,26 +18,31 @@ from torch.optim import Optimizer
 from toolkit.errors import UserError, require, require_choice, require_count, require_type
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
+from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
 from toolkit.experts.parallel.parallel_options import Dense
+from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement_options import InitialPlacement
+from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.sharding.find import find_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
-from toolkit.experts.sharding.prepared_optimizer import has_stepped
-from toolkit.experts.sharding.shard import PlacementOf, require_sharding
-from toolkit.experts.training import ExpertTraining
+from toolkit.experts.sharding.prepared_optimizer import fit_optimizer, has_stepped
+from toolkit.experts.sharding.router_replay import hook_blocks
+from toolkit.experts.sharding.shard import PlacementOf, require_sharding, shard_experts
+from toolkit.experts.state import checkpoint_files
 from toolkit.integrations.accelerate.accelerator_methods import replace_training_methods
-from toolkit.integrations.accelerate.compat import is_marked_as_prepared
+from toolkit.integrations.accelerate.compat import is_marked_as_prepared, schedulers_of, steps_once_per_process
 from toolkit.integrations.accelerate.patches import Patches
 from toolkit.integrations.accelerate.prepare import prepare
-from toolkit.integrations.accelerate.saving import load, replace_saving_methods, save
+from toolkit.integrations.accelerate.saving import replace_saving_methods
 
 SHARD_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Accelerate's own ways to shard a model."""
@@ -109,8 +115,13 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         self.accelerator, self.ep_size, self.groups = accelerator, ep_size, groups
         self.spare_slots, self.placement, self.dense, self.fsdp_size = spare_slots, placement, dense, fsdp_size
         self.replanner = None if replan is None else Replanner({}, replan)
-        self.training: ExpertTraining | None = None
-        """The sharded experts; None before `prepare` and after `close`."""
+        self.sync: ExpertSync | None = None
+        """Owner of the optimizer's steps; None before `prepare` and after `close`."""
+        self.stacks: dict[str, ExpertStack] = {}
+        """The experts of each layer, by the layer's name, with their placement; empty before `prepare`."""
+        self.optimizers: list[Optimizer] = []
+        """The model's optimizers. The first has all experts."""
+        self._meter: LoadMeter | None = None
         self.patches = Patches()
         """Replaced attributes of other libraries' objects."""
 
@@ -145,26 +156,37 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         optimizers = _optimizers_of(model, objects)
         self._check(model, optimizers)
         watch_inputs(model)
-        self.training = training = ExpertTraining(
-            model,
-            optimizers,
-            self.groups if self.ep_size is None else make_expert_groups(self.ep_size),
-            spare_slots=self.spare_slots,
-            placement=self.placement,
-            replanner=self.replanner,
-        )
-        self.groups = training.groups
+        self.optimizers = optimizers
+        groups = self.groups if self.ep_size is None else make_expert_groups(self.ep_size)
+        self.stacks = shard_experts(model, groups, spare_slots=self.spare_slots, placement=self.placement)
+        self.groups = next(iter(self.stacks.values())).groups
+        hook_blocks(model)
+        first = optimizers[0] if optimizers else None
+        if first is not None:
+            fit_optimizer(first, self.stacks)
+        self.sync = sync = ExpertSync(model, first, self.replanner and self.replanner.after_step)
         prepared: dict[int, Any] = {}
-        if optimizers:
-            first, *more = optimizers
+        if first is not None:
             prepared[id(model)], prepared[id(first)] = prepare(
-                self.accelerator, model, first, more_optimizers=more, dense=self.dense, fsdp_size=self.fsdp_size
+                self.accelerator,
+                model,
+                first,
+                more_optimizers=optimizers[1:],
+                dense=self.dense,
+                fsdp_size=self.fsdp_size,
             )
         else:
             prepared[id(model)] = self.accelerator.prepare_model(model, evaluation_mode=True)
-        training.follow_steps(prepared[id(model)])
-        replace_training_methods(self.accelerator, training, self.patches)
-        replace_saving_methods(self.accelerator, training, self.patches)
+        sync.follow(prepared[id(model)])
+        if first is not None:
+            self.patches.callback(first.register_step_post_hook(self._after_step).remove)
+            for stack in self.stacks.values():
+                stack.sync = sync
+            if self.replanner is not None:
+                self.replanner.watch(self.stacks)
+                self.patches.callback(self.replanner.watch, {})
+        replace_training_methods(self.accelerator, sync, self.patches)
+        replace_saving_methods(self)
         for library in libraries():
             library.save_whole_model(model, self.patches.replace)
         self._print_summary()
@@ -173,7 +195,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 
     def _check(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Raise UserError for silent misuse."""
-        if self.training is not None:
+        if self.sync is not None:
             raise UserError("prepare: it was called before. Make one ExpertParallel for each model.")
         is_wrapped = isinstance(model, DistributedDataParallel) or is_marked_as_prepared(model)
         if is_wrapped or any(isinstance(each, AcceleratedOptimizer) for each in optimizers):
@@ -191,21 +213,25 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             raise UserError(TWO_BALANCE_LOSSES)
 
     def _print_summary(self) -> None:
-        training = self._require_training("prepare")
-        model, ep_size = training.model, training.groups.ep_size
-        ranks = f"sharded over {ep_size} ranks" if ep_size > 1 else "whole on each rank"
-        self.accelerator.print(f"experts {ranks}: {', '.join(training.stacks)}.")
+        model, groups = self._require_sync("prepare").model, next(iter(self.stacks.values())).groups
+        ranks = f"sharded over {groups.ep_size} ranks" if groups.ep_size > 1 else "whole on each rank"
+        self.accelerator.print(f"experts {ranks}: {', '.join(self.stacks)}.")
         weight, own = balance_weight_of(model.modules()), own_balance_loss(model)
         by = f"RouterPenalty, balance_weight={weight:g}" if weight else f"the model's, of each rank's tokens ({own})"
         self.accelerator.print(f"auxiliary loss: {by if weight or own else 'none'}.")
-        if training.optimizers and self.accelerator.num_processes > 1 and has_batch_norm(model):
+        if self.optimizers and self.accelerator.num_processes > 1 and has_batch_norm(model):
             synchronised = "nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare has it over all, on GPUs."
             self.accelerator.print(f"{BATCH_NORM_IS_LOCAL}{synchronised}")
 
-    def _require_training(self, called: str) -> ExpertTraining:
-        if self.training is None:
+    def _require_sync(self, called: str) -> ExpertSync:
+        if self.sync is None:
             raise UserError(f"{called}: it was called before prepare, or after close. Call prepare first.")
-        return self.training
+        return self.sync
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._meter is not None:
+            self._meter.fold_when_many()
+        self._require_sync("step").after_step(self.steps, optimizer)
 
     def close(self) -> None:
         """Remove the patches and hooks of `prepare`, as at the end of a `with`. A second call does nothing.
@@ -215,22 +241,17 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         optimizers with sharded experts raise UserError. If several share an accelerator, close the last one first.
         """
         self.patches.close()
-        if self.training is not None:
-            self.training.close()
-        self.training = None
+        if self.sync is not None:
+            self.sync.close()
+        self.sync, self.stacks, self.optimizers, self._meter = None, {}, [], None
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
-    def stacks(self) -> dict[str, ExpertStack]:
-        """The experts of each layer, by the layer's name, with their placement; empty before `prepare`."""
-        return {} if self.training is None else self.training.stacks
-
-    @property
     def steps(self) -> int:
         """Optimizer steps since `prepare`, and before the checkpoint that was loaded."""
-        return 0 if self.training is None else self.training.steps
+        return 0 if self.sync is None else self.sync.steps
 
     @property
     def migrations(self) -> list[Migration]:
@@ -256,19 +277,16 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             ...     for batch in batches_of_this_rank:
             ...         model(**batch)
         """
-        training = self._require_training("join")
+        sync = self._require_sync("join")
         if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
             raise UserError(
                 'dense: "fsdp2" gathers parameters in each forward pass. Use the same number of batches on all ranks.'
             )
         with Patches() as meanwhile:
-            if isinstance(training.prepared, DistributedDataParallel):
+            if isinstance(sync.prepared, DistributedDataParallel):
                 # Or each forward pass would broadcast buffers.
-                meanwhile.replace(training.prepared, "require_forward_param_sync", False)
-            with (
-                self.accelerator.autocast(),
-                join_forwards(models or (training.model,), list(training.stacks.values())),
-            ):
+                meanwhile.replace(sync.prepared, "require_forward_param_sync", False)
+            with self.accelerator.autocast(), join_forwards(models or (sync.model,), list(self.stacks.values())):
                 yield
 
     def global_norm(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -276,9 +294,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 
         Call it after the last backward pass of a step, such as the first one of sharpness-aware minimization (SAM).
         """
-        sync = self._require_training("global_norm").sync
-        sync.before_clip()
-        return sync.clip(parameters, None)
+        return self._require_sync("global_norm").clip(parameters, None)
 
     def metrics(self) -> dict[str, float]:
         """Return balance and traffic over all ranks since the last call. A collective.
@@ -286,7 +302,12 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         `docs/reference/metrics.md` explains the names. The first call starts counting and returns an empty
         dict, as does a call without training forward passes since the last.
         """
-        return self._require_training("metrics").metrics()
+        model = self._require_sync("metrics").model
+        if self._meter is None:
+            self._meter = LoadMeter(Experts.of(model))
+            self._meter.begin(self.steps)
+        self._meter.fold()
+        return self._meter.read(self.steps)[1]
 
     def save(self, folder: Path | str, **extra: Any) -> None:
         """Write model, optimizers, placement, random states and `extra` as a checkpoint. A collective.
@@ -298,7 +319,10 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         Raises:
             OSError: The folder cannot be written.
         """
-        save(self._require_training("save"), folder, extra)
+        model = self._require_sync("save").model
+        replanner = None if self.replanner is None else self.replanner.state_dict()
+        state = {"steps": self.steps, "replanner": replanner, "world_size": world_size(), "extra": extra}
+        checkpoint_files.save(folder, model, self.optimizers, state)
 
     def load(self, folder: Path | str) -> dict[str, Any]:
         """Load a checkpoint of `save`, with any world size, `ep_size` and placement. A collective.
@@ -312,7 +336,21 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         Raises:
             UserError: Before anything is changed: the checkpoint is missing or damaged, or does not fit.
         """
-        return load(self._require_training("load"), folder, self.accelerator)
+        sync = self._require_sync("load")
+        state = checkpoint_files.load(folder, sync.model, self.optimizers)
+        sync.steps, saved = state["steps"], state["world_size"]
+        if self._meter is not None:
+            self._meter.begin(self.steps)
+        if self.replanner is not None and state["replanner"] is not None:
+            self.replanner.load_state_dict(state["replanner"])
+        if saved != world_size() and is_main() and any(map(steps_once_per_process, schedulers_of(self.accelerator))):
+            warnings.warn(
+                f"scheduler: Accelerate steps it once per process, {world_size()} times per step instead of {saved}. "
+                "Use Accelerator(step_scheduler_with_optimizer=False) or split_batches for the same rates.",
+                stacklevel=2,
+            )
+        extra: dict[str, Any] = state["extra"]
+        return extra
 
 
 def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[Optimizer]:

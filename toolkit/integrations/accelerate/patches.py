@@ -5,7 +5,7 @@
   `Accelerator`;
 - `saving.py`: `get_state_dict` (would have one rank's experts), `save_state` and `load_state` of an `Accelerator`;
 - `Library.save_whole_model`: `save_pretrained`, `push_to_hub` and `load_adapter` of a model;
-- `toolkit.experts.training`: the steps of the optimizer, its state dict, and the gradients of experts;
+- `ExpertSync`: the steps of the optimizer, its state dict, and the gradients of experts;
 - `expert_parallel.py`: `require_forward_param_sync` of `DistributedDataParallel` during `join`;
 - `expert_trainer`: `prepare` of a Trainer's `Accelerator`, and `generate` of its model.
 

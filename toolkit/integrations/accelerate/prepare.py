@@ -17,7 +17,6 @@ from toolkit.experts.parallel.ddp import (
     leave_out_of_ddp,
 )
 from toolkit.experts.parallel.fsdp import fully_shard_dense
-from toolkit.experts.parallel.optimizer_rows import refuse_coupled_rows, refuse_foreign_parameters
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.integrations.accelerate.compat import mark_as_prepared
@@ -46,8 +45,7 @@ def prepare(
         The prepared model and optimizer.
 
     Raises:
-        UserError: fp16 with sharded parameters, an optimizer whose statistics span the rows of experts or with
-            parameters outside the model, FSDP2 with experts that every rank has, or a model in DDP.
+        UserError: fp16 with sharded parameters, FSDP2 with experts that every rank has, or a model in DDP.
         ValueError: A sharded expert parameter is on the root module, see `leave_out_of_ddp`.
     """
     if any(isinstance(module, DistributedDataParallel | nn.DataParallel) for module in model.modules()):
@@ -60,8 +58,6 @@ def prepare(
             "mixed_precision: 'fp16' looks for overflow on each rank only, and ranks have different parameters. "
             "Use 'bf16', or ep_size=1 and dense='ddp' (data_parallel)."
         )
-    refuse_foreign_parameters(model, optimizer)
-    refuse_coupled_rows(optimizer)
     if is_parallel:
         end_after_gloo_threads()
     # The CPU of a process has its number in Accelerate, so that torch would copy all parameters to it.

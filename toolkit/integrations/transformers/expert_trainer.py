@@ -239,12 +239,12 @@ class TrainingState:
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
         experts: ExpertParallel = self.trainer.experts
-        if experts.training is None:
+        if experts.sync is None:
             raise UserError(
                 "expert_trainer: Trainer did not prepare the model, as under torch.nn.DataParallel. Start one process "
                 "for each GPU with accelerate launch."
             )
-        experts.training.steps = state.global_step
+        experts.sync.steps = state.global_step
         self._cursors = [stack.log.cursor() for stack in expert_stacks(trainer["model"]).values()]
         if state.global_step == 0:
             return

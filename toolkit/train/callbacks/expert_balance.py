@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from toolkit.experts.layer.losses import RouterPenalty, global_load
-from toolkit.experts.layer.moe_layer import moe_layers
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.routing_log import take_loads
 from toolkit.train.callbacks.base import Callback
 
@@ -24,12 +23,12 @@ class BiasBalancing(Callback):
     algorithm 1). Acts on routers made with `balance="bias"`.
 
     Args:
-        model: The model before it is prepared.
+        experts: The experts of the model.
         rate: How much a bias changes in a step.
     """
 
-    def __init__(self, model: nn.Module, *, rate: float = 1e-3):
-        self.layers = [layer for layer in moe_layers(model).values() if layer.router.bias is not None]
+    def __init__(self, experts: Experts, *, rate: float = 1e-3):
+        self.layers = [layer for layer in experts.moe.values() if layer.router.bias is not None]
         self.cursors = [layer.expert_stack.log.cursor() for layer in self.layers]
         self.rate = rate
 

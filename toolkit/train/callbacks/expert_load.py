@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from toolkit.experts.layer.losses import balance_weight_of
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.metrics import Window
 from toolkit.train.callbacks.base import Callback
@@ -35,12 +35,12 @@ class ExpertLoad(Callback):
     experts. If the load was uneven, `expert_load_notice` describes it for the summary.
 
     Args:
-        model: The model before it is prepared.
+        experts: The experts of the model.
         ranks_per_node: Ranks that share a node; None takes the launcher's number.
     """
 
-    def __init__(self, model: nn.Module, *, ranks_per_node: int | None = None):
-        self.meter = LoadMeter(model, ranks_per_node=ranks_per_node)
+    def __init__(self, experts: Experts, *, ranks_per_node: int | None = None):
+        self.meter = LoadMeter(experts, ranks_per_node=ranks_per_node)
         self.forwards = self.meter.forwards
         self._epoch_load_LE = self.meter.window.load_LE
         self._stayed_active_LE = self.forwards.active()

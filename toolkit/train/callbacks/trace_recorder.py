@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from toolkit.errors import UserError
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.stack import optimizer_bytes, weight_bytes
 from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.routing.forwards import Forwards, ModelForwards
@@ -32,7 +32,7 @@ class TraceRecorder(Callback):
     resumed run writes a new file, `traces-<step>.npz`.
 
     Args:
-        model: The model before it is prepared.
+        experts: The experts of the model.
         path: The file to write; None is `traces.npz` in the run's folder, under a Trainer.
         metadata: Facts that are stored in the trace, as JSON can hold them.
 
@@ -40,13 +40,13 @@ class TraceRecorder(Callback):
         UserError: If layers have different numbers of experts, or are called more often than others.
     """
 
-    def __init__(self, model: nn.Module, path: Path | None = None, **metadata: Any):
+    def __init__(self, experts: Experts, path: Path | None = None, **metadata: Any):
         self.path, self.metadata = path, metadata
-        self.forwards = ModelForwards(model)
-        experts = [stack.num_experts for stack in self.forwards.stacks]
-        if len(set(experts)) > 1:
+        self.forwards = ModelForwards(experts)
+        counts = [stack.num_experts for stack in self.forwards.stacks]
+        if len(set(counts)) > 1:
             raise UserError(
-                f"model: its layers have {experts} experts, and a trace has one number. Record equal layers."
+                f"model: its layers have {counts} experts, and a trace has one number. Record equal layers."
             )
         self._pending: list[tuple[Forwards, list[int]]] = []
         self._file: TraceFile | None = None

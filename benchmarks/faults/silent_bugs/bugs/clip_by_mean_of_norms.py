@@ -8,7 +8,8 @@ import torch
 from small import MoEModel, batch, begin, saving
 from torch import nn
 
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import average_gradients, clip_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -24,12 +25,12 @@ def clip_by_mean(parameters: list[nn.Parameter], max_norm: float) -> None:
 
 
 save_checkpoint, load_checkpoint = saving(model, optimizer)
-sync = ExpertSync(model.parameters())
+experts = owned(model.parameters())
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    sync.before_clip()
-    clip = clip_by_mean if buggy else sync.clip
+    average_gradients(experts)
+    clip = clip_by_mean if buggy else clip_gradients
     clip(list(model.parameters()), 0.1)
     optimizer.step()
     optimizer.zero_grad()

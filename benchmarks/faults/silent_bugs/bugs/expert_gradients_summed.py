@@ -8,7 +8,8 @@ import torch
 from small import MoEModel, batch, begin, saving
 from torch import nn
 
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import average_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -16,12 +17,12 @@ model = MoEModel(accelerator.num_processes)
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
-sync = ExpertSync(model.parameters())
+experts = owned(model.parameters())
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    sync.before_clip()
-    for parameter in sync.parameters if buggy else ():
+    average_gradients(experts)
+    for parameter in experts if buggy else ():
         parameter.grad *= accelerator.num_processes
     optimizer.step()
     optimizer.zero_grad()

@@ -8,7 +8,8 @@ import torch
 from small import MoEModel, batch, begin
 from torch import nn
 
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import average_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -16,7 +17,7 @@ rank, world = accelerator.process_index, accelerator.num_processes
 model = MoEModel(accelerator.num_processes)
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
-sync = ExpertSync(model.parameters())
+experts = owned(model.parameters())
 
 
 def save_checkpoint(folder: str) -> None:
@@ -34,6 +35,6 @@ def load_checkpoint(folder: str) -> None:
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    sync.before_clip()
+    average_gradients(experts)
     optimizer.step()
     optimizer.zero_grad()

@@ -8,7 +8,8 @@ import torch
 from small import MoEModel, batch, begin, saving
 from torch import nn
 
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import average_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -20,10 +21,10 @@ if buggy and accelerator.num_processes > 1:
     combine = dispatcher.combine
     dispatcher.combine = lambda rows, dispatched: combine(rows.flip(0), dispatched)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
-sync = ExpertSync(model.parameters())
+experts = owned(model.parameters())
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    sync.before_clip()
+    average_gradients(experts)
     optimizer.step()
     optimizer.zero_grad()

@@ -9,7 +9,8 @@ from small import MoEModel, batch, begin, saving
 from torch import Tensor, nn
 
 from toolkit.experts.layer.router import Routing
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.ownership import owned
+from toolkit.experts.parallel.sync import average_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -30,10 +31,10 @@ route, model.moe.router.forward = model.moe.router.forward, reroute
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 wrapped, optimizer = prepare(accelerator, model, optimizer)
 save_checkpoint, load_checkpoint = saving(model, optimizer)
-sync = ExpertSync(model.parameters())
+experts = owned(model.parameters())
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    sync.before_clip()
+    average_gradients(experts)
     optimizer.step()
     optimizer.zero_grad()

@@ -1,0 +1,148 @@
+"""Optimizer steps that would train experts wrongly raise on all ranks behind each door: `ExpertParallel`, `Trainer` and
+`ExpertSync` on torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from benchmarks.support.processes import run_distributed
+from tests.experts.parallel.test_optimizer_rows import LayerwiseRate
+from tests.integrations.accelerate.toy import error_of
+from tests.support.trainers import in_hook
+from tests.traps.toys import ToyMoE, local_loss, toy_trainer
+from toolkit.errors import UserError
+from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.sharding.shard import shard_experts
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+Change = Callable[[Any, Optimizer], object]
+"""Change of model and optimizer between the backward pass and the update."""
+
+
+class Toy(ToyMoE):
+    """A toy whose experts the forward pass can skip."""
+
+    skips_experts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x).relu()) if self.skips_experts else super().forward(x)
+
+
+def step_by_expert_parallel(model: Toy, make_optimizer: MakeOptimizer, change: Change) -> None:
+    accelerator, inner = Accelerator(cpu=True), make_optimizer(model)
+    wrapped, optimizer = ExpertParallel(accelerator).prepare(model, inner)
+    accelerator.backward(local_loss(wrapped))
+    change(model, inner)
+    optimizer.step()
+
+
+def step_by_trainer(model: Toy, make_optimizer: MakeOptimizer, change: Change) -> None:
+    shard_experts(model)
+    callback = in_hook("on_before_optimizer_step", lambda t: change(model, t.optimizer.optimizer))
+    toy_trainer(model, max_steps=1, make_optimizer=make_optimizer, callbacks=[callback]).fit()
+
+
+def step_on_torch(model: Toy, make_optimizer: MakeOptimizer, change: Change) -> None:
+    shard_experts(model)
+    optimizer, wrapped = make_optimizer(model), DistributedDataParallel(model)
+    sync = ExpertSync(wrapped, optimizer)
+    local_loss(wrapped).backward()
+    sync.clip(model.parameters(), 1.0)
+    change(model, optimizer)
+    optimizer.step()
+
+
+DOORS = {"ExpertParallel": step_by_expert_parallel, "Trainer": step_by_trainer, "torch only": step_on_torch}
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
+
+
+def sgd_of_another_parameter(model: nn.Module) -> Optimizer:
+    return SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+def sgd_without_experts(model: nn.Module) -> Optimizer:
+    return SGD([p for name, p in model.named_parameters() if "experts" not in name], lr=0.1)
+
+
+def assign_gradients(model: Any, _: Optimizer) -> None:
+    for parameter in model.moe.experts.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def change_a_gradient_on_rank_1(model: Any, _: Optimizer) -> None:
+    model.head.weight.grad[0, 0] += 0.01 * dist.get_rank()
+
+
+def change_a_weight_on_rank_1(model: Any, _: Optimizer) -> None:
+    model.head.weight.data[0, 0] += 0.01 * dist.get_rank()
+
+
+def load_the_state_of_rank_0(_: Any, optimizer: Optimizer) -> None:
+    states: list[Any] = [optimizer.state_dict() | {"state": {0: {}}}]
+    dist.broadcast_object_list(states)
+    is_loaded = not error_of(optimizer.load_state_dict, states[0])
+    raise UserError(f"loaded on {'all ranks' if dist.get_rank() and is_loaded else 'the rank that saved it'}")
+
+
+def keep(_: Any, __: Optimizer) -> None:
+    """Change nothing."""
+
+
+GUARDS: dict[str, tuple[MakeOptimizer, Change, str]] = {
+    "coupled optimizer": (lambda m: LayerwiseRate(m.parameters(), lr=0.1), keep, "statistics of several experts"),
+    "foreign parameter": (sgd_of_another_parameter, keep, "(2,) in group 0 that is not in the model"),
+    "missing experts": (sgd_without_experts, keep, "moe.experts.up'"),
+    "assigned gradients": (sgd, assign_gradients, "assigned without a backward pass"),
+    "different gradients": (
+        sgd,
+        change_a_gradient_on_rank_1,
+        "gradients of 1 parameter(s), first 'head.weight'",
+    ),
+    "different weights": (sgd, change_a_weight_on_rank_1, "weights of 1 parameter(s), first 'head.weight', differ"),
+    "another optimizer": (sgd, lambda model, _: sgd(model).step(), "were prepared with another optimizer"),
+    "state of another rank": (sgd, load_the_state_of_rank_0, "loaded on the rank that saved it"),
+}
+
+
+def errors_behind_doors() -> dict[tuple[str, str], str]:
+    errors = {}
+    for guard, (make_optimizer, change, _) in GUARDS.items():
+        for door, step in DOORS.items():
+            model = Toy(ExpertGroups())
+            model.skips_experts = guard == "assigned gradients"
+            errors[guard, door] = error_of(step, model, make_optimizer, change)
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[dict[tuple[str, str], str]]:
+    return run_distributed(errors_behind_doors, 2)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("guard", GUARDS)
+def test_step_that_trains_experts_wrongly_raises_behind_each_door(
+    guard: str, door: str, errors: list[dict[tuple[str, str], str]]
+) -> None:
+    first, second = (rank[guard, door] for rank in errors)
+    assert first == second
+    assert GUARDS[guard][2] in first
+
+
+def test_expert_sync_of_parameters_raises() -> None:
+    with pytest.raises(UserError, match=r"^model: is of type generator. Write ExpertSync\(model, optimizer\)"):
+        ExpertSync(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
