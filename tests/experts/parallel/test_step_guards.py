@@ -27,12 +27,10 @@ from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Change = Callable[[Any, Optimizer], object]
-"""Change of model and optimizer between the backward pass and the update."""
+"""Changes model and optimizer before the update."""
 
 
 class Toy(ToyMoE):
-    """A toy whose experts the forward pass can skip."""
-
     skips_experts = False
 
     def forward(self, x: Tensor) -> Tensor:

@@ -129,9 +129,9 @@ class ReplicaCheck:
             if different:
                 raise UserError(
                     f"model: the {values} of {len(different)} parameter(s), first {different[0]}, differ between ranks "
-                    f"in {where}step {step:,}, so {happens}. Call the model that prepare returned, clip with "
-                    "accelerator.clip_grad_norm_ instead of torch.nn.utils, and change weights and gradients alike on "
-                    "all ranks, in SAM by experts.global_norm."
+                    f"in {where}step {step:,}, so {happens}. Call the model in DDP or FSDP2, clip with "
+                    "accelerator.clip_grad_norm_ or ExpertSync.clip instead of torch.nn.utils, and change weights and "
+                    "gradients alike on all ranks, in SAM by experts.global_norm."
                 )
 
 
@@ -140,6 +140,8 @@ _CHECK_OF: WeakKeyDictionary[nn.Module, ref[ReplicaCheck]] = WeakKeyDictionary()
 
 
 def _note_weights(model: nn.Module, _: Any) -> None:
+    if torch.compiler.is_compiling():  # a trace would depend on the number of the step
+        return
     check = _CHECK_OF.get(model)
     if torch.is_grad_enabled() and check is not None and (found := check()) is not None:
         found.note_weights(model)
