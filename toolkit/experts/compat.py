@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import DataLoader
@@ -105,6 +106,39 @@ def call_before_each_ddp(prepare: Callable[[nn.Module], None]) -> None:
         make(self, module, *args, **kwargs)
 
     DistributedDataParallel.__init__ = prepare_and_make  # type: ignore[method-assign]
+
+
+def call_before_clipping(by_norm: Callable[[list[Tensor]], None], by_value: Callable[[list[Tensor]], None]) -> None:
+    """Have torch's functions that clip gradients call `by_norm(parameters)` or `by_value(parameters)` first.
+
+    Also where `clip_grad_norm_` was imported before, because it calls the function that is replaced here.
+    """
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+
+    def first(prepare: Callable[[list[Tensor]], None], clip: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(clip)
+        def prepare_and_clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+            listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            prepare(listed)
+            return clip(listed, *args, **kwargs)
+
+        return prepare_and_clip
+
+    clip_grad._clip_grads_with_norm_ = utils.clip_grads_with_norm_ = first(by_norm, clip_grad._clip_grads_with_norm_)
+    clip_grad.clip_grad_value_ = utils.clip_grad_value_ = first(by_value, clip_grad.clip_grad_value_)
+
+
+def call_before_averaging(check: Callable[[Iterable[Tensor], Iterable[Tensor]], None]) -> None:
+    """Have each `AveragedModel` call `check(averages, parameters)` before it averages parameters of a model."""
+    average = AveragedModel.update_parameters
+
+    @functools.wraps(average)
+    def check_and_average(self: AveragedModel, model: nn.Module) -> None:
+        check(self.module.parameters(), model.parameters())
+        average(self, model)
+
+    AveragedModel.update_parameters = check_and_average  # type: ignore[method-assign]
 
 
 def holders_of_process_group(model: DistributedDataParallel) -> tuple[Any, ...]:

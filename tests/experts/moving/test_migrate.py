@@ -156,6 +156,18 @@ def edge_cases() -> str:
     assert report.cost.weight_bytes == 0 < report.cost.optimizer_bytes
     assert sum(sizes) == (report.cost.bytes if dist.get_rank() == 0 else 0)
 
+    up = stack.parameters["up"]
+    rows = {expert: stack.row(up, expert) for expert in range(3)}
+    assert {expert for expert, row in rows.items() if row is not None} == ({0, 1} if dist.get_rank() else {2})
+    with torch.no_grad():
+        for expert, row in rows.items():
+            if row is not None:
+                row.fill_(expert)
+    assert up[:, 0, 0].tolist() == ([0, 1] if dist.get_rank() else [0, 2])
+    for tensor, expert in ((up, 3), (up, EMPTY_ROW), (up[:1], 0)):
+        with pytest.raises(UserError, match="expert: "):
+            stack.row(tensor, expert)
+
     stack, optimizer = make_stack(contiguous(4, 2), groups, "adamw")
     new = [ExpertPlacement(((2, 1), (0, 3))), ExpertPlacement(((3, 1), (2, 0)))][dist.get_rank()]
     with pytest.raises(ValueError, match="ranks disagree on the placement") as caught:

@@ -123,6 +123,17 @@ def test_before_clip_averages_over_the_expert_data_parallel_group():
     assert run_distributed(averaged, 4, 2) == [even, odd, even, odd]
 
 
+def replaces_ddp() -> bool:
+    make = DistributedDataParallel.__init__
+    make_moe(4, 6, 4, 2, groups=make_expert_groups(world_size()))
+    return DistributedDataParallel.__init__ is not make
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ddp_is_replaced_with_sharded_experts_only(world: int):
+    assert run_distributed(replaces_ddp, world) == [world > 1] * world
+
+
 def build(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(make_moe(4, 6, 4, 2), Block(4, 6, 4)).double()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
 
 from benchmarks.support.processes import run_distributed
@@ -89,6 +90,19 @@ def change_a_weight_on_rank_1(model: Any, _: Optimizer) -> None:
     model.head.weight.data[0, 0] += 0.01 * dist.get_rank()
 
 
+def reduce_experts_by_hand(value_of: Callable[[Tensor], Tensor | None], *, average: bool) -> Change:
+    """Return a change that averages gradients or weights of all parameters, or broadcasts rank 0's."""
+
+    def change(model: Any, _: Optimizer) -> None:
+        for parameter in model.parameters():
+            value = value_of(parameter)
+            assert value is not None
+            dist.all_reduce(value) if average else dist.broadcast(value, 0)
+            value.div_(dist.get_world_size() if average else 1)
+
+    return change
+
+
 def load_the_state_of_rank_0(_: Any, optimizer: Optimizer) -> None:
     states: list[Any] = [optimizer.state_dict() | {"state": {0: {}}}]
     dist.broadcast_object_list(states)
@@ -100,6 +114,7 @@ def keep(_: Any, __: Optimizer) -> None:
     """Change nothing."""
 
 
+EQUAL = "the {} of 2 parameter(s) of experts, first 'moe.experts.down', are equal on ranks with different experts"
 GUARDS: dict[str, tuple[MakeOptimizer, Change, str]] = {
     "coupled optimizer": (lambda m: LayerwiseRate(m.parameters(), lr=0.1), keep, "statistics of several experts"),
     "foreign parameter": (sgd_of_another_parameter, keep, "(2,) in group 0 that is not in the model"),
@@ -111,6 +126,15 @@ GUARDS: dict[str, tuple[MakeOptimizer, Change, str]] = {
         "gradients of 1 parameter(s), first 'head.weight'",
     ),
     "different weights": (sgd, change_a_weight_on_rank_1, "weights of 1 parameter(s), first 'head.weight', differ"),
+    "averaged gradients": (sgd, reduce_experts_by_hand(lambda p: p.grad, average=True), EQUAL.format("gradients")),
+    "gradients of rank 0": (sgd, reduce_experts_by_hand(lambda p: p.grad, average=False), EQUAL.format("gradients")),
+    "averaged weights": (sgd, reduce_experts_by_hand(lambda p: p.data, average=True), EQUAL.format("weights")),
+    "weights of rank 0": (sgd, reduce_experts_by_hand(lambda p: p.data, average=False), EQUAL.format("weights")),
+    "norm of one rank's experts": (
+        sgd,
+        lambda model, _: clip_grad_norm_(model.moe.experts.parameters(), 1.0),
+        "clip_grad_norm_: the norm of torch.nn.utils has only this rank's experts",
+    ),
     "another optimizer": (sgd, lambda model, _: sgd(model).step(), "were prepared with another optimizer"),
     "state of another rank": (sgd, load_the_state_of_rank_0, "loaded on the rank that saved it"),
 }

@@ -19,14 +19,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from benchmarks.support.families import tokens
 from benchmarks.support.precision import in_float64
 from benchmarks.support.processes import run_distributed
-from tests.integrations.accelerate.toy import MIGRATING, ToyLoop, placement_of, samples, weights_of
+from tests.integrations.accelerate.toy import MIGRATING, ToyLoop, error_of, placement_of, samples, weights_of
 from tests.integrations.peft.models import adapted, base, rows
 from tests.parity.layouts import Layout
+from tests.parity.models import DIM, Block
 from tests.parity.outcome import Rows, gathered, rows_by_id
 from tests.support.equality import assert_equal_rows
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.moving.migrate import place_experts
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import save_pretrained
 
@@ -83,6 +85,19 @@ def test_copy_warns_when_experts_move_and_can_follow() -> None:
 
 
 @pytest.mark.parametrize("make", [make_moe, partial(make_dynamic_moe, max_experts=6)])
+def error_of_average_made_before_sharding() -> str:
+    model = Block(StackedExperts(DIM, 8, 2))
+    average = AveragedModel(model)
+    shard_experts(model)
+    return error_of(average.update_parameters, model)
+
+
+def test_averaged_model_made_before_sharding_raises_with_one_row_per_rank() -> None:
+    messages = run_distributed(error_of_average_made_before_sharding, 2)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("AveragedModel: it was made before the experts were sharded")
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_layer_copied_after_a_training_forward_pass_is_independent(make: Any, duplicate: Any) -> None:
     layer = make(8, 16, 4, 2)

@@ -24,7 +24,7 @@ from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
 from toolkit.experts.parallel.ownership import mark_owned
-from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.parallel.sync import ExpertSync, guard_torch
 from toolkit.experts.parallel.waits import Mark, mark
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 
@@ -77,7 +77,9 @@ class ExpertStack:
         self.timing: tuple[Mark, Mark, int] | None = None
         """Begin, end and rows of the experts' last forward pass."""
         self.mark_rows()
-        leave_out_of_every_ddp()
+        if groups.ep_size > 1:
+            leave_out_of_every_ddp()
+            guard_torch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
         """The experts of a copied model, on the same ranks, with an empty log."""
@@ -130,6 +132,34 @@ class ExpertStack:
     @property
     def num_experts(self) -> int:
         return self.placement.num_experts
+
+    def row(self, rows: Tensor, expert: int) -> Tensor | None:
+        """Return an expert's row of a tensor with a row per slot, as a view; None on ranks without the expert.
+
+        Change the view in place, the same on all ranks that have it: replicas, and ranks of the expert data-parallel
+        group. Call `row` again after a migration.
+
+        Args:
+            rows: One of `parameters`, its gradient or its optimizer state, shape (slots, ...).
+            expert: Id of the expert.
+
+        Raises:
+            UserError: The layer lacks this expert, or `rows` has no row per slot.
+
+        Example:
+            >>> stack = experts.stacks["model.layers.0.mlp.experts"]
+            >>> with torch.no_grad():
+            ...     for parameter in stack.parameters.values():
+            ...         if (row := stack.row(parameter, 3)) is not None:
+            ...             row.zero_()
+        """
+        if not 0 <= expert < self.num_experts or len(rows) != self.slots:
+            raise UserError(
+                f"expert: {expert} of a tensor with {len(rows)} rows. Pass an id below {self.num_experts} and a tensor "
+                f"with {self.slots} rows, one per slot of this rank."
+            )
+        slots = self.placement.slots[self.groups.ep_rank]
+        return rows[slots.index(expert)] if expert in slots else None
 
     def place(self, new: ExpertPlacement) -> None:
         """Use the placement `new`, by which rows must already be in their slots: see

@@ -1,7 +1,9 @@
-"""Check that parameters and their gradients are equal on all ranks that have them when an optimizer steps."""
+"""Check that parameters and their gradients are equal on the ranks that have them when an optimizer steps, and only
+there."""
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -15,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from toolkit.errors import UserError
 from toolkit.experts.compat import norm_of_each
 from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
+from toolkit.experts.placement.placement import EMPTY_ROW
 
 FIRST_STEPS, EVERY = 8, 64
 """The first steps, also after parameters were frozen or unfrozen, and every so many steps are checked: a check takes a
@@ -26,7 +29,8 @@ class ReplicaCheck:
 
     A collective. Experts are compared over the expert data-parallel group, FSDP2 shards over the ranks with the same
     shard. Different gradients would let weights drift apart without an error: `torch.nn.utils.clip_grad_norm_` causes
-    them, because its norm has the experts of one rank. Raises UserError, the same on every rank.
+    them, because its norm has the experts of one rank. Experts that became equal on all ranks of the EP group were
+    averaged or broadcast by hand. Raises UserError, the same on every rank.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,6 +40,9 @@ class ReplicaCheck:
         self._originals: dict[str, nn.Parameter] = {}
         self._in_forwards: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         """Greatest and least norm of each parameter in the forward passes of a step."""
+        self._experts = {name: p for name, p in model.named_parameters() if is_owned(p)}
+        self._different = self._experts.keys() - self._equal_experts()[0]
+        """Parameters of experts that once differed between ranks."""
 
     def watch_forwards(self, model: nn.Module) -> RemovableHandle:
         """Also compare the weights in forward passes with gradients of `model`, the model within DDP or FSDP2.
@@ -78,6 +85,7 @@ class ReplicaCheck:
             self._trained, self._until = trained, self.steps + FIRST_STEPS
         if self._is_due(self.steps):
             self.check(self.steps)
+            self._refuse_equal_experts()
         self._in_forwards.clear()
 
     @torch.no_grad()
@@ -133,6 +141,42 @@ class ReplicaCheck:
                     "accelerator.clip_grad_norm_ or ExpertSync.clip instead of torch.nn.utils, and change weights and "
                     "gradients alike on all ranks, in SAM by experts.global_norm."
                 )
+
+    @torch.no_grad()
+    def _refuse_equal_experts(self) -> None:
+        """Raise UserError if experts of all ranks have equal gradients, or equal weights that differed. A collective."""
+        weights, gradients = self._equal_experts()
+        for values, names in (("weights", weights & self._different), ("gradients", gradients)):
+            if names:
+                raise UserError(
+                    f"model: the {values} of {len(names)} parameter(s) of experts, first "
+                    f"{min(names).removeprefix('module.')!r}, are equal on ranks with different experts in step "
+                    f"{self.steps:,}. Leave experts out where gradients or weights are averaged or broadcast by hand."
+                )
+        self._different |= self._experts.keys() - weights
+
+    def _equal_experts(self) -> tuple[set[str], set[str]]:
+        """Return the trained parameters of experts whose weights, and whose gradients, have the same sum on all ranks,
+        and are not zero. A collective."""
+        own = {name: p for name, p in self._experts.items() if p.requires_grad and _rows_differ(p)}
+        if not own:
+            return set(), set()
+        zero = next(iter(own.values())).new_zeros((), dtype=torch.float64)
+        values = [*own.values(), *(p.grad for p in own.values())]
+        sums = [zero if value is None else local_rows(value.detach()).sum(dtype=torch.float64) for value in values]
+        extremes = torch.stack([torch.stack(sums), -torch.stack(sums)]).nan_to_num()
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        most, least = extremes.cpu() * torch.tensor([1, -1]).view(2, 1)
+        weights, gradients = ((most == least) & (most != 0)).view(2, -1).tolist()
+        return set(compress(own, weights)), set(compress(own, gradients))
+
+
+def _rows_differ(parameter: nn.Parameter) -> bool:
+    """Whether not all ranks of the EP group have the same rows of `parameter`, as replicas."""
+    ownership = ownership_of(parameter)
+    assert ownership is not None
+    rows = ownership.rows_of_ranks
+    return rows is None or len({frozenset(ids) - {EMPTY_ROW} for ids in rows}) > 1
 
 
 _CHECK_OF: WeakKeyDictionary[nn.Module, ref[ReplicaCheck]] = WeakKeyDictionary()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit.errors import UserError, require_type
-from toolkit.experts.compat import multiply_each_, norm_of_each
+from toolkit.experts.compat import call_before_averaging, call_before_clipping, multiply_each_, norm_of_each
 from toolkit.experts.parallel.collectives import together, world_size
 from toolkit.experts.parallel.optimizer_rows import (
     load_only_own_states,
@@ -309,6 +310,38 @@ def refresh_replicas(parameters: Iterable[Tensor]) -> None:
         borrowed, lent = ownership.replicas_on(parameter.device)
         received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
         parameter.index_copy_(0, borrowed.rows, received)
+
+
+@cache
+def guard_torch() -> None:
+    """Have torch's functions raise that clip by a norm of this rank's experts, or average weights of other experts.
+
+    Before gradients are clipped by value, they are averaged. For ever, because a model stays sharded when its
+    `ExpertSync` is closed.
+    """
+    call_before_clipping(_refuse_norm_of_one_rank, _average_first)
+    call_before_averaging(_refuse_average_of_all)
+
+
+def _refuse_norm_of_one_rank(parameters: list[Tensor]) -> None:
+    if owned(parameters):
+        raise UserError(
+            "clip_grad_norm_: the norm of torch.nn.utils has only this rank's experts. Call "
+            "accelerator.clip_grad_norm_ or ExpertSync.clip with all parameters, or leave the experts out."
+        )
+
+
+def _refuse_average_of_all(averages: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
+    if any(is_owned(p) and not is_owned(average) for average, p in zip(averages, parameters, strict=False)):
+        raise UserError(
+            "AveragedModel: it was made before the experts were sharded, and has other rows. Make it after prepare or "
+            "shard_experts, or call experts.ema_update."
+        )
+
+
+def _average_first(parameters: list[Tensor]) -> None:
+    for sync in {_SYNC_OF[parameter]() for parameter in parameters if parameter in _SYNC_OF} - {None}:
+        sync.before_clip()
 
 
 def hook_gradients(parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> list[RemovableHandle]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.parallel.sync import ExpertSync
+from toolkit.experts.placement.placement import EMPTY_ROW
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.sharding.find import find_experts
@@ -164,7 +166,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         first = optimizers[0] if optimizers else None
         if first is not None:
             fit_optimizer(first, self.stacks)
-        self.sync = sync = ExpertSync(model, first, self.replanner and self.replanner.after_step)
+        rebalance = None if self.replanner is None else self.replanner.after_step
+        self.sync = sync = ExpertSync(model, first, rebalance)
         prepared: dict[int, Any] = {}
         if first is not None:
             prepared[id(model)], prepared[id(first)] = prepare(
@@ -213,9 +216,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             raise UserError(TWO_BALANCE_LOSSES)
 
     def _print_summary(self) -> None:
-        model, groups = self._require_sync("prepare").model, next(iter(self.stacks.values())).groups
-        ranks = f"sharded over {groups.ep_size} ranks" if groups.ep_size > 1 else "whole on each rank"
-        self.accelerator.print(f"experts {ranks}: {', '.join(self.stacks)}.")
+        model = self._require_sync("prepare").model
+        for experts, layers in Counter(map(_experts_on_ranks, self.stacks.values())).items():
+            self.accelerator.print(f"experts: {layers} layer{'s' if layers > 1 else ''} with {experts}.")
         weight, own = balance_weight_of(model.modules()), own_balance_loss(model)
         by = f"RouterPenalty, balance_weight={weight:g}" if weight else f"the model's, of each rank's tokens ({own})"
         self.accelerator.print(f"auxiliary loss: {by if weight or own else 'none'}.")
@@ -351,6 +354,15 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             )
         extra: dict[str, Any] = state["extra"]
         return extra
+
+
+def _experts_on_ranks(stack: ExpertStack) -> str:
+    """Return how many experts a layer has, and how many of them each rank has, as `128 experts, 64 on each of 2
+    ranks`."""
+    found = sorted({sum(expert != EMPTY_ROW for expert in slots) for slots in stack.placement.slots})
+    here = str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    ranks = stack.placement.ranks
+    return f"{stack.num_experts} experts, {f'{here} on each of {ranks} ranks' if ranks > 1 else 'all on each rank'}"
 
 
 def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[Optimizer]:
