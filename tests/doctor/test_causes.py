@@ -39,6 +39,8 @@ FAULTS = FAULTS_OF_TWO_PROCESSES | {
     "batch_norm": "batch statistics of one rank",
     "unsynchronised": "unsynchronised replica",
     "unfreeze": "parameter unfrozen after prepare",
+    "temperature": "routing depends on the batch of the rank",
+    "capacity": "routing depends on the batch of the rank",
 }
 
 

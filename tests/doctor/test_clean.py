@@ -90,8 +90,12 @@ def test_correct_recipe_has_no_finding(world: int, flags: str, tmp_path: Path):
     assert comparison.many.first.saved_by == "Trainer.save and restore"
 
 
-def test_correct_plain_loop_has_no_finding(tmp_path: Path):
-    run = runner(tmp_path, "docs/examples/plain_accelerate.py")
+def test_correct_plain_loop_with_a_copy_has_no_finding(tmp_path: Path):
+    text = (ROOT / "docs/examples/plain_accelerate.py").read_text()
+    text = text.replace("for epoch", "import copy\ncopied = copy.deepcopy(accelerator.unwrap_model(model))\nfor epoch")
+    text = text.replace("accelerator.backward", "copied(x[:1])\n        accelerator.backward")  # samples of no step
+    (tmp_path / "loop.py").write_text(text)
+    run = runner(tmp_path, tmp_path / "loop.py")
     comparison = assert_clean(run("one", 1), run("many", 2), run)
     assert comparison["expert counts"] in comparison.checks
     assert comparison.many.first.saved_by == "ExpertParallel.save and load"

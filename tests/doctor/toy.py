@@ -79,6 +79,12 @@ if fault in ("permutation", "late_permutation") and world > 1:
     stack.dispatcher.combine = lambda rows, dispatched: combine(
         rows.flip(0) if step or fault == "permutation" else rows, dispatched
     )
+if fault == "temperature":
+    model.moe.router.masked = lambda logits, _: logits / logits.detach().max()
+if fault == "capacity":
+    model.moe.router.masked = lambda logits, _: logits.masked_fill(
+        (best := nn.functional.one_hot(logits.argmax(-1), 4)) * best.cumsum(0) > len(logits) / 4, -torch.inf
+    )
 if fault == "recompute":
     route, calls = model.moe.router.forward, [0]
 

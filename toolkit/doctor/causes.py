@@ -7,14 +7,15 @@ its consequences are not reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from toolkit.doctor.compare import GRADIENT_FLOOR, Check, Comparison, Key, apart
-from toolkit.doctor.record import SEEN
+from toolkit.doctor.record import GIVEN, SEEN
 
 Facts = dict[str, Any]
 """Values for the words in braces in a rule's symptom and cause."""
@@ -76,34 +77,27 @@ REDECIDED, LOST = "router decides otherwise under recomputation", "micro-batch l
 RATE = "learning rate depends on the world"
 
 
-def recomputed_otherwise(error: str) -> Finding:
-    """Return the finding for a script that fails in activation checkpointing, in several processes only."""
-    return Finding(
-        REDECIDED,
-        error,
-        "the recomputation in the backward pass has other shapes: tokens went to other experts",
-        "replay the first decision: use toolkit.experts.layer.recompute.checkpoint, or keep the router outside of it",
-    )
-
-
-def out_of_step(places: Iterable[str]) -> Finding:
-    """Return the finding for a deadlock of ranks; `places` is the position of each rank."""
-    return Finding(
-        "ranks out of step",
-        f"processes waited for each other in vain: {'; '.join(places)}",
-        "a rank skips a step, has fewer batches, or calls an operation between ranks that the others do not",
-        "decide on all ranks together (reduce the decision first), and give all of them the same number of batches",
-    )
-
-
-def unrepeatable(check_names: Iterable[str]) -> Finding:
-    """Return the finding for a script that is not deterministic in one process."""
-    return Finding(
-        "not repeatable",
-        f"in one process, run twice, it differs in {', '.join(check_names)}",
-        "something is drawn without a seed, or depends on time",
-        "call accelerate.utils.set_seed first; until then other differences mean nothing",
-    )
+recomputed_otherwise = partial(
+    Finding,
+    REDECIDED,
+    cause="the recomputation in the backward pass has other shapes: tokens went to other experts",
+    remedy="replay the first decision: use toolkit.experts.layer.recompute.checkpoint, or keep the router outside",
+)
+"""The finding for a script that fails in activation checkpointing, in several processes only, by its symptom."""
+out_of_step = partial(
+    Finding,
+    "ranks out of step",
+    cause="a rank skips a step, has fewer batches, or calls an operation between ranks that the others do not",
+    remedy="decide on all ranks together (reduce the decision first), and give all of them the same number of batches",
+)
+"""The finding for a deadlock of ranks, by its symptom."""
+unrepeatable = partial(
+    Finding,
+    "not repeatable",
+    cause="something is drawn without a seed, or depends on time",
+    remedy="call accelerate.utils.set_seed first; until then other differences mean nothing",
+)
+"""The finding for a script that is not deterministic in one process, by its symptom."""
 
 
 # --- conditions of rules -------------------------------------------------------------------------------------------
@@ -119,15 +113,19 @@ def _equal_samples(c: Comparison, check: Check) -> Facts | None:
     return {"world": len(samples)} if len(samples) > 1 and all(s == samples[0] for s in samples) else None
 
 
-def _in_module(applies: Callable[[Comparison, str, str], bool]) -> Callable[[Comparison, Check], Facts | None]:
-    """Find the first module whose output differs at the check's step, if `applies` (comparison, name, type) to it."""
+def _in_module(
+    applies: Callable[[Comparison, str, str], bool], prefixes: tuple[str, ...] = ("",)
+) -> Callable[[Comparison, Check], Facts | None]:
+    """Find the first module, of those with `prefixes`, whose recorded values differ at the check's step, if `applies`
+    (comparison, name, type) to it."""
 
     def when(c: Comparison, check: Check) -> Facts | None:
         for name, kind in c.one.first.modules.items():
             one, many = (run.outputs(check.step - 1, name) for run in (c.one, c.many))
-            shared = one.keys() & many.keys()
+            shared = one.keys() & many.keys() if name.startswith(prefixes) else ()
             if any(apart(many[s], one[s]) > max(c.tolerance, check.limit, 1e-5) for s in shared):
-                return {"module": name or "the model", "kind": kind} if applies(c, name, kind) else None
+                found = {"values": name if name.startswith(GIVEN) else f"output of {name or 'the model'}", "kind": kind}
+                return found if applies(c, name, kind) else None
         return None
 
     return when
@@ -199,15 +197,23 @@ FORWARD = [
     Rule(
         "expert counts",
         "batch statistics of one rank",
-        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
+        "at step {step}, with equal weights and samples, the runs differ in the {values} ({kind})",
         "batch normalisation sees the samples of its own rank only",
         "use torch.nn.SyncBatchNorm, or a norm that works sample by sample",
         _in_module(lambda _, __, kind: "BatchNorm" in kind),
     ),
     Rule(
         "expert counts",
+        "routing depends on the batch of the rank",
+        "at step {step}, with equal weights, samples and hidden states, the runs differ in the {values} ({kind})",
+        "the router reads other tokens of the rank (a maximum, a mean, a position, a capacity), or draws noise",
+        "route each token by its own hidden states, or reduce over all ranks what it depends on",
+        _in_module(lambda _, name, __: not name.startswith(GIVEN[0]), GIVEN),
+    ),
+    Rule(
+        "expert counts",
         "wrong inverse permutation",
-        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
+        "at step {step}, with equal weights and samples, the runs differ in the {values} ({kind})",
         "rows came back from the experts in another order than they were sent, or with others' weights",
         "undo every permutation of dispatch with its inverse, in reverse order",
         _in_module(lambda c, name, _: name in c.one.first.steps[0].counts),
@@ -215,13 +221,13 @@ FORWARD = [
     Rule(
         "expert counts",
         "forward depends on the rank",
-        "at step {step}, with equal weights and samples, {module} ({kind}) returns something else",
+        "at step {step}, with equal weights and samples, the runs differ in the {values} ({kind})",
         "random draws, or an operation over the samples of one rank",
         "make the output of a sample depend on that sample only",
         _in_module(lambda *_: True),
     ),
 ]
-"""Usual causes of a different module output, by module type; for expert counts, the balance loss and the loss."""
+"""Usual causes of different outputs, by type of module; for expert counts, the balance loss, the loss and gradients."""
 UNSYNCHRONISED = Rule(
     "replicas on ranks",
     "unsynchronised replica",
@@ -353,6 +359,7 @@ RULES = [
         "each rank divides by its own count of samples or tokens, and these are not equal",
         "divide the sum of all ranks' losses by the count over all ranks",
     ),
+    *(replace(rule, quantity="gradients") for rule in FORWARD),
     Rule(
         "gradients",
         "parameter unfrozen after prepare",

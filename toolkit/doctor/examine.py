@@ -64,7 +64,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON; infinity is "inf"."""
-        checks = [vars(check) | {"worst": _number(check.worst), "ok": check.ok} for check in self.checks]
+        checks = [
+            vars(check) | {"worst": check.worst if check.worst < float("inf") else "inf", "ok": check.ok}
+            for check in self.checks
+        ]
         return vars(self) | {"ok": self.ok, "checks": checks, "findings": [vars(finding) for finding in self.findings]}
 
     def __str__(self) -> str:
@@ -89,10 +92,6 @@ class Report:
             ]
         verdict = "healthy: both learn the same." if self.ok else "not healthy: see above."
         return "\n".join([*lines, "", verdict, ""])
-
-
-def _number(value: float) -> float | str:
-    return value if value < float("inf") else "inf"
 
 
 def examine(
@@ -173,7 +172,8 @@ def judge(
         return comparison, diagnose(comparison)
     again = Comparison(one, run("alone again", 1, "as it is"), tolerance)
     if differing := [quantity for quantity in CHAIN if not again[quantity].ok]:
-        return comparison, [unrepeatable(differing), *diagnose(comparison)]
+        symptom = f"in one process, run twice, it differs in {', '.join(differing)}"
+        return comparison, [unrepeatable(symptom), *diagnose(comparison)]
     if diagnose(comparison) and max(comparison[quantity].worst for quantity in CHAIN) < SUSPICIOUS:
         rounding = Comparison(one, run("alone, perturbed", 1, "perturbed"), tolerance)
         comparison = Comparison(one, many, tolerance, rounding)
@@ -196,12 +196,15 @@ def _run(
 ) -> Evidence:
     """Run `script` under the recorder as the ranks of one world; raises ScriptFailed with the last line of an error."""
     folder.mkdir()
-    words = [*args, *_recipe_flags(script, args, folder)]
-    environment = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    # A mode that the script gives itself counts more than the variable: its runs go with the folder.
-    environment |= {"WANDB_MODE": "disabled", "WANDB_DIR": str(folder)}
-    command = [sys.executable, "-m", f"{__package__}.watch", str(folder), str(steps), variant, str(wait_s)]
-    command += [str(script), *words]
+    environment = without_launcher(os.environ) | {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        # A mode that the script gives itself counts more than the variable: its runs go with the folder.
+        "WANDB_MODE": "disabled",
+        "WANDB_DIR": str(folder),
+    }
+    watched = [str(folder), str(steps), variant, str(wait_s), str(script), *args]
+    command = [sys.executable, "-m", f"{__package__}.watch", *watched, *_recipe_flags(script, args, folder)]
     codes = _run_ranks(command, environment, world, folder, timeout_s)
     if any(code != 0 for code in codes):
         raise _failure(folder, codes, timeout_s)
@@ -267,7 +270,8 @@ def _failure(folder: Path, codes: list[int | None], timeout_s: float) -> ScriptF
         return ScriptFailed(late)
     places = [folder / f"place{rank}.txt" for rank in range(len(codes))]
     said = [place.read_text() if place.exists() else "before its first step" for place in places]
-    return ScriptFailed(late, out_of_step(f"rank {rank} {place}" for rank, place in enumerate(said)))
+    each = "; ".join(f"rank {rank} {place}" for rank, place in enumerate(said))
+    return ScriptFailed(late, out_of_step(f"processes waited for each other in vain: {each}"))
 
 
 def _recipe_flags(script: Path, args: Sequence[str], folder: Path) -> list[str]:

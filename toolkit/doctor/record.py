@@ -19,6 +19,8 @@ from toolkit.experts.placement.placement import EMPTY_ROW
 
 PADDING = (0, -1, -100)
 """Padding values of inputs and labels."""
+GIVEN = ("hidden states of ", "expert ids of ", "routing weights of ")
+"""Prefixes to the name of a layer, for the inputs of its experts. Values of a token are in the order of expert ids."""
 SEEN = {
     "one routing decision": "MoE layers whose second forward, during backward, chose other experts than the first",
     "all micro-batches": "steps in which the gradients of a micro-batch were gone before those of the next were added",
@@ -76,7 +78,7 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
-    """The type of each module, in the order in which their first forwards ended."""
+    """The type of each module with a recorded output, in the order of first forwards, and of inputs by `GIVEN`."""
     seen: dict[str, list[str]] = field(default_factory=lambda: {quantity: [] for quantity in SEEN})
     """Faults that this rank found locally, by quantity of `SEEN`."""
     saved_by: str = ""

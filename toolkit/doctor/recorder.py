@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.doctor.record import (
+    GIVEN,
     Phase,
     Record,
     Step,
@@ -45,6 +46,17 @@ SPLIT_NOTE = "split_batches=True was set, so that every world sees the same glob
 
 class Finished(BaseException):
     """Raised in the script when enough steps were recorded."""
+
+
+class Hook(functools.partial[Any]):
+    """A hook on a module. Copies of the module, deep or pickled, have hooks that do nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (ignore,)
+
+
+def ignore(*_: Any, **__: Any) -> None:
+    """The hook of a copied module."""
 
 
 class Recorder:
@@ -96,10 +108,6 @@ class Recorder:
     def _name(number: int, name: str) -> str:
         return (f"model{number}." if number else "") + without_compile_prefix(name)
 
-    @property
-    def is_first_rank(self) -> bool:
-        return self.record.rank == 0
-
     # --- observations -----------------------------------------------------------------------------------------
 
     def prepare(self, accelerator: Any, models: list[nn.Module], prepare: Callable[[], Any]) -> Any:
@@ -121,17 +129,22 @@ class Recorder:
 
     def _listen(self, number: int, model: nn.Module) -> None:
         # Before the hooks of FSDP2, which replace the optimizer's parameters by gathered ones.
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._after_forward)
+        model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
+        model.register_forward_hook(Hook(self._after_forward))
         inside: tuple[str, ...] = ()
         for name, module in model.named_modules():
-            if name.startswith(inside) and inside:
+            called = self._name(number, name)
+            router = getattr(module, "router", None)
+            # Early in a layer's forward pass: recomputation in the backward pass can stop before its end.
+            if isinstance(router, nn.Module) and hasattr(module, "expert_stack"):
+                router.register_forward_hook(Hook(self._after_router, called))
+            elif hasattr(module, "num_experts") or hasattr(module, "expert_stack"):
+                module.register_forward_pre_hook(Hook(self._before_experts, called), with_kwargs=True)
+            if name.startswith(inside):
                 continue
-            if getattr(module, "expert_stack", None) is not None:
-                self._listen_to_routing(self._name(number, name), module)
             if hasattr(module, "num_experts") or hasattr(module, "expert_stack"):
                 inside += (f"{name}.",)  # rows in there are in an order of their own
-            module.register_forward_hook(functools.partial(self._after_module, self._name(number, name)))
+            module.register_forward_hook(Hook(self._after_module, called))
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not (torch.is_grad_enabled() and model.training) or self.in_backward:
@@ -144,7 +157,7 @@ class Recorder:
                 self.record.see("buffers of ranks", name)
         self.step.samples.append(sample_digests(model, args, kwargs))
 
-    def before_wrapped_forward(self) -> None:
+    def before_wrapped_forward(self, *_: Any) -> None:
         """DDP broadcasts buffers between this call and `_before_forward`."""
         self._buffers = {name: digest(b) for model in self.models for name, b in model.named_buffers()}
 
@@ -161,40 +174,47 @@ class Recorder:
         self._unreached -= 1
 
     def _after_module(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
-        """Record a fingerprint of each module's first output in a forward pass of the model, per sample."""
+        output = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
+        if isinstance(output, Tensor) and output.is_floating_point():
+            self._see_values(name, module, output)
+
+    def _see_values(self, name: str, module: nn.Module, values: Tensor) -> None:
+        """Record a fingerprint per sample, of the first values in a forward pass of the model."""
         if not (self.step.samples and module.training and torch.is_grad_enabled()) or self.in_backward:
             return
-        output = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
         samples = len(self.step.samples[-1])
         key = f"{len(self.record.steps)}/output/{len(self.step.samples) - 1}/{name}"
-        if not isinstance(output, Tensor) or key in self.record.tensors or not output.is_floating_point():
+        if key in self.record.tensors or not values.ndim or (values.shape[0] % samples if samples else values.shape[0]):
             return
-        if not output.ndim or (output.shape[0] % samples if samples else output.shape[0]):
-            return
-        rows = output.detach().double().cpu().reshape(samples, -1) if samples else torch.zeros(0, 1).double()
+        rows = values.detach().double().cpu().reshape(samples, -1) if samples else torch.zeros(0, 1).double()
         weights = torch.cos(torch.arange(rows.shape[1]).double())
-        width = torch.full((len(rows),), rows.shape[1]).double()
-        self.record.tensors[key] = torch.stack([rows @ weights, rows.norm(dim=1), width], 1)
+        self.record.tensors[key] = torch.stack(
+            [rows @ weights, rows.norm(dim=1), rows.new_full((len(rows),), rows.shape[1])], 1
+        )
         self.record.modules.setdefault(name, type(module).__name__)
 
-    def _listen_to_routing(self, name: str, module: nn.Module) -> None:
-        """Hook early into a layer's forward pass: recomputation in the backward can stop before its end."""
-        router = getattr(module, "router", None)
-        if isinstance(router, nn.Module):
-            router.register_forward_hook(lambda m, _, routing: self._see_choice(name, m, routing.expert_ids_TK))
-        else:
-            module.register_forward_pre_hook(lambda m, args: self._see_choice(name, m, args[1]))
+    def _after_router(self, name: str, router: nn.Module, args: Any, routing: Any) -> None:
+        self._see_routing(name, router, args[0], routing.expert_ids_TK, routing.weights_TK)
 
-    def _see_choice(self, name: str, module: nn.Module, ids: Tensor) -> None:
-        """Record which experts were chosen, and whether recomputation chooses the same."""
+    def _before_experts(self, name: str, experts: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if len(given) == 3 and given[1].shape == given[2].shape:
+            self._see_routing(name, experts, given[0], *sorted(given[1:], key=Tensor.is_floating_point))
+
+    def _see_routing(self, name: str, module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Record what experts are given, and whether recomputation chooses the same experts."""
         if not (torch.is_grad_enabled() and module.training):
             return
-        chosen = digest(ids)
         known = self._choices.setdefault(name, [])
-        if not self.in_backward:
-            known.append(chosen)
-        elif chosen not in known:
-            self.record.see("one routing decision", name)
+        chosen = digest(ids)
+        self.record.see("one routing decision", *([name] if self.in_backward and chosen not in known else []))
+        known.append(chosen)
+        by_id = ids.argsort(-1)  # equal scores have any order
+        # Detached, because activation checkpointing counts what autograd saves.
+        for given, values in zip(
+            GIVEN, (hidden, ids.gather(-1, by_id), weights.detach().gather(-1, by_id)), strict=True
+        ):
+            self._see_values(given + name, module, values)
 
     def backward(self, loss: Any, backward: Callable[[], Any]) -> Any:
         if self._has_gradients and not any(
@@ -234,10 +254,11 @@ class Recorder:
         return clip()
 
     def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_ours(optimizer):
+        known = {id(p) for _, p in self.parameters()}
+        if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
             return
         self._has_gradients = False
-        if all(known is not optimizer for known in self.optimizers):
+        if all(each is not optimizer for each in self.optimizers):
             self.optimizers.append(optimizer)
         if optimizer is not self.optimizers[0]:
             return
@@ -247,7 +268,7 @@ class Recorder:
         parameters = dict(self.parameters())
         for name, gradient in gradients.items():
             owned = ownership_of(parameters[name]) is not None
-            if self.is_first_rank or owned:
+            if self.record.rank == 0 or owned:
                 self.record.tensors[f"{step}/gradient/{name}"] = gradient
             if not owned:
                 self.step.gradients[name] = digest(gradient)
@@ -272,10 +293,6 @@ class Recorder:
         self._at("after its update", len(self.record.steps))
         self.step = Step()
         self._open_step = True
-
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        known = {id(p) for _, p in self.parameters()}
-        return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
 
     # --- states -----------------------------------------------------------------------------------------------
 
@@ -305,13 +322,13 @@ class Recorder:
                 phase.digests[name] = digest(plain(parameter))
                 if is_spread_by_others(parameter):
                     phase.rows[name] = list(range(len(parameter)))
-                    phase.owns[name] = [self.is_first_rank] * len(parameter)
+                    phase.owns[name] = [self.record.rank == 0] * len(parameter)
             else:
                 phase.rows[name] = list(mark.row_ids)
                 phase.owns[name] = [bool(owns) for owns in mark.owns]
         for key, tensor in self._state().items():
             value = plain(tensor)  # on every rank: it may be a collective
-            if self.is_first_rank or is_owned(parameters[key.partition("/")[2]]):
+            if self.record.rank == 0 or is_owned(parameters[key.partition("/")[2]]):
                 self.record.tensors[f"{number}/{key}"] = value
         self.record.phases.append(phase)
 
@@ -331,7 +348,7 @@ class Recorder:
         self.done = True
         self._at("which was its last", len(self.record.steps))
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        outside = [name for name, p in self.parameters() if id(p) not in held] if held else []
+        outside = (name for name, p in self.parameters() if held and id(p) not in held)
         self.record.see("parameters in an optimizer", *outside)
         self._save_and_load()
         if self.accelerator is not None:

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DistributedSampler
 
 from toolkit.doctor.record import Record
-from toolkit.doctor.recorder import SPLIT_NOTE, Finished, Recorder, Variant
+from toolkit.doctor.recorder import SPLIT_NOTE, Finished, Hook, Recorder, Variant
 from toolkit.experts.parallel import groups
 from toolkit.experts.parallel.sync import ExpertSync
 
@@ -174,13 +174,10 @@ def _attach_accelerator(recorder: Recorder) -> None:
             result = recorder.prepare(self, models, lambda: original(self, *args, **settings))
             for wrapper in result if isinstance(result, tuple) else (result,):
                 if isinstance(wrapper, DistributedDataParallel) and not recorder.is_preparing:
-                    wrapper.register_forward_pre_hook(lambda *_: recorder.before_wrapped_forward())
+                    wrapper.register_forward_pre_hook(Hook(recorder.before_wrapped_forward))
             return result
 
         return prepare
-
-    def running_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, loss, **kw: recorder.backward(loss, lambda: original(self, loss, **kw))
 
     def scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **settings: Any) -> None:
@@ -192,13 +189,14 @@ def _attach_accelerator(recorder: Recorder) -> None:
 
         return step
 
-    clipping = functools.partial(_clipping, recorder)
     wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
         "__init__": starting,
         "prepare": preparing,
         "prepare_model": preparing,
-        "backward": running_backward,
-        "clip_grad_norm_": clipping,
+        "backward": lambda backward: (
+            lambda self, loss, **kw: recorder.backward(loss, lambda: backward(self, loss, **kw))
+        ),
+        "clip_grad_norm_": functools.partial(_clipping, recorder),
     }
     for name, wrap in wrappers.items():
         wrap_method(accelerate.Accelerator, name, wrap)
