@@ -31,7 +31,6 @@ FAULTS_OF_TWO_PROCESSES = {
 }
 """Faults that change nothing in one process."""
 FAULTS = FAULTS_OF_TWO_PROCESSES | {
-    "clip": "local clip norm",
     "recompute": "router decides otherwise under recomputation",
     "save": "expert lost on save",
     "buffer": "buffer overwritten by broadcast",

@@ -29,7 +29,7 @@ from torch.utils.data import DistributedSampler
 
 from toolkit.doctor.record import Record
 from toolkit.doctor.recorder import SPLIT_NOTE, Finished, Hook, Recorder, Variant
-from toolkit.experts.parallel import groups
+from toolkit.experts.parallel import groups, sync
 from toolkit.experts.parallel.sync import ExpertSync
 
 DROPOUT_NOTE = "dropout was switched off: masks differ between ranks"
@@ -248,11 +248,11 @@ def _attach_ours(recorder: Recorder) -> None:
         return init
 
     wrap_method(ExpertSync, "__init__", averaging)
-    wrap_method(ExpertSync, "clip", functools.partial(_clipping, recorder))
+    wrap_method(sync, "clip_gradients", functools.partial(_clipping, recorder))
 
 
-def wrap_method(cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of a library's class by `wrap(method)`, for the rest of this process. Only the doctor does."""
+def wrap_method(cls: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of a class, or a function of a module, by `wrap(method)`, for the rest of this process."""
     original = getattr(cls, name)
     setattr(cls, name, functools.wraps(original)(wrap(original)))
 

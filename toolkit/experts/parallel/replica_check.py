@@ -144,7 +144,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def _refuse_equal_experts(self) -> None:
-        """Raise UserError if experts of all ranks have equal gradients, or equal weights that differed. A collective."""
+        """Raise UserError if experts of all ranks have equal gradients, or equal weights that differed."""
         weights, gradients = self._equal_experts()
         for values, names in (("weights", weights & self._different), ("gradients", gradients)):
             if names:
