@@ -84,7 +84,6 @@ def test_copy_warns_when_experts_move_and_can_follow() -> None:
     assert all("place_experts" in message for message in messages)
 
 
-@pytest.mark.parametrize("make", [make_moe, partial(make_dynamic_moe, max_experts=6)])
 def error_of_average_made_before_sharding() -> str:
     model = Block(6, 8, 2)
     average = AveragedModel(model)
@@ -98,6 +97,7 @@ def test_averaged_model_made_before_sharding_raises_with_one_row_per_rank() -> N
     assert messages[0].startswith("AveragedModel: it was made before the experts were sharded")
 
 
+@pytest.mark.parametrize("make", [make_moe, partial(make_dynamic_moe, max_experts=6)])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_layer_copied_after_a_training_forward_pass_is_independent(make: Any, duplicate: Any) -> None:
     layer = make(8, 16, 4, 2)
