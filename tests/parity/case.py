@@ -86,6 +86,7 @@ VALUES: dict[str, list[Any]] = {
     **{name: [False, True] for name in SWITCHES},
 }
 """The values of each field of a case that are combined in pairs."""
+HABITS = ("accumulation", "checkpointing", *SWITCHES)
 
 
 def _is_plain(layout: str) -> bool:
@@ -168,7 +169,8 @@ def pairwise() -> list[Case]:
     """Return cases that cover each supported pair of values.
 
     Greedy and deterministic: each case starts with a pair that is not covered yet, and takes for each other field the
-    value that covers most of the remaining pairs, and of these the least used value.
+    value that covers most of the remaining pairs. Of these, it takes the least used value, and with four processes,
+    which are slow, the first value of a habit.
     """
     remaining = dict.fromkeys(supported_pairs())
     cases: list[Case] = []
@@ -179,8 +181,9 @@ def pairwise() -> list[Case]:
             if name not in chosen:
                 options = [each for value in VALUES[name] if is_supported(each := {**chosen, name: value})]
                 gains = [sum(pair in remaining for pair in pairs_of(each)) for each in options]
-                rarity = [-taken[name, each[name]] for each in options]
-                chosen = max(zip(gains, rarity, options, strict=True), key=lambda each: each[:2])[2]
+                is_slow = "layout" in chosen and LAYOUTS[chosen["layout"]].world > 2
+                order = range(len(options)) if is_slow and name in HABITS else [taken[name, e[name]] for e in options]
+                chosen = max(zip(gains, order, options, strict=True), key=lambda each: (each[0], -each[1]))[2]
         cases.append(Case(**chosen))
         taken.update(chosen.items())
         for pair in pairs_of(chosen):

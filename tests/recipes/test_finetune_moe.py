@@ -44,6 +44,7 @@ def config(folder, run, **changes):
         "old_dataset": str(folder / "old.txt"),
         "run_dir": folder / run,
         "eval_blocks": None,
+        "max_steps": 12,
         "tracker": "none",
         "cpu": True,
     }

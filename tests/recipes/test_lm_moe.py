@@ -27,7 +27,7 @@ from toolkit.experts.routing.traces import read_trace
 from toolkit.run import cli
 from toolkit.run.config.callback_options import CheckpointOptions
 
-STOP_AT = 7
+STEPS, STOP_AT = 12, 7
 
 
 def corpus(folder):
@@ -37,8 +37,8 @@ def corpus(folder):
 
 def config(folder, run, **changes):
     os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
-    settings = {"dataset": "folder", "data_dir": folder / "corpus", "run_dir": folder / run}
-    return lm_moe.debug().replace(**settings, tracker="none", cpu=True, **changes)
+    settings = {"dataset": "folder", "data_dir": folder / "corpus", "run_dir": folder / run, "max_steps": STEPS}
+    return lm_moe.debug().replace(**{**settings, **changes}, tracker="none", cpu=True)
 
 
 def train(config):
@@ -88,10 +88,10 @@ def test_traces_are_input_of_lab(runs, capsys):
     trace = read_trace(runs / "two" / "traces.npz")
     assert trace.layers == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     # Each step routes every token of 32 blocks of 32 to two experts, in both layers.
-    assert trace.load_TLSE().sum((2, 3)).tolist() == [[2 * 32 * 32] * 2] * 20
+    assert trace.load_TLSE().sum((2, 3)).tolist() == [[2 * 32 * 32] * 2] * STEPS
     assert len(trace.placements) > 1
     assert toolkit_command(["lab", str(runs / "two" / "traces.npz"), "--planner", "swap", "--every", "5"]) == 0
-    assert "4 experts on 2 ranks, 2 layer(s), 20 steps" in capsys.readouterr().out
+    assert f"4 experts on 2 ranks, 2 layer(s), {STEPS} steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("run", "step"), [("two", None), ("best", 6)])
