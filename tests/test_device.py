@@ -183,7 +183,7 @@ MOVING = "--replan.planner replicate --replan.every 5 --replan.no-guarded --spar
 RECIPES = [
     ("mnist_moe", 1, f"debug {DYNAMIC} --gradient-accumulation-steps 2", 0),
     ("mnist_moe", 2, f"debug {MOVING} --max-steps 18", 1),
-    ("lm_moe", 2, "debug --max-steps 8 --dataset folder", 2),
+    ("lm_moe", 2, "debug --max-steps 12 --dataset folder", 2),
 ]
 """Recipe, processes, flags, and layers with experts on several processes."""
 ON_GPUS_ONLY = [(name, 1, "debug", 0) for name in ("few_labels", "finetune_moe", "har", "lmu_speech", "vae_robustness")]

@@ -173,8 +173,8 @@ def drifted(folder: Path, name: str, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("world", "name", "settings", "rank", "step"),
     [
-        (2, "head.weight", {"log_every": 6}, "", 6),
-        (2, "head.weight", {"log_every": 50, "checkpoint": CheckpointOptions(every_steps=6)}, "", 6),
+        (2, "head.weight", {"log_every": 6}, "", 5),
+        (2, "head.weight", {"log_every": 50, "checkpoint": CheckpointOptions(every_steps=6)}, "", 5),
         (4, "moe.experts.up", {"log_every": 5, "batch_size": 20}, " of the experts of EP rank 1", 5),
     ],
     ids=["log step", "checkpoint", "expert"],

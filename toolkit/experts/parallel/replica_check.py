@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.linalg import vector_norm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -156,15 +157,16 @@ class ReplicaCheck:
         self._different |= self._experts.keys() - weights
 
     def _equal_experts(self) -> tuple[set[str], set[str]]:
-        """Return the trained parameters of experts whose weights, and whose gradients, have the same sum on all ranks,
+        """Return the trained parameters of experts whose weights, and whose gradients, have the same norm on all ranks,
         and are not zero. A collective."""
         own = {name: p for name, p in self._experts.items() if p.requires_grad and _rows_differ(p)}
         if not own:
             return set(), set()
         zero = next(iter(own.values())).new_zeros((), dtype=torch.float64)
         values = [*own.values(), *(p.grad for p in own.values())]
-        sums = [zero if value is None else local_rows(value.detach()).sum(dtype=torch.float64) for value in values]
-        extremes = torch.stack([torch.stack(sums), -torch.stack(sums)]).nan_to_num()
+        # Not sums, which rounding leaves of gradients behind a layer norm, and not in the precision of the values.
+        norms = [zero if v is None else vector_norm(local_rows(v.detach()), dtype=torch.float64) for v in values]
+        extremes = torch.stack([torch.stack(norms), -torch.stack(norms)]).nan_to_num()
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         most, least = extremes.cpu() * torch.tensor([1, -1]).view(2, 1)
         weights, gradients = ((most == least) & (most != 0)).view(2, -1).tolist()

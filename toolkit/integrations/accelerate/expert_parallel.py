@@ -166,8 +166,6 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         first = optimizers[0] if optimizers else None
         if first is not None:
             fit_optimizer(first, self.stacks)
-        rebalance = None if self.replanner is None else self.replanner.after_step
-        self.sync = sync = ExpertSync(model, first, rebalance)
         prepared: dict[int, Any] = {}
         if first is not None:
             prepared[id(model)], prepared[id(first)] = prepare(
@@ -180,6 +178,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             )
         else:
             prepared[id(model)] = self.accelerator.prepare_model(model, evaluation_mode=True)
+        rebalance = None if self.replanner is None else self.replanner.after_step
+        self.sync = sync = ExpertSync(model, first, rebalance)  # once the model is on its device
         sync.follow(prepared[id(model)])
         if first is not None:
             self.patches.callback(first.register_step_post_hook(self._after_step).remove)
