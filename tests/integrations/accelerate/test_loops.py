@@ -31,8 +31,12 @@ from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
 def clipping_errors() -> list[str]:
-    """Return the errors of clipping by torch and by Accelerate."""
-    return [error_of(ToyLoop().train, range(3), 0.01, clip) for clip in (nn.utils.clip_grad_norm_, None)]
+    """Return the errors of clipping by torch, by Accelerate, and by torch with a norm that is not reached."""
+    by_torch = nn.utils.clip_grad_norm_
+    return [
+        error_of(ToyLoop().train, range(3), max_norm, clip)
+        for max_norm, clip in ((0.01, by_torch), (0.01, None), (1e6, by_torch))
+    ]
 
 
 def error_after(change: Callable[[Any], object], *, frozen: bool = False, **options: Any) -> str:
@@ -119,7 +123,10 @@ def unused_parameter_errors() -> list[str]:
 
 
 ERRORS: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
-    "clipping by torch": (clipping_errors, [r"^clip_grad_norm_: .*Call accelerator\.clip_grad_norm_", "^$"]),
+    "clipping by torch": (
+        clipping_errors,
+        [BY_ONE_RANK := r"^clip_grad_norm_: .*Call accelerator\.clip_grad_norm_", "^$", BY_ONE_RANK],
+    ),
     "weights differ between ranks": (
         errors_after_changes,
         [
