@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -113,8 +114,6 @@ def call_before_clipping(by_norm: Callable[[list[Tensor]], None], by_value: Call
 
     Also where `clip_grad_norm_` was imported before, because it calls the function that is replaced here.
     """
-    from torch.nn import utils
-    from torch.nn.utils import clip_grad
 
     def first(prepare: Callable[[list[Tensor]], None], clip: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(clip)
@@ -125,8 +124,8 @@ def call_before_clipping(by_norm: Callable[[list[Tensor]], None], by_value: Call
 
         return prepare_and_clip
 
-    clip_grad._clip_grads_with_norm_ = utils.clip_grads_with_norm_ = first(by_norm, clip_grad._clip_grads_with_norm_)
-    clip_grad.clip_grad_value_ = utils.clip_grad_value_ = first(by_value, clip_grad.clip_grad_value_)
+    clip_grad._clip_grads_with_norm_ = nn.utils.clip_grads_with_norm_ = first(by_norm, clip_grad._clip_grads_with_norm_)
+    clip_grad.clip_grad_value_ = nn.utils.clip_grad_value_ = first(by_value, clip_grad.clip_grad_value_)
 
 
 def call_before_averaging(check: Callable[[Iterable[Tensor], Iterable[Tensor]], None]) -> None:

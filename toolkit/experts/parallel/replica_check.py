@@ -152,7 +152,7 @@ class ReplicaCheck:
                 raise UserError(
                     f"model: the {values} of {len(names)} parameter(s) of experts, first "
                     f"{min(names).removeprefix('module.')!r}, are equal on ranks with different experts in step "
-                    f"{self.steps:,}. Leave experts out where gradients or weights are averaged or broadcast by hand."
+                    f"{self.steps:,}. Leave experts out when gradients or weights are averaged or broadcast by hand."
                 )
         self._different |= self._experts.keys() - weights
 

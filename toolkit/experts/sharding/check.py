@@ -63,8 +63,8 @@ def _faults(
             yield f"model: the experts at {name!r} are sharded already. Give a model that is not."
         if "forward" in vars(found.module):
             yield (
-                f"model: the forward of the experts at {name!r} was replaced on the module, where sharding would not "
-                "call it. Shard the model first."
+                f"model: the forward of the experts at {name!r} was replaced on the module, and sharded experts "
+                "would not call it. Shard the model first."
             )
         if found.adapters is not None and (fault := found.adapters.fault(name)):
             yield fault
@@ -90,7 +90,7 @@ def _has_no_values(found: FoundExperts) -> bool:
 
 
 def _kind(found: FoundExperts) -> Hashable:
-    """Return what layers have in common whose experts compute alike: class, settings, and shapes and types."""
+    """Return class, settings, shapes and types of a layer, which are equal for layers of one kind."""
     module = found.module
     tensors = (*module.named_parameters(), *module.named_buffers())
     settings = (

@@ -35,7 +35,7 @@ class FoundExperts:
         name: Of the module in its model.
         module: Its own parameters have the rows of the experts, or of this rank's slots.
         known: The layout of a module that is not called with ids.
-        called_by_ids: The layout of one that is.
+        called_by_ids: The layout of a module that is.
         adapters: Of the module's parameters.
     """
 

@@ -1,7 +1,7 @@
 """How experts modules are called: a class for each layout, mixed into the class of the module, as FSDP2 does.
 
 Names, parameters, hooks, `isinstance` and copies of the module stay. A layout computes rows in order of slots, each of
-one expert with weight 1, which is what a dispatcher delivers.
+one expert with weight 1, as a dispatcher delivers them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class ShardedExperts(ExpertLayer, Layout):
     """
 
     first_three: inspect.Signature
-    """Of the arguments of the own forward."""
+    """The signature of the first three arguments of the own forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         # A further argument raises TypeError here: ranks that compute these tokens would not have it.
@@ -119,7 +119,7 @@ def load_lazily(module: nn.Module, read: ReadRows) -> None:
 
 
 def own_type(module: nn.Module) -> type[Any]:
-    """Return the class of `module`, without what loading it lazily mixed in."""
+    """Return the class of `module`, without the mixin of lazy loading."""
     return own_class(module) if isinstance(module, LazyExperts) else type(module)
 
 
