@@ -103,5 +103,5 @@ def test_error_in_the_thread_ends_the_run(tmp_path, monkeypatch):
         raise KeyError("bug")
 
     monkeypatch.setattr(checkpoint_files, "save_file", bug)
-    with pytest.raises(KeyError, match="bug"):
+    with pytest.raises(RuntimeError, match="bug"):
         train(in_background(tmp_path / "run"))

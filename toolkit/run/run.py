@@ -158,7 +158,10 @@ class Run:
                     raise
                 raise UserError(said) from error
 
-        return on_main(work)
+        try:
+            return on_main(work)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # the main process raises its own error
 
     # --- facts, console and metrics ---------------------------------------------------------------------------
 

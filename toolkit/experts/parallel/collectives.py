@@ -79,19 +79,20 @@ def broadcast_from_main(tensor: Tensor) -> None:
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the result of `work` on every rank, in order of rank. A collective of `group`, by default of all ranks.
 
-    If it failed on one rank, all raise: UserError unchanged, OSError if the disk was the cause, else RuntimeError. The
-    rank that failed raises other errors, and `Preempted`, unchanged.
+    If it failed on one rank, all raise: UserError unchanged, OSError if the disk was the cause, else RuntimeError. A
+    rank that was preempted raises `Preempted`.
     """
-    result, failure, report = None, None, None
+    result, failure = None, None
     try:
         result = work()
     except (Exception, Preempted) as error:
-        failure, report = error, _report(error)
+        failure = error
+    report = None if failure is None else (_KINDS.index(_kind(failure)), str(failure) or type(failure).__name__)
     outcomes = gather_objects((result, report), group)
     failures = [(*report, rank) for rank, (_, report) in enumerate(outcomes) if report is not None]
+    if isinstance(failure, Preempted):
+        raise failure
     if failures:
-        if failure is not None and report is not None and report[0] == _KINDS.index(RuntimeError):
-            raise failure
         kind, message, rank = min(failures)
         where = f" on rank {rank}" if len(outcomes) > 1 and _KINDS[kind] is not UserError else ""
         raise _KINDS[kind](message + where) from failure
@@ -103,11 +104,8 @@ def on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     return together(lambda: work() if is_main() else None, group)[0]  # type: ignore[return-value]
 
 
-def _report(failure: BaseException) -> tuple[int, str]:
-    """Return the index of the error in `_KINDS`, and the message for other ranks."""
+def _kind(failure: BaseException) -> type[Exception]:
     if isinstance(failure, UserError):
-        return 1, str(failure)
+        return UserError
     of_rust = "(os error " in str(failure)  # whose libraries have no type for errors of the system
-    if of_rust or isinstance(failure, (OSError, SafetensorError)):
-        return 2, str(failure)
-    return 0, f"{type(failure).__name__}: {failure}"
+    return OSError if of_rust or isinstance(failure, (OSError, SafetensorError)) else RuntimeError
