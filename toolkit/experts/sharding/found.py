@@ -119,9 +119,8 @@ class FoundExperts:
         slots, read = placement.slots[groups.ep_rank], dict[str, Tensor]()
         is_lazy = isinstance(module, LazyExperts)
         self.take_layout()
-        first_three = inspect.Signature(forward_arguments(module)[:3])
+        module.first_three = inspect.Signature(forward_arguments(module)[:3])  # of the forward that is hidden next
         extend(module, ShardedExperts)
-        module.first_three = first_three
         if is_lazy:
             together(lambda: read.update(module.read_rows(module, slots)))
             del module.read_rows
