@@ -112,7 +112,8 @@ def call_before_each_ddp(prepare: Callable[[nn.Module], None]) -> None:
 def call_before_clipping(by_norm: Callable[[list[Tensor]], None], by_value: Callable[[list[Tensor]], None]) -> None:
     """Have torch's functions that clip gradients call `by_norm(parameters)` or `by_value(parameters)` first.
 
-    Also where `clip_grad_norm_` was imported before, because it calls the function that is replaced here.
+    Also if `clip_grad_norm_` was imported before, because it calls the function that is replaced here. A
+    `clip_grad_value_` that was imported before is unchanged.
     """
 
     def first(prepare: Callable[[list[Tensor]], None], clip: Callable[..., Any]) -> Callable[..., Any]:

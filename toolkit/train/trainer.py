@@ -102,8 +102,7 @@ class Trainer:
         self.model, self.optimizer = prepare(
             run.accelerator, model, optimizer, dense=run.config.dense_parallel, fsdp_size=run.config.fsdp_size
         )
-        self.sync = ExpertSync(model, optimizer)  # once the model is on its device
-        self.sync.follow(self.model)
+        self.sync = ExpertSync(model, optimizer, prepared=self.model)
         # Accelerate's wrappers skip steps of fp16 and autocast. If neither is needed they still look for a package
         # on disk and for environment variables, twice a step: a tenth of a small model's step time.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
@@ -140,7 +139,7 @@ class Trainer:
                 finite: in the same step on a CPU, elsewhere at the next log step or checkpoint.
         """
         self.enter("start")
-        self.sync.follow(self.model)
+        self.sync.follow()
         try:
             record_data(self.run, train=self.batches.identity())
             self.call_hooks("on_fit_start")

@@ -21,7 +21,7 @@ from tests.integrations.accelerate.toy import error_of
 from tests.support.trainers import in_hook
 from tests.traps.toys import ToyMoE, local_loss, toy_trainer
 from toolkit.errors import UserError
-from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
@@ -163,6 +163,26 @@ def test_step_that_trains_experts_wrongly_raises_behind_each_door(
     first, second = (rank[guard, door] for rank in errors)
     assert first == second
     assert GUARDS[guard][2] in first
+
+
+def clipped_by_value(is_late: bool) -> Tensor:
+    """Return expert gradients that torch clips by value, averaged before the call or, if `is_late`, in it."""
+    model = Toy(ExpertGroups())
+    shard_experts(model, make_expert_groups(2))
+    sync = ExpertSync(DistributedDataParallel(model), sgd(model))
+    local_loss(model).backward()
+    if not is_late:
+        sync.before_clip()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    sync.before_clip()
+    return model.moe.experts.up.grad
+
+
+def test_clip_grad_value_averages_gradients_over_ranks_first() -> None:
+    averaged, late = (run_distributed(clipped_by_value, 4, is_late) for is_late in (False, True))
+    for once, again in zip(averaged, late, strict=True):
+        assert torch.equal(once, again)
+        assert once.abs().max() == 0.01
 
 
 def test_expert_sync_of_parameters_raises() -> None:

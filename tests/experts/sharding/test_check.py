@@ -10,6 +10,8 @@ from benchmarks.support.families import build
 from tests.experts.models import StackedExperts
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.placement.placement import contiguous
+from toolkit.experts.sharding.check import check_experts
 from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.sharding.found import FoundExperts
 from toolkit.experts.sharding.shard import shard_experts
@@ -106,6 +108,25 @@ def test_experts_that_compute_differently_when_sharded_raise(experts: type[nn.Mo
     with pytest.raises(UserError, match=f"the experts at 'experts'.*{message}"):
         shard_experts(model, ExpertGroups())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+class HasSharedNorm(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+
+    def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
+        return self.norm(super().compute(expert, x, torch.ones(()))) * weight
+
+
+def test_parameter_that_experts_of_two_ranks_share_raises_unless_frozen():
+    model = nn.ModuleDict({"experts": HasSharedNorm()})
+    layers, placements = require_experts(model), {"experts": contiguous(EXPERTS, 2)}
+    with pytest.raises(UserError, match=r"all experts at 'experts' share 'norm.weight'.*Freeze it"):
+        check_experts(model, layers, placements)
+    model["experts"].norm.requires_grad_(False)
+    nn.init.normal_(model["experts"].down)
+    check_experts(model, layers, placements)
 
 
 def make_lazy(found: FoundExperts) -> None:

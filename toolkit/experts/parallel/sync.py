@@ -22,10 +22,8 @@ from toolkit.errors import UserError, require_type
 from toolkit.experts.compat import call_before_averaging, call_before_clipping, multiply_each_, norm_of_each
 from toolkit.experts.parallel.collectives import together, world_size
 from toolkit.experts.parallel.optimizer_rows import (
+    check_optimizer,
     load_only_own_states,
-    refuse_coupled_rows,
-    refuse_foreign_parameters,
-    refuse_missing_experts,
     require_rows_of_states,
     step_by_only,
     unwrapped,
@@ -67,6 +65,7 @@ class ExpertSync:
         optimizer: Has all trainable experts, and must not have other models' parameters. Without one the model can only
             be evaluated: a backward pass raises UserError.
         rebalance: Called by `after_step` as `rebalance(step, optimizer)`, such as `Replanner.after_step`.
+        prepared: The model as Accelerate prepared it. Default: `model`.
 
     Raises:
         UserError: Updates of the optimizer span several experts, or it lacks an expert or has parameters outside the
@@ -88,39 +87,46 @@ class ExpertSync:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         rebalance: Callable[[int, Optimizer], object] | None = None,
+        *,
+        prepared: nn.Module | None = None,
     ) -> None:
         require_type("model", model, nn.Module, "Write ExpertSync(model, optimizer), which checks every step")
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        self.prepared = model if prepared is None else prepared
+        self.parameters: list[Tensor] = []
+        """The parameters of experts that other ranks do not have."""
         self.rebalance = rebalance
         self.steps = 0
         """Optimizer steps so far."""
         self.optimizer: Callable[[], Optimizer | None] = lambda: None
         """Gives the optimizer, or None."""
         if optimizer is not None:
-            refuse_foreign_parameters(self.model, optimizer)
-            refuse_missing_experts(self.model, optimizer)
-            refuse_coupled_rows(optimizer)
+            check_optimizer(self.model, optimizer)
             self.optimizer = ref(unwrapped(optimizer))
         self._states_are_unknown = any(ownership_of(p) is not None for p in self.model.parameters())
         """Whether no step has shown the states of experts."""
         self._arrivals = _Arrivals()
+        self._check: ReplicaCheck | None = None
         self._undo = ExitStack()
-        self.follow(model)
+        self._has_hooks = False
+        self.follow()
 
     @property
     def awaits_step(self) -> bool:
         """Whether gradients arrived since the last step."""
         return self._arrivals.await_step
 
-    def follow(self, prepared: nn.Module) -> None:
-        """Hook the experts and the steps of the optimizer, again once DDP or FSDP2 wrapped the model as `prepared`."""
+    def follow(self) -> None:
+        """Hook the experts and the steps of the optimizer, again after `close`."""
+        if self._has_hooks:
+            return
         experts = [p for p in self.model.parameters() if ownership_of(p) is not None]
-        for former in {self, *(_SYNC_OF[p]() for p in experts if p in _SYNC_OF)} - {None}:
+        for former in {_SYNC_OF[p]() for p in experts if p in _SYNC_OF} - {None}:
             former.close()
-        self.prepared, self.parameters = prepared, owned(experts)
+        self.parameters, self._has_hooks = owned(experts), True
         optimizer = self.optimizer()
         hooks: list[RemovableHandle] = []
-        self._check = None if optimizer is None or world_size() == 1 else ReplicaCheck(prepared)
+        self._check = None if optimizer is None or world_size() == 1 else ReplicaCheck(self.prepared)
         if self._check is not None and self.parameters:
             hooks.append(self._check.watch_forwards(self.model))
         if optimizer is not None:
@@ -143,6 +149,7 @@ class ExpertSync:
     def close(self) -> None:
         """Remove all hooks. Steps of optimizers with these experts raise UserError from now on."""
         self._undo.close()
+        self._has_hooks = False
 
     def _refresh_after(self, optimizer: Optimizer, mode: str) -> None:
         """Refresh replicas after the method `mode` of a schedule-free optimizer, which sets weights from its states."""

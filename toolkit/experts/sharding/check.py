@@ -13,7 +13,7 @@ from toolkit.errors import UserError, one_line
 from toolkit.experts.compat import with_tables
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.sharding.found import FoundExperts
-from toolkit.experts.sharding.layout import CalledByIds, Layout, extended, in_order_of_slots
+from toolkit.experts.sharding.layout import CalledByIds, Layout, in_order_of_slots
 from toolkit.experts.sharding.sharded_experts import own_type
 
 TOKENS = 6
@@ -65,6 +65,11 @@ def _faults(
             yield (
                 f"model: the forward of the experts at {name!r} was replaced on the module, and sharded experts "
                 "would not call it. Shard the model first."
+            )
+        if (shared := found.shared_parameter) is not None and placements[name].ranks > 1:
+            yield (
+                f"model: all experts at {name!r} share {shared!r}, and each rank would train it by its own experts' "
+                "tokens only. Freeze it, or move it out of the module."
             )
         if found.adapters is not None and (fault := found.adapters.fault(name)):
             yield fault
@@ -130,11 +135,7 @@ class _Trial:
         module = found.module
         self.title = f"model: the experts at {found.name!r} ({own_type(module).__name__})"
         self.module, self.experts, self.weights_first = module, found.num_experts, weights_first
-        self.type = own_type(module) if found.layout is None else extended(own_type(module), found.layout)
-        self.tables = {
-            name: found.rows(parameter.detach(), found.parameters()[name][1])
-            for name, parameter in module.named_parameters(recurse=False)
-        }
+        self.type, self.tables = found.class_with_layout, found.tables()
         self.like = next(iter(self.tables.values()))
         self.draws = torch.Generator().manual_seed(0)
         self.buffers = {

@@ -13,7 +13,7 @@ from toolkit.experts.layer.stack import ExpertStack, RowsInFiles, hook_state_dic
 from toolkit.experts.parallel.collectives import broadcast_from_main, together
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.adapt import KnownLayout
-from toolkit.experts.sharding.layout import CalledByIds, Layout, extend
+from toolkit.experts.sharding.layout import CalledByIds, Layout, extend, extended
 from toolkit.experts.sharding.sharded_experts import LazyExperts, ShardedExperts, forward_arguments, own_type
 
 if TYPE_CHECKING:
@@ -69,6 +69,18 @@ class FoundExperts:
         return outside_wrappers(self.name)
 
     @property
+    def stack(self) -> ExpertStack:
+        """The rows of this rank's slots, once the experts are sharded."""
+        layer: Any = self.module
+        stack: ExpertStack = layer.expert_stack
+        return stack
+
+    @property
+    def class_with_layout(self) -> type[Any]:
+        own = own_type(self.module)
+        return own if self.layout is None else extended(own, self.layout)
+
+    @property
     def takes_ids(self) -> bool:
         """Whether the module is called with (hidden, expert ids, weights) once it has its layout."""
         taken = forward_arguments(self.module)
@@ -78,10 +90,20 @@ class FoundExperts:
     def parameters(self) -> Parameters:
         """Return the parameters of all experts, or of this rank's slots once they are sharded."""
         if self.is_sharded:
-            return _parameters_of(self.module)
+            return _parameters_of(self.stack)
         layout: Any = self.module if isinstance(self.module, Layout) else self.layout
         found: Parameters = {n: (p, layout.rows_in_files) for n, p in self.module.named_parameters(recurse=False)}
         return found | (self.adapters.parameters if self.adapters is not None else {})
+
+    @property
+    def shared_parameter(self) -> str | None:
+        """The first trainable parameter of a module inside of the experts module, or None."""
+        return next((n for n, p in self.module.named_parameters() if "." in n and p.requires_grad), None)
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return the data of the module's own parameters as rows (E, ...), before they are sharded."""
+        own = {name for name, _ in self.module.named_parameters(recurse=False)}
+        return {n: self.rows(p.detach(), form) for n, (p, form) in self.parameters().items() if n in own}
 
     def rows(self, value: Tensor, form: RowsInFiles) -> Tensor:
         """Return the data of a parameter of all experts as rows (E, ...)."""
@@ -157,11 +179,15 @@ class FoundMoE(FoundExperts):
         return f"{self.name}.experts"
 
     @property
+    def shared_parameter(self) -> str | None:
+        return None
+
+    @property
     def takes_ids(self) -> bool:
         return True
 
     def parameters(self) -> Parameters:
-        return _parameters_of(self.layer)
+        return _parameters_of(self.stack)
 
     def fit(self, placement: ExpertPlacement) -> ExpertPlacement:
         return placement
@@ -179,8 +205,7 @@ def outside_wrappers(name: str) -> str:
     return re.sub(r"(\.base_layer)+$", "", name)
 
 
-def _parameters_of(layer: Any) -> Parameters:
-    stack: ExpertStack = layer.expert_stack
+def _parameters_of(stack: ExpertStack) -> Parameters:
     return {name: (parameter, stack.in_files(name)) for name, parameter in stack.parameters.items()}
 
 

@@ -103,12 +103,6 @@ def extend(module: nn.Module, mixin: type[nn.Module]) -> None:
     module.__class__ = extended(type(module), mixin)
 
 
-def own_class(module: nn.Module) -> type[Any]:
-    """Return the class that `module` had before the last `extend`."""
-    _, own = type(module).__bases__
-    return own
-
-
 _extended: dict[tuple[type[nn.Module], type[nn.Module]], Any] = {}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from toolkit.errors import UserError, require_count, require_type
 from toolkit.experts.compat import exclude_from_ddp
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks
+from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement, with_spare_slots
@@ -67,7 +67,7 @@ def shard_experts(
     check_experts(model, layers, placements)
     read_by_all = [key for name, found in layers.items() for key in found.shard(placements[name], groups)]
     exclude_from_ddp(model, read_by_all)
-    return expert_stacks(model)
+    return {name: found.stack for name, found in layers.items()}
 
 
 def require_sharding(groups: ExpertGroups | None, spare_slots: int, placement: InitialPlacement | PlacementOf) -> None:

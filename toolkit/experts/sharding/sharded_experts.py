@@ -13,7 +13,7 @@ from toolkit.errors import UserError
 from toolkit.experts.compat import MovesParameters
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
 from toolkit.experts.layer.stack import ExpertLayer
-from toolkit.experts.sharding.layout import Layout, extend, own_class
+from toolkit.experts.sharding.layout import Layout, extend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -120,7 +120,10 @@ def load_lazily(module: nn.Module, read: ReadRows) -> None:
 
 def own_type(module: nn.Module) -> type[Any]:
     """Return the class of `module`, without the mixin of lazy loading."""
-    return own_class(module) if isinstance(module, LazyExperts) else type(module)
+    if not isinstance(module, LazyExperts):
+        return type(module)
+    _, own = type(module).__bases__
+    return own
 
 
 def forward_arguments(module: nn.Module) -> list[inspect.Parameter]:

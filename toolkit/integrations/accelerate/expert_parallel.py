@@ -179,8 +179,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         else:
             prepared[id(model)] = self.accelerator.prepare_model(model, evaluation_mode=True)
         rebalance = None if self.replanner is None else self.replanner.after_step
-        self.sync = sync = ExpertSync(model, first, rebalance)  # once the model is on its device
-        sync.follow(prepared[id(model)])
+        self.sync = sync = ExpertSync(model, first, rebalance, prepared=prepared[id(model)])
         if first is not None:
             self.patches.callback(first.register_step_post_hook(self._after_step).remove)
             for stack in self.stacks.values():

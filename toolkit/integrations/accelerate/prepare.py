@@ -17,6 +17,7 @@ from toolkit.experts.parallel.ddp import (
     leave_out_of_ddp,
 )
 from toolkit.experts.parallel.fsdp import fully_shard_dense
+from toolkit.experts.parallel.optimizer_rows import check_optimizer
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.integrations.accelerate.compat import mark_as_prepared
@@ -45,11 +46,13 @@ def prepare(
         The prepared model and optimizer.
 
     Raises:
-        UserError: fp16 with sharded parameters, FSDP2 with experts that every rank has, or a model in DDP.
+        UserError: As `check_optimizer` does; also fp16 with sharded parameters, FSDP2 with experts that every rank has,
+            or a model in DDP.
         ValueError: A sharded expert parameter is on the root module, see `leave_out_of_ddp`.
     """
     if any(isinstance(module, DistributedDataParallel | nn.DataParallel) for module in model.modules()):
         raise UserError("model: is wrapped in DistributedDataParallel already. Pass the model inside, `model.module`.")
+    check_optimizer(model, optimizer)
     leave_out_of_ddp(model)
     experts = owned(model.parameters())
     is_parallel = accelerator.num_processes > 1
