@@ -65,7 +65,7 @@ class ExpertSync:
         optimizer: Has all trainable experts, and must not have other models' parameters. Without one the model can only
             be evaluated: a backward pass raises UserError.
         rebalance: Called by `after_step` as `rebalance(step, optimizer)`, such as `Replanner.after_step`.
-        prepared: The model as Accelerate prepared it. Default: `model`.
+        prepared: The model as Accelerate prepared it, after `check_optimizer`. Default: `model`, which is checked here.
 
     Raises:
         UserError: Updates of the optimizer span several experts, or it lacks an expert or has parameters outside the
@@ -101,7 +101,8 @@ class ExpertSync:
         self.optimizer: Callable[[], Optimizer | None] = lambda: None
         """Gives the optimizer, or None."""
         if optimizer is not None:
-            check_optimizer(self.model, optimizer)
+            if prepared is None:
+                check_optimizer(self.model, optimizer)
             self.optimizer = ref(unwrapped(optimizer))
         self._states_are_unknown = any(ownership_of(p) is not None for p in self.model.parameters())
         """Whether no step has shown the states of experts."""

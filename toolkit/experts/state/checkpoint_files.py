@@ -12,7 +12,6 @@ call `save` and `load`; `toolkit.checkpoint` writes the same files for a run.
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -142,12 +141,12 @@ def begin_save(
     placement, tied = describe_places(model), describe_tied(model)
     optimizers = _listed(model, optimizer)
     files = tensors_to_write(model, optimizers, to_cpu)
-    content = copy.deepcopy(content | {"optimizer": _describe(model, optimizers)})
+    state = json.dumps(content | {"optimizer": _describe(model, optimizers)})
     needed = sum(together(lambda: sum(t.nbytes for tensors in files.values() for t in tensors.values())))
 
     def write(group: dist.ProcessGroup | None) -> list[str]:
         with _removed_on_failure(writing, needed, makes_folder):
-            reports = together(lambda: _write(writing, files, content if is_main() else None), group)
+            reports = together(lambda: _write(writing, files, state if is_main() else None), group)
             about = {
                 "format": FORMAT,
                 "step": step,
@@ -177,14 +176,14 @@ def _removed_on_failure(writing: Path, needed: int, makes_folder: bool) -> Itera
 
 
 def _write(
-    writing: Path, files: FileContents, content: dict[str, Any] | None
+    writing: Path, files: FileContents, state: str | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, list[int]]]]:
     """Write this rank's files; returns their seals, and which rows of which parameter each file holds."""
     for name, tensors in files.items():
         save_file(tensors, writing / name)
     names = list(files)
-    if content is not None:
-        manifest.write_canonical(writing / STATE, content)
+    if state is not None:
+        (writing / STATE).write_text(state, encoding="utf-8")
         names.append(STATE)
     return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
 

@@ -33,11 +33,6 @@ def seal(file: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def write_canonical(file: Path, value: Any) -> None:
-    """Write `value` as canonical JSON: sorted keys, one form."""
-    file.write_text(_canonical(value), encoding="utf-8")
-
-
 def publish(writing: Path, final: Path, manifest: dict[str, Any], names: Collection[str] | None = None) -> None:
     """Add the manifest to the sealed files in `writing`, read all files back, and rename the folder to `final`.
 
@@ -53,7 +48,7 @@ def publish(writing: Path, final: Path, manifest: dict[str, Any], names: Collect
     Raises:
         OSError: If the bytes read back differ from the bytes written.
     """
-    write_canonical(writing / NAME, manifest | {"digest": digest(manifest)})
+    (writing / NAME).write_text(canonical(manifest | {"digest": digest(manifest)}), encoding="utf-8")
     seal(writing / NAME)
     sync(writing)
     if damage := find_damage(writing, names):
@@ -73,7 +68,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     text = (folder / NAME).read_text(encoding="utf-8")
     manifest: dict[str, Any] = json.loads(text)
     sealed = dict(manifest)
-    if sealed.pop("digest", None) != digest(sealed) or _canonical(manifest) != text:
+    if sealed.pop("digest", None) != digest(sealed) or canonical(manifest) != text:
         raise ValueError("it does not match its own digest")
     if any(Path(name).name != name for name in sealed["files"]):
         raise ValueError("it names a file of another folder")
@@ -135,13 +130,14 @@ def sweep(parent: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
+    """Return canonical JSON: sorted keys, one form."""
     return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
 def digest(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest without its own digest."""
-    return hashlib.sha256(_canonical(manifest).encode()).hexdigest()
+    return hashlib.sha256(canonical(manifest).encode()).hexdigest()
 
 
 def sync(path: Path) -> None:
