@@ -53,24 +53,10 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
 
 def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the final numbers as (name, text) rows."""
-    values = {name: value for name, value in {**results, **_derived(results)}.items() if value is not None}
-    rows: dict[str, str] = {}
-    absent = suppress(KeyError, TypeError, ValueError)  # or a result of the user's own with this name
-    for name, text, *parts in LINES:
-        with absent:
-            rows.setdefault(name, text.format_map(values))
-            for part in parts:
-                with absent:
-                    rows[name] += part.format_map(values)
-    return list(rows.items())
-
-
-def _derived(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of lines that are not results themselves; None for a run without them."""
     best, restarts = results.get("best_checkpoint"), results.get("restarts")
     seconds, peak = results.get("wall_seconds"), results.get("peak_memory_bytes")
     loads = [f"{_load(shares)} % in {layer}" for layer, shares in results.get("expert_load", {}).items()]
-    return {
+    derived = {
         "perplexity": math.exp(results["test_loss"]) if {"test_bits_per_byte", "test_loss"} <= results.keys() else None,
         "load": "; ".join(loads) or None,
         "moved": moves(results),
@@ -81,6 +67,16 @@ def _derived(results: Mapping[str, Any]) -> dict[str, Any]:
         "last_restart": restarts[-1] if restarts else None,
         "ep_groups_of": results["ep_size"] if results.get("ep_size", 1) > 1 else None,
     }
+    values = {name: value for name, value in {**results, **derived}.items() if value is not None}
+    rows: dict[str, str] = {}
+    absent = suppress(KeyError, TypeError, ValueError)  # or a result of the user's own with this name
+    for name, text, *parts in LINES:
+        with absent:
+            rows.setdefault(name, text.format_map(values))
+            for part in parts:
+                with absent:
+                    rows[name] += part.format_map(values)
+    return list(rows.items())
 
 
 def _load(shares: Sequence[float]) -> str:
