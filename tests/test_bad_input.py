@@ -16,24 +16,22 @@ from recipes.mnist_moe import PRESETS, main
 from tests.support.forked_python import run_forked
 from toolkit.errors import UserError
 from toolkit.run import cli
-from toolkit.run.config.flags import as_typed
 from toolkit.run.launch import agent
 
-# Words on the command line, the preset excepted -> part of the error. One case each for errors of tyro and pydantic.
+# Words on the command line, the preset excepted -> part of the error.
 ERRORS_BEFORE_START = {
     "--num-processes 2 --cpu --experst 4": "Did you mean --experts?",
     "--planner swap": "Did you mean --replan.planner?",
     "--zzz 1": "unknown flag --zzz",
     "something": "unknown preset 'something'",
     "--run-dir=": "--run-dir: has no value",
-    "--experts four": "Error parsing --experts: invalid literal",
-    "--lr nan": "--lr nan: input should be",
-    "--gradient-accumulation-steps 3": "--batch-size 64: it must divide by",
+    "--lr nan": "lr=nan: input should be",
+    "--gradient-accumulation-steps 3": "batch_size=64: it must divide by",
     "--num-processes 3 --cpu": "it must divide by 3",
-    "--max-experts 8 --spare-slots 1": "--spare-slots 1: dynamic experts",
-    "--max-experts 8 --compile": "--compile: dynamic experts",
-    "--max-experts 8 --dense-parallel fsdp2": "--dense-parallel fsdp2: dynamic experts",
-    "--replan.planner swapp": "--replan.planner swapp: take one of contiguous, ",
+    "--max-experts 8 --spare-slots 1": "spare_slots=1: dynamic experts",
+    "--max-experts 8 --compile": "compile=True: dynamic experts",
+    "--max-experts 8 --dense-parallel fsdp2": "dense_parallel='fsdp2': dynamic experts",
+    "--replan.planner swapp": "replan.planner='swapp': take one of contiguous, ",
 }
 
 
@@ -85,20 +83,20 @@ ERRORS_IN_RUN = {
     "--dataset mnist --data-dir {folder}/empty": "/empty",
     "--dataset auto --data-dir {folder}/empty": "/empty",
     "--dataset mnist --data-dir {folder}/corrupt": "train-00000-of-00001.parquet",
-    "--dataset cifar": "--dataset cifar",
+    "--dataset cifar": "dataset='cifar'",
     "--run-dir {folder}/file/run": "/file/run: Not a directory",
     "--run-dir {folder}/file": "/file: File exists",
     "--run-dir /proc/toolkit-run": "/proc/toolkit-run: ",
     "--run-dir {folder}/locked": "another job uses this folder",
     "--run-dir {folder}/finished": "finished run",
-    "--run-dir {folder}/stopped --lr 0.5": "--lr",
-    "--run-dir {folder}/stopped --resume no": "--resume no",
-    "--run-dir {folder}/empty --resume": "--resume yes",
-    "--run-dir {folder}/without_checkpoint --resume": "--resume yes",
+    "--run-dir {folder}/stopped --lr 0.5": "lr",
+    "--run-dir {folder}/stopped --resume no": "resume='no'",
+    "--run-dir {folder}/empty --resume": "resume='yes'",
+    "--run-dir {folder}/without_checkpoint --resume": "resume='yes'",
     "--run-dir {folder}/other_sizes": "checkpoint",
-    "--mixed-precision fp16": "--mixed-precision fp16",
-    "--experts 6 --ep-size 3": "--ep-size 3",
-    "--exchange hierarchical": "--exchange hierarchical",
+    "--mixed-precision fp16": "mixed_precision='fp16'",
+    "--experts 6 --ep-size 3": "ep_size=3",
+    "--exchange hierarchical": "exchange='hierarchical'",
 }
 COMMON = ["debug", "--tracker", "none", "--cpu", "--max-steps", "2"]
 
@@ -109,7 +107,7 @@ def error_of(*flags: str) -> str | None:
     try:
         main(config)
     except UserError as error:
-        return as_typed(error, config)
+        return str(error)
     return None
 
 

@@ -39,8 +39,7 @@ class UserError(ValueError):
     """Bad input: one sentence that names the field, the value and the remedy.
 
     Raise it on every rank (with `Run.on_main_and_share` if only one rank can detect the error), so that all ranks exit
-    with `EXIT_USER_ERROR` without hanging, and one line is printed. The message uses Python syntax, `ep_size=3`; the
-    command line prints `--ep-size 3`.
+    with `EXIT_USER_ERROR` without hanging, and one line is printed. The message uses Python syntax, `ep_size=3`.
 
     Args:
         message: The full sentence. Default: built from the other arguments.

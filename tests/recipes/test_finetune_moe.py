@@ -209,9 +209,9 @@ def test_comparison_trains_controls_and_resumes_after_stop(texts, tmp_path, monk
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--merge --lora-rank 0", "--merge: there are no adapters"),
+        ("--merge --lora-rank 0", "merge=True: there are no adapters"),
         ("--no-lora-experts --no-lora-attention", "neither experts nor attention"),
-        ("--quantize 4bit --merge", "--quantize 4bit: experts in four bits are frozen"),
+        ("--quantize 4bit --merge", "quantize='4bit': experts in four bits are frozen"),
     ],
 )
 def test_flags_that_leave_nothing_to_train_or_merge_raise(flags, message):

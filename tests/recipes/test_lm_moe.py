@@ -123,5 +123,5 @@ def test_model_without_experts_trains(tmp_path):
 
 
 def test_sample_tokens_longer_than_context_raises():
-    with pytest.raises(UserError, match="--context 16: take more than --sample-tokens 16"):
+    with pytest.raises(UserError, match="context=16: take more than sample_tokens=16"):
         cli.parse(lm_moe.PRESETS, ["debug", "--context", "16"])

@@ -10,9 +10,9 @@ from benchmarks.support.processes import ROOT, program_environment, run_recipe
 from recipes import few_labels, finetune_moe, har, lm_moe, lmu_speech, mnist_moe, psmnist, vae_robustness
 from toolkit.errors import Preempted, UserError
 from toolkit.run import cli
-from toolkit.run.config.flags import as_typed
 from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
 from toolkit.run.config.run import RunConfig, to_dict
+from toolkit.run.launch import exits
 
 
 class Config(RunConfig):
@@ -85,19 +85,23 @@ def test_parse_preset_after_flags_raises():
         cli.parse(mnist_moe.PRESETS, ["--epochs", "1", "debug"])
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
-    ("message", "typed"),
+    ("words", "said"),
     [
-        ("ep_size=3: it does not divide.", "--ep-size 3: it does not divide."),
-        ("planner='swapp': take another.", "--replan.planner swapp: take another."),
-        ("compile=True: leave it out.", "--compile: leave it out."),
-        ("cpu=False, balance='loss'.", "--no-cpu, --balance loss."),
-        ("groups=...: leave one of the two out.", "groups=...: leave one of the two out."),
-        ("max_steps=None: take 1 to epochs=3", "--max-steps none: take 1 to --epochs 3"),
+        ("--epochs many", "Error parsing --epochs: invalid literal for int() with base 10: 'many'"),
+        ("--epochs", "Missing value for argument '--epochs'."),
+        ("--resume maybe", "Expected one of ('auto',"),
     ],
 )
-def test_as_typed_replaces_settings_by_flags(message, typed):
-    assert as_typed(message, mnist_moe.full()) == typed
+def test_parse_value_that_a_flag_cannot_take_prints_error_of_tyro_once(words, said, rank, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    waited = []
+    monkeypatch.setattr(exits.time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(mnist_moe.PRESETS, words.split())
+    assert (stop.value.code, waited) == (2, [] if rank == "0" else [exits.GRACE_S])
+    assert capsys.readouterr().err.count(said) == 1
 
 
 def test_help_of_script_lists_presets_and_all_flags():

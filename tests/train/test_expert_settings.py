@@ -155,8 +155,8 @@ def test_settings_without_effect_on_layers_warn(tmp_path: Path, capsys: pytest.C
     with tk.start_run("toy", make_config(tmp_path, balance="bias", capacity_factor=1.5)) as run:
         standard_trainer(run, OwnTask(), model, train=TABLE, test=TABLE)
     out = capsys.readouterr().out
-    assert "--balance bias: has no effect on 0, which was built with loss." in out
-    assert "--capacity-factor 1.5: has no effect on 0, which was built with None." in out
+    assert "balance=bias: has no effect on 0, which was built with loss." in out
+    assert "capacity_factor=1.5: has no effect on 0, which was built with None." in out
     assert "balance_weight, z_weight and capacity_factor: have no effect on 1.experts." in out
 
 

@@ -97,7 +97,9 @@ def batch_norm_messages(folder: Path) -> tuple[str, str]:
 
 def test_batch_norm_on_two_processes_warns_and_sync_bn_converts(tmp_path):
     for lines, error in run_distributed(batch_norm_messages, 2, tmp_path / "two"):
-        assert "batch norm is over each process's part of the batch, unlike in one process: --sync-bn has it" in lines
+        assert (
+            "batch norm is over each process's part of the batch, unlike in one process: sync_bn=True has it" in lines
+        )
         assert error == "SyncBatchNorm layers only work with GPU modules"
     assert "batch norm" not in run_distributed(batch_norm_messages, 1, tmp_path / "one")[0][0]
 

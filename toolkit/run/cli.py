@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import re
 import shutil
 import sys
@@ -17,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from toolkit.errors import (
     EXIT_BUG,
@@ -33,11 +32,15 @@ from toolkit.errors import (
 )
 from toolkit.experts.options import Options
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.run.config.file import CONFIG, words_of_file
-from toolkit.run.config.flags import as_typed, flags_of
+from toolkit.run.config.file import CONFIG, read_file
+from toolkit.run.config.flags import flags_of, replace_fields
 from toolkit.run.config.run import RunConfig
+from toolkit.run.config.settings import leaves
 from toolkit.run.launch import agent, exits, world
 from toolkit.run.launch.signals import begin_handling_signals
+
+if TYPE_CHECKING:
+    from tyro.constructors import ConstructorRegistry
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -53,7 +56,6 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     """
     if hasattr(sys, "ps1"):  # the recipe would exit an interactive Python
         raise UserError("run_recipe: reads a command line. Call main(config) in a notebook.")
-    config = None
     try:
         exits.end_with_launcher()
         begin_handling_signals()
@@ -67,7 +69,7 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
             sys.exit(agent.start_processes(config))
         main(config)
     except UserError as error:
-        exits.report(as_typed(error, config))
+        exits.report(str(error))
         exits.leave(EXIT_USER_ERROR)
     except Preempted as stop:
         exits.report(str(stop), label="")
@@ -99,7 +101,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     --help prints the common flags and exits, `--help all` prints every flag.
 
     Raises:
-        UserError: For an unknown word, flag or value.
+        SystemExit: For a word that a flag cannot take, after tyro has printed its error.
+        UserError: For an unknown word or flag, or an invalid value.
     """
     import tyro
 
@@ -115,7 +118,7 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     if "--help" in args and args[args.index("--help") + 1 :][:1] != ["all"]:
         _print_help(_short_help(presets, default, doc))
     words = _as_tyro([word for word in args if word != "all" or "--help" not in args], flags)
-    in_file: list[str] = []
+    in_file: dict[str, Any] = {}
     where = ""
     if CONFIG in words:
         at = words.index(CONFIG)
@@ -123,28 +126,62 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         del words[at : at + 2]
         where = f"{CONFIG} {file}: "
         try:
-            in_file = _as_tyro(words_of_file(Path(file), flags), flags)
+            in_file = read_file(Path(file), dict(flags.values()))
         except UserError as error:
             raise UserError(f"{where}{error}") from None
     printed = io.StringIO()
+    parsed: Any
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
-            config = tyro.cli(
-                type(default), default=default, args=[*in_file, *words], description=_description(presets, doc)
+            parsed, unknown = tyro.cli(
+                type(default),
+                default=default,
+                args=words,
+                description=_description(presets, doc),
+                return_unknown_args=True,
+                registry=_unchecked(),
             )
     except SystemExit as stop:
         if not stop.code:
             _print_help(printed.getvalue())
-        refusal = _user_error_behind(stop)
-        said = _first_paragraph(printed.getvalue()) if refusal is None else as_typed(refusal, default)
-        if late := [word for word in words if word in presets and said.startswith("Unrecognized")]:
-            said = f"{late[0]}: comes after flags. Put the preset first."
-        culprit = next(iter(re.findall(r"--[a-z][\w.-]*", said)), None)
-        is_of_file = culprit in in_file and culprit not in words
-        raise UserError(f"{where if is_of_file else ''}{said}") from None
+        exits.report(printed.getvalue(), label="")
+        raise
+    if unknown:
+        if unknown[0] in presets:
+            raise UserError(f"{unknown[0]}: comes after flags. Put the preset first.")
+        kind = "flag" if unknown[0].startswith("-") else "word"
+        raise UserError(f"unknown {kind} {unknown[0]}. {did_you_mean(unknown[0], flags, 'See --help all.')}")
+    typed = {flags[word][0] for word in words if word in flags}
+    changes = in_file | {name: value for name, value in leaves(parsed) if name in typed}
+    try:
+        config = replace_fields(default, changes)
+    except UserError as error:
+        raise UserError(f"{where if error.field in in_file.keys() - typed else ''}{error}") from None
     _refuse_options_of_what_is_off(config, words)
     object.__setattr__(config, "preset", preset)  # the config is frozen
     return config
+
+
+def _unchecked() -> ConstructorRegistry:
+    """Let tyro return the values of options as dictionaries: they are checked with the values of a file."""
+    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+    registry = ConstructorRegistry()
+
+    @registry.struct_rule
+    def of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if not isinstance(info.default, Options):
+            return None
+        fields = type(info.default).model_fields.items()
+        return StructConstructorSpec(
+            dict,
+            tuple(
+                StructFieldSpec(name, cast("type", field.annotation), getattr(info.default, name), field.description)
+                for name, field in fields
+            ),
+        )
+
+    return registry
 
 
 def _refuse_options_of_what_is_off(config: RunConfig, words: Iterable[str]) -> None:
@@ -164,10 +201,10 @@ COMMON = ("epochs", "batch_size", "lr", "seed", "dataset", "run_dir", "num_proce
 """Fields in the output of --help, if the recipe has them."""
 
 
-def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
+def _as_tyro(args: Iterable[str], flags: Mapping[str, tuple[str, Any]]) -> list[str]:
     """Convert `args` to tyro's spelling of None, True and False, and `--resume` without a value to `--resume yes`.
 
-    Raises UserError for an unknown flag or an empty value, as from an unset shell variable.
+    Raises UserError for an empty value, as from an unset shell variable.
     """
     words: list[str] = []
     flag = ""
@@ -175,14 +212,13 @@ def _as_tyro(args: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
         if arg.startswith("--"):
             name, equals, value = arg.partition("=")
             flag = name.replace("_", "-")
-            if flag not in flags and flag not in (CONFIG, "--help"):
-                raise UserError(f"unknown flag {flag}. {did_you_mean(flag, flags, 'See --help all.')}")
             words += [flag, value] if equals else [flag]
         else:
             words.append(arg)
         if words[-1] == "":
             raise UserError(f"{flag}: has no value. Give one.")
-        constants = [str(part) for part in (None, True, False) if type(part) in get_args(flags.get(flag))]
+        _, hint = flags.get(flag, ("", None))
+        constants = [str(part) for part in (None, True, False) if type(part) in get_args(hint)]
         if words[-1].capitalize() in constants:
             words[-1] = words[-1].capitalize()
     alone = [at for at, word in enumerate(words, 1) if word == "--resume" and [*words, "--"][at].startswith("--")]
@@ -224,21 +260,3 @@ def _print_help(text: str) -> None:
     except BrokenPipeError:  # --help | head
         exits.leave(EXIT_DONE)
     sys.exit(EXIT_DONE)
-
-
-def _user_error_behind(error: BaseException | None) -> UserError | None:
-    """Return the UserError of a config: tyro catches it as a ValueError, prints a box and exits."""
-    while error is not None and not isinstance(error, UserError):
-        error = error.__context__
-    return error
-
-
-def _first_paragraph(box: str) -> str:
-    """Return the first paragraph below the title of tyro's error box as a sentence."""
-    lines = [line.strip("│| ") for line in box.splitlines()]
-    below = itertools.dropwhile(_is_rule, itertools.islice(itertools.dropwhile(_is_rule, lines), 1, None))
-    return f"{' '.join(itertools.takewhile(lambda line: not _is_rule(line), below)).rstrip('.')}: see --help all."
-
-
-def _is_rule(line: str) -> bool:
-    return not line.strip("─-╭╮╰╯+ ")

@@ -34,7 +34,6 @@ from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.integrations.accelerate.compat import reset_accelerator_state
 from toolkit.run.accelerator import build_accelerator
 from toolkit.run.config.experts import ExpertRunConfig
-from toolkit.run.config.flags import as_typed
 from toolkit.run.config.run import RunConfig, require_divisible
 from toolkit.run.console import print_nowhere
 from toolkit.run.folder import (
@@ -185,7 +184,7 @@ class Run:
         """
         notice = facts.get("dataset_notice")
         if notice and notice != self._facts.get("dataset_notice"):
-            self.note(notice)
+            self.print(notice)
         self._facts |= facts
 
     def print(self, text: str) -> None:
@@ -203,10 +202,6 @@ class Run:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
-
-    def note(self, text: str) -> None:
-        """Print `text` with settings written as command-line flags: `ep_size=3` as `--ep-size 3`."""
-        self.print(as_typed(text, self.config))
 
     def add_sink(self, sink: Sink) -> None:
         """Call `sink.log` at every log step on the main process."""

@@ -53,7 +53,7 @@ def announce(
             weight = f"{penalty.balance_weight:.2g}"
             warnings.append(f"the balance loss has weight {weight}, because the run has {max_steps:,} steps.")
     warnings += warnings_of(run, model, experts, data, batches.steps_per_epoch, max_steps)
-    run.note("\n".join([*warnings, aligned(describe_start(run, model, experts, batches, max_steps)).rstrip()]))
+    run.print("\n".join([*warnings, aligned(describe_start(run, model, experts, batches, max_steps)).rstrip()]))
 
 
 def describe_experts(experts: Experts, groups: ExpertGroups) -> dict[str, Any]:

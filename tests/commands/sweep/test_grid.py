@@ -29,7 +29,7 @@ def test_invalid_axis_raises(word):
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        ("labels=100,0", "--labels 0: take one or more"),
+        ("labels=100,0", "labels=0: take one or more"),
         ("lables=100", "Did you mean --labels"),
         ("labels=8,08", "--grid: labels=8 seed=3 and labels=08 seed=3 have equal settings"),
     ],

@@ -55,6 +55,13 @@ def test_flags_override_config_file_and_config_file_overrides_preset(tmp_path):
     assert cli.parse(PRESETS, ["--epochs", "4", f"--config={tmp_path / 'mine.yaml'}"]) == config
 
 
+def test_values_of_config_file_and_flags_are_checked_together(tmp_path):
+    with pytest.raises(UserError, match="batch_size=64: it must divide by 3"):
+        parse(tmp_path / "mine.yaml", "num_processes: 3")
+    assert parse(tmp_path / "mine.yaml", "num_processes: 3", "--batch-size", "66").batch_size == 66
+    assert parse(tmp_path / "mine.yaml", "max_steps: none\ncheckpoint.best: none").checkpoint.best is None
+
+
 def test_parse_config_file_that_is_a_pipe_raises(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(UserError, match=r"pipe\.yaml: is not a regular file"):
@@ -89,12 +96,19 @@ def test_settings_read_from_config_of_run_are_equal(tmp_path, changes, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("experst: 4", "unknown flag --experst. Did you mean --experts?"),
-        ("optimizer:\n  weight_decy: 4", "--optimizer.weight-decy. Did you mean --optimizer.weight-decay?"),
-        ("epochs: many", "--epochs: invalid literal"),
-        ("epochs: 0", "--epochs 0: input should be greater than 0"),
-        ("cpu: 1", "--cpu 1: take true or false."),
-        ("betas: [[1], 2]", "--betas: is a list or group within a list. Write its values in one list."),
+        ("experst: 4", "experst: there is no such option. Did you mean experts?"),
+        (
+            "optimizer:\n  weight_decy: 4",
+            "optimizer.weight_decy: there is no such option. Did you mean optimizer.weight_decay?",
+        ),
+        ("no-cpu: true", "no_cpu: there is no such option. Did you mean cpu?"),
+        ("optimizer: 3", "optimizer: there is no such option."),
+        ("lr: {a: 1}", "lr.a: there is no such option."),
+        ("epochs: many", "epochs='many': input should be a valid integer"),
+        ("epochs: 0", "epochs='0': input should be greater than 0"),
+        ("optimizer.weight_decay: -1", "optimizer.weight_decay='-1': input should be greater than or equal to 0"),
+        ("cpu: maybe", "cpu='maybe': input should be a valid boolean"),
+        ("epochs: [[1], 2]", "epochs=[['1'], '2']: input should be a valid integer"),
         ("epochs 3", "has no flags. Write a line for each"),
         ("", "has no flags. Write a line for each"),
         ("lr: 1\nepochs: [3", "is neither YAML nor JSON"),

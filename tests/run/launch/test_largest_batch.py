@@ -89,4 +89,4 @@ def test_auto_batch_size_in_rank_of_launcher_raises(tmp_path):
     launched = environment(WORLD_SIZE="1", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     done = run_forked("recipe.py", "--auto-batch-size", "--cpu", "--tracker", "none", cwd=tmp_path, env=launched)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --auto-batch-size: only the command of a recipe")
+    assert done.stderr.startswith("error: auto_batch_size=True: only the command of a recipe")

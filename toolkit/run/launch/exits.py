@@ -37,8 +37,8 @@ def end_with_launcher() -> None:
 
 
 def report(message: str, label: str = "error: ") -> None:
-    """Write one line to stderr, however many ranks call this."""
-    line = label + " ".join(message.split())
+    """Write one line to stderr, or a message without a label as it is, however many ranks call this."""
+    line = label + " ".join(message.split()) if label else message.rstrip()
     ignore_stop_signals()
     if tell(line):
         return

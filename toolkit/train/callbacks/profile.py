@@ -34,7 +34,7 @@ class Profile(Callback):
         left = trainer.max_steps - trainer.state.step
         steps = min(STEPS, left - 1)
         if steps < 1:
-            trainer.run.note("profile=True: the run has too few steps: it needs one to warm up, and another one.")
+            trainer.run.print("profile=True: the run has too few steps: it needs one to warm up, and another one.")
             return
         on_gpu = trainer.run.device.type == "cuda"
         self.profiler = torch_profile(
