@@ -43,7 +43,7 @@ toolkit.errors  toolkit.public_names
 
 IMPORTERS = {
     "tyro": ("toolkit.run.cli",),
-    "wandb": ("toolkit.run.tracking.trackers",),
+    "wandb": (),
     "accelerate": ("toolkit.run", "toolkit.data", "toolkit.doctor", "toolkit.integrations.accelerate"),
     "transformers": ("toolkit.integrations.transformers", "toolkit.data.tokenizer"),
     "peft": ("toolkit.integrations.peft",),
@@ -56,7 +56,7 @@ IMPORTERS = {
     **dict.fromkeys(("cloudpickle", "dill", "marshal", "shelve", "joblib"), ()),
 }
 """Packages of `toolkit/` that import a library."""
-ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb", "wandb_workspaces", "datasets", "transformers"}
+ONLY_INSIDE_FUNCTIONS = {"matplotlib", "bokeh", "wandb_workspaces", "datasets", "transformers"}
 LIBRARIES_OF_EXPERTS = {"torch", "numpy", "pydantic", "safetensors", "toolkit"}
 KNOW_FLAGS = tuple(f"toolkit.{name}" for name in ("commands", "audit", "doctor", "lab", "train", "run", "errors"))
 PICKLING_CALLS = {("torch", "load"), ("torch", "save")}

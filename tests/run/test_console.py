@@ -54,14 +54,6 @@ def test_summary_shows_load_per_expert(tmp_path):
         assert f"load per expert  {text} % in moe\n" in summarise({"expert_load": {"moe": shares}}, tmp_path)
 
 
-def test_summary_leaves_out_lines_and_parts_without_results(tmp_path):
-    results = {"test_accuracy": 0.5, "test_macro_f1": 0.25, "test_loss": [0.1, 0.2], "steps": 3, "restarts": []}
-    assert summarise(results, tmp_path).splitlines() == [
-        "test accuracy  50.00%, macro-F1 0.250",
-        f"files          {tmp_path}",
-    ]
-
-
 @pytest.mark.parametrize(
     ("environment", "terminal", "redraws"),
     [({}, True, True), ({}, False, False), ({"CI": "true"}, True, False), ({"TERM": "dumb"}, True, False)],

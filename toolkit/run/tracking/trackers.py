@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import netrc
 import os
 import secrets
 import shlex
@@ -65,6 +66,8 @@ class WandB:
         self._tracker: WandBTracker | None = None
 
     def start(self) -> str | None:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         reason = why_offline()
         if reason is None:
             project = "/".join(filter(None, (os.environ.get("WANDB_ENTITY"), self.labels.project)))
@@ -206,24 +209,30 @@ def labels_of(config: RunConfig, recipe: str, folder: Path) -> Labels:
 
 
 def why_offline() -> str | None:
-    """Return why W&B is offline; None with an API key and a reachable server. Never prompts."""
-    os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    """Return why W&B is offline; None with an API key and a reachable server. The key is not stored or printed."""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "dryrun"):
         return f"WANDB_MODE={mode}"
-    import wandb
-
-    if not wandb.login(prompt=False, verify=False):
+    server = urllib.parse.urlsplit(url).hostname or ""  # the address may hold a password
+    if not _has_key(server):
         return "no API key: wandb login"
-    url = wandb.setup().settings.base_url
-    server = urllib.parse.urlsplit(url).hostname  # the address may hold a password
     try:
-        urllib.request.urlopen(url, timeout=PROBE_S).close()  # W&B's own check takes ten seconds without a server
+        urllib.request.urlopen(url, timeout=PROBE_S).close()
     except urllib.error.HTTPError as answer:
         return None if answer.code < 500 else f"{server} answers {answer.code}"
     except (OSError, ValueError):
         return f"{server} does not answer"
     return None
+
+
+def _has_key(server: str) -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        entries = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return server in entries.hosts
 
 
 def _pixels(path: Path) -> np.ndarray:
