@@ -127,8 +127,8 @@ def train_and_test(splits: Any) -> tuple[Any, Any, str | None]:
     return parts["train"], parts["test"], said
 
 
-def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], kinds: tuple[type, ...] = ()) -> str:
-    """Find the column of `rows` with one of `names`, else the only column whose type is in `kinds`.
+def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], kinds: tuple[Any, ...] = ()) -> str:
+    """Find the column of `rows` with one of `names`, else the only column whose feature type or dtype is in `kinds`.
 
     Raises:
         UserError: No column matches, or several do. The message names the use of the column, `argument`.
@@ -136,7 +136,7 @@ def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], 
     for name in names:
         if name in rows.column_names:
             return name
-    found = [name for name, kind in rows.features.items() if kinds and isinstance(kind, kinds)]
+    found = [name for name, kind in rows.features.items() if {type(kind), getattr(kind, "dtype", None)} & {*kinds}]
     if len(found) != 1:
         raise UserError(
             f"dataset={dataset!r}: no column of {', '.join(rows.column_names)} is the {argument}. "
