@@ -78,14 +78,13 @@ class Tokenizer:
             )
         with reading(f"tokenizer={name!r}", "Give bytes, a folder or a Hub name."):
             self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        separators = (self._inner.eos_token_id, self._inner.sep_token_id)
-        separator = next((id for id in separators if id is not None), None)
-        if separator is None:
+        separators = [id for id in (self._inner.eos_token_id, self._inner.sep_token_id) if id is not None]
+        if not separators:
             raise UserError(
                 f"tokenizer={name!r}: has no end-of-text token, which separates documents. Choose another, or bytes."
             )
         self.vocab_size = len(self._inner)
-        self.separator = int(separator)
+        self.separator = int(separators[0])
         probe = repr((sorted(self._inner.get_vocab().items()), self.encode(_PROBE).tolist()))
         self.key = hashlib.sha256(probe.encode()).hexdigest()[:16]
         self.chat = str(self._inner.chat_template or CHATML)
