@@ -218,15 +218,13 @@ def find_own(dataset: str) -> tuple[Source, str | None]:
 
     here = Path(dataset).expanduser()
     splits, key = (here.is_dir() and _recordings_in(here)) or tk.data.load_splits(dataset)
-    train, test, said = tk.data.train_and_test(splits)
+    parts, said = tk.data.train_and_test(splits)
+    train = parts["train"]
     audio = tk.data.find_column(dataset, train, "sound", ("audio",), (datasets.Audio,))
     text = tk.data.find_column(dataset, train, "text", TEXT, (datasets.ClassLabel,))
     speaker = next((name for name in SPEAKER if name in train.column_names), None)
     kind = train.features[text]
     words = kind.names if isinstance(kind, datasets.ClassLabel) else None
-    parts = {"train": train, "test": test}
-    if "validation" in splits and not any(splits["validation"] is part for part in (train, test)):
-        parts["validation"] = splits["validation"]
 
     def read(split: str) -> Iterator[Utterance]:
         rows = parts[split]

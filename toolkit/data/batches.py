@@ -114,8 +114,9 @@ class TrainBatches:
         order: Order | None = None,
     ):
         self.table = table
-        self.augment = augment
+        self.source = AccessedTable(table, augment)
         self.order: Order = order or BatchOrder(num_samples=len(table), batch_size=batch_size, seed=seed)
+        self.steps_per_epoch = self.order.steps_per_epoch
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.device = torch.device(device)
         self.num_workers = num_workers
@@ -123,15 +124,6 @@ class TrainBatches:
     def identity(self) -> Identity:
         """The identity of the table, see `toolkit.data.identity`."""
         return identity_of(self.table)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.order.steps_per_epoch
-
-    @property
-    def source(self) -> TensorTable | AugmentedTable:
-        """Source of batches: the table, augmented if `augment` is set."""
-        return self.table if self.augment is None else AugmentedTable(self.table, self.augment)
 
     def samples_of(self, step: int) -> int:
         """Samples of the global batch of `step`."""
@@ -141,11 +133,10 @@ class TrainBatches:
         """A batch without samples."""
         return send_to_device(self.source[torch.arange(0)], self.device)
 
-    def rows(self, start_step: int) -> Iterator[Tensor]:
-        """The row numbers of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
+    def visits(self, start_step: int) -> Iterator[Tensor]:
+        """The sample accesses of this rank's micro-batches from `start_step` on, `accumulation` of them per step."""
         for step, batch in enumerate(self.order.batches(start_step), start_step):
-            if self.augment is not None:  # which takes visits, not rows
-                batch = batch + self.order.epoch_of(step) * len(self.table)
+            batch = batch + self.order.epoch_of(step) * len(self.table)
             yield from self.parts_of(batch)
 
     def rows_of(self, step: int) -> list[int]:
@@ -154,21 +145,12 @@ class TrainBatches:
 
     def micro_batches_of(self, visits: Tensor) -> list[Batch]:
         """This rank's micro-batches of a global batch of `visits` (epoch * samples + row), augmented as others are."""
-        parts = self.parts_of(self._rows_in_source(visits))
-        return list(fetch(self.source, iter(parts), self.device, num_workers=0))
+        return list(fetch(self.source, iter(self.parts_of(visits)), self.device, num_workers=0))
 
     def parts_of(self, rows: Tensor) -> list[Tensor]:
         """This rank's part of each micro-batch of a global batch of `rows`, or of visits."""
         micro = (split(rows, self.accumulation, index) for index in range(self.accumulation))
         return [split(part, self.world_size, self.rank) for part in micro]
-
-    def seen(self, visits: Tensor) -> Batch:
-        """The samples of `visits`, augmented as others are."""
-        return send_to_device(self.source[self._rows_in_source(visits)], self.device, non_blocking=True)
-
-    def _rows_in_source(self, visits: Tensor) -> Tensor:
-        """An augmented table is indexed by visits, another one by rows."""
-        return visits % len(self.table) if self.augment is None else visits
 
     def part_of(self, rows: Tensor) -> Batch:
         """This rank's part of `rows` in one batch, as they are in the table."""
@@ -176,7 +158,7 @@ class TrainBatches:
 
     def steps(self, start_step: int) -> Iterator[list[Batch]]:
         """Lists of this rank's micro-batches, from `start_step` on, without end."""
-        micro_batches = fetch(self.source, self.rows(start_step), self.device, self.num_workers)
+        micro_batches = fetch(self.source, self.visits(start_step), self.device, self.num_workers)
         while True:
             yield [next(micro_batches) for _ in range(self.accumulation)]
 
@@ -213,29 +195,19 @@ class EvalBatches:
         return fetch(self.table, rows, self.device, self.num_workers)
 
 
-class _Rows(torch.utils.data.Sampler[Tensor]):
-    def __init__(self, rows: Iterator[Tensor]):
-        self.rows = rows
+class AccessedTable:
+    """A table indexed by sample accesses (epoch * samples + row) instead of rows, augmented if `augment` is set."""
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return self.rows
-
-
-class AugmentedTable:
-    """A table indexed by visits (epoch * samples + row) instead of rows."""
-
-    def __init__(self, table: TensorTable, augment: Augment):
+    def __init__(self, table: TensorTable, augment: Augment | None):
         self.table, self.augment = table, augment
 
-    def __len__(self) -> int:
-        return len(self.table)
-
     def __getitem__(self, visits: Tensor) -> Batch:
-        return self.augment(self.table[visits % len(self.table)], visits)
+        batch = self.table[visits % len(self.table)]
+        return batch if self.augment is None else self.augment(batch, visits)
 
 
 def fetch(
-    table: TensorTable | AugmentedTable, rows: Iterator[Tensor], device: torch.device, num_workers: int
+    table: TensorTable | AccessedTable, rows: Iterator[Tensor], device: torch.device, num_workers: int
 ) -> Iterator[Batch]:
     """The batches at `rows`, on `device`. Worker processes fetch ahead; without them a gather is done in line."""
     if num_workers == 0 and device.type == "cpu":
@@ -243,7 +215,7 @@ def fetch(
     batches: DataLoader[Batch] = DataLoader(
         table,  # type: ignore[arg-type]
         batch_size=None,
-        sampler=_Rows(rows),
+        sampler=rows,
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else the loader would draw from the default one

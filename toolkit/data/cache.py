@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,8 @@ from toolkit.errors import reading
 REMEDY = "Check the files."
 
 
-class OnMain(Protocol):
-    """`Run.on_main_and_share`: run a function on the main process and broadcast its result or its UserError."""
-
-    def __call__(self, decide: Callable[[], Any], /) -> Any: ...
+OnMain = Callable[[Callable[[], Any]], Any]
+"""`Run.on_main_and_share`: run a function on the main process and broadcast its result or its UserError."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def cached_columns(key: str, build: Callable[[], Mapping[str, np.ndarray]]) -> d
     if (columns := mapped_columns(key)) is not None:
         return columns
     arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
-    path = _entry(key)
+    path = cache_dir() / f"{key}.safetensors"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=path.stem, dir=path.parent) as folder:
@@ -109,10 +107,6 @@ def cached_columns(key: str, build: Callable[[], Mapping[str, np.ndarray]]) -> d
 def mapped_columns(key: str) -> dict[str, Tensor] | None:
     """Return the arrays of cache entry `key`, copied on write; None for a missing or damaged entry."""
     try:
-        return load_file(_entry(key))
+        return load_file(cache_dir() / f"{key}.safetensors")
     except (OSError, SafetensorError):
         return None
-
-
-def _entry(key: str) -> Path:
-    return cache_dir() / f"{key}.safetensors"

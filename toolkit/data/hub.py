@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,10 +33,8 @@ def why_out_of_reach() -> str | None:
     answers: list[int] = []
 
     def ask() -> None:
-        try:
+        with suppress(Exception):  # its client changed its HTTP library twice, and each raises its own kinds
             answers.append(get_session().head(constants.ENDPOINT, timeout=ANSWER_S).status_code)
-        except Exception:  # its client changed its HTTP library twice, and each raises its own kinds
-            answers.append(0)
 
     # In a thread, because name lookup has no timeout.
     probe = threading.Thread(target=ask, daemon=True)

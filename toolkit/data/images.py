@@ -93,49 +93,33 @@ def load_images(dataset: str, data_dir: str | Path | None, *, validation: bool =
         assert held.validation is not None
         return replace(held, name=held.name + VALIDATION, test=held.validation, validation=None)
     name, notice, columns = shared_columns(dataset, lambda: _find(dataset, data_dir), on_main)
-    tables = {split: _table(columns, split) for split in SPLITS}
+    tables = {
+        split: TensorTable(input=columns[f"{split}_input"], label=columns[f"{split}_label"])
+        for split in (*SPLITS, "validation")
+        if f"{split}_input" in columns
+    }
     mean, std = columns["pixel_mean_std"].tolist()
     classes = len(words_of(columns["classes"]))
     data = ImageData(name, tables["train"], tables["test"], mean, std, notice, classes)
-    if not validation:
-        return data
-    if "validation_input" in columns:
-        return replace(data, validation=_table(columns, "validation"))
+    if not validation or "validation" in tables:
+        return replace(data, validation=tables["validation"] if validation else None)
+    rows = torch.arange(len(data.train))
+    held_out = rows >= len(rows) - len(rows) // 12
     if is_own(dataset):
-        held = drawn(data)
-        said = f"{len(held.test):,} of {len(data.train):,} training images, drawn with seed 0, are for validation."
+        held_out = _drawn(data.train.columns["label"])
+        said = f"{int(held_out.sum()):,} of {len(rows):,} training images, drawn with seed 0, are for validation."
         notice = f"{notice} {said}" if notice else f"{name}: {said}"
-    else:
-        held = held_out(data)
-    return replace(data, train=held.train, validation=held.test, notice=notice)
+    train, apart = (TensorTable(**data.train[rows[which]]) for which in (~held_out, held_out))
+    return replace(data, train=train, validation=apart, notice=notice)
 
 
-def _table(columns: dict[str, Tensor], split: str) -> TensorTable:
-    return TensorTable(input=columns[f"{split}_input"], label=columns[f"{split}_label"])
-
-
-def held_out(data: ImageData) -> ImageData:
-    """Hold out the last twelfth of the training split (5,000 images of MNIST) as the test split.
-
-    Mean and standard deviation are still computed over the whole training split.
-    """
-    last = len(data.train) // 12
-    return _apart(data, torch.arange(len(data.train)) >= len(data.train) - last)
-
-
-def drawn(data: ImageData) -> ImageData:
-    """Hold out a seeded tenth of each class, because your own files may be sorted by class."""
-    order = torch.randperm(len(data.train), generator=generator(0, "validation images"))
-    by_class = order[data.train.columns["label"][order].argsort(stable=True)]
-    held = torch.zeros(len(order), dtype=torch.bool)
-    held[by_class[:: round(1 / HELD_OUT)]] = True
-    return _apart(data, held)
-
-
-def _apart(data: ImageData, held: Tensor) -> ImageData:
-    rows = torch.arange(len(held))
-    train, test = (TensorTable(**data.train[rows[which]]) for which in (~held, held))
-    return replace(data, name=data.name + VALIDATION, train=train, test=test)
+def _drawn(labels: Tensor) -> Tensor:
+    """Return a mask of a seeded tenth of each class, because your own files may be sorted by class."""
+    order = torch.randperm(len(labels), generator=generator(0, "validation images"))
+    by_class = order[labels[order].argsort(stable=True)]
+    held_out = torch.zeros(len(order), dtype=torch.bool)
+    held_out[by_class[:: round(1 / HELD_OUT)]] = True
+    return held_out
 
 
 def _find(dataset: str, data_dir: str | Path | None) -> Source:
@@ -241,12 +225,10 @@ def _find_own(dataset: str, labels: Sequence[Any] | None = None) -> Source:
     import datasets
 
     splits, key = load_splits(dataset)
-    train, test, said = train_and_test(splits)
+    parts, said = train_and_test(splits)
+    train = parts["train"]
     image = find_column(dataset, train, "image", ("image", "img"), (datasets.Image,))
     label = find_column(dataset, train, "label", ("label", "labels"), (datasets.ClassLabel,))
-    parts = {"train": train, "test": test}
-    if "validation" in splits and splits["validation"] not in (train, test):
-        parts["validation"] = splits["validation"]
     name = Path(dataset).name if Path(dataset).exists() else dataset
     notice = said and f"{name}: {said}"
     # The same files have other classes if they are read as a named data set.

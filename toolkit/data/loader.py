@@ -26,7 +26,7 @@ from toolkit.experts.compat import new_iterator
 from toolkit.experts.parallel.collectives import extremes_over_ranks
 from toolkit.experts.parallel.seeding import derive_seed
 
-NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of", "seen"}
+NEEDS_TABLE = {"order", "table", "source", "micro_batches_of", "part_of"}
 """Attributes of `TrainBatches` that need access to single rows, which a DataLoader does not give."""
 
 
@@ -121,7 +121,8 @@ class LoaderBatches:
                     if not compared:
                         refuse_unequal(batch, self.device)
                         compared = True
-                    yield [self._part(batch, micro) for micro in range(self.accumulation)]
+                    micro = [bounds(self._size, self.accumulation, part) for part in range(self.accumulation)]
+                    yield [part_of_rank(batch, *rows, self.rank, self.world_size, self.device) for rows in micro]
                 step += 1
                 if not self.endless and step - first == self.steps_per_epoch:
                     break
@@ -141,10 +142,6 @@ class LoaderBatches:
     def empty(self) -> Batch:
         """Return a batch without samples."""
         return cut(next(read_once(self.loader, self.seed, 0, 0)), 0, 0, self.device)
-
-    def _part(self, batch: Mapping[str, Any], micro: int) -> Batch:
-        begin, end = bounds(size_of(batch), self.accumulation, micro)
-        return part_of_rank(batch, begin, end, self.rank, self.world_size, self.device)
 
     def __getattr__(self, name: str) -> Any:
         if name in NEEDS_TABLE:

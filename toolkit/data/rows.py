@@ -107,28 +107,29 @@ def _quiet_datasets() -> Iterator[list[str]]:
             datasets.enable_progress_bars()
 
 
-def train_and_test(splits: Any) -> tuple[Any, Any, str | None]:
-    """Return the training and test rows of a `datasets.DatasetDict`, and a message if a test split was drawn.
+def train_and_test(splits: Any) -> tuple[dict[str, Any], str | None]:
+    """Return the rows of a `datasets.DatasetDict` by use, and a message if a test split was drawn.
 
-    The test rows are the split `test`, else `validation`, else a seeded tenth, stratified if there are classes.
+    The rows of "test" are the split `test`, else `validation`, else a seeded tenth, stratified if there are classes.
+    "validation" is the split `validation` of a data set that also has a split `test`.
     """
     import datasets
 
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
-    for split in ("test", "validation"):
-        if split in splits and splits[split] is not train:
-            return train, splits[split], None
+    held_out = [splits[part] for part in ("test", "validation") if part in splits and splits[part] is not train]
+    if held_out:
+        return dict(zip(("train", "test", "validation"), (train, *held_out), strict=False)), None
     classes = next((name for name, kind in train.features.items() if isinstance(kind, datasets.ClassLabel)), None)
     try:
         parts = train.train_test_split(HELD_OUT, seed=0, stratify_by_column=classes)
     except ValueError:  # a class has too few rows for both parts
         parts = train.train_test_split(HELD_OUT, seed=0)
     said = f"it has no test split: {len(parts['test']):,} of {len(train):,} rows, drawn with seed 0, are held out."
-    return parts["train"], parts["test"], said
+    return dict(parts), said
 
 
-def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], kinds: tuple[type, ...] = ()) -> str:
-    """Find the column of `rows` with one of `names`, else the only column whose type is in `kinds`.
+def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], kinds: tuple[Any, ...] = ()) -> str:
+    """Find the column of `rows` with one of `names`, else the only column whose feature type or dtype is in `kinds`.
 
     Raises:
         UserError: No column matches, or several do. The message names the use of the column, `argument`.
@@ -136,7 +137,7 @@ def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], 
     for name in names:
         if name in rows.column_names:
             return name
-    found = [name for name, kind in rows.features.items() if kinds and isinstance(kind, kinds)]
+    found = [name for name, kind in rows.features.items() if {type(kind), getattr(kind, "dtype", None)} & {*kinds}]
     if len(found) != 1:
         raise UserError(
             f"dataset={dataset!r}: no column of {', '.join(rows.column_names)} is the {argument}. "

@@ -6,23 +6,24 @@ import hashlib
 import math
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.data.cache import REMEDY, OnMain, cached_columns
+from toolkit.data.cache import OnMain, Source, shared_columns
 from toolkit.data.files import NotFoundHere, content_key, data_folder
 from toolkit.data.images import VALIDATION
-from toolkit.data.rows import load_splits
+from toolkit.data.rows import find_column, load_splits
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
-from toolkit.errors import UserError, reading
+from toolkit.errors import UserError
 
 SHAKESPEARE, STDLIB, FOLDER, REFERENCE, PROSE = "tinyshakespeare", "stdlib", "folder", "reference", "prose"
 SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
@@ -35,7 +36,7 @@ PAIR = ("prompt", "completion")
 """Columns that are a conversation together."""
 MANY = 10
 """Minimum number of documents to hold out every tenth; with fewer, the last tenth of each is held out."""
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 """Version of the cache format; bump it when the cached values of the same text change."""
 Document = bytes | NDArray[np.int32]
 """A text, or the ids from `Tokenizer.encode_answers` for a conversation with assistant-only loss."""
@@ -87,44 +88,15 @@ def _some(blocks: TensorTable, count: int | None) -> TensorTable:
 
 @dataclass(frozen=True)
 class _Corpus:
-    """Text source chosen by the main process."""
+    """A text that is found but not yet read."""
 
     name: str
-    kind: Literal["files", "topics", "dataset"]
-    """For "topics": the texts of a dict in a single file, which is a module."""
-    source: tuple[str, ...]
-    """File paths, or the arguments of `datasets.load_dataset`."""
+    key: str
+    """Cache key, which changes with the content."""
+    splits: Mapping[str, Callable[[], list[Any]]]
+    """Functions that read the documents of "train" and, if the text has them, of "test" and "validation"."""
     notice: str | None = None
-    validation: bool = False
-    """Whether to split the training documents again and ignore the held-out ones."""
-    answers: bool = False
-    """Whether the loss covers only the assistant's tokens of conversations."""
-
-    def columns(self, tokenizer: Tokenizer) -> tuple[dict[str, Tensor], str | None]:
-        """Ids "train" and "test", and "test_bytes": how many bytes the latter stand for; and how rows were split that
-        do not say it."""
-        if self.kind == "dataset":
-            train, test, key, said = _read_dataset(tokenizer, self.validation, self.answers, *self.source)
-            return cached_columns(self._entry(key, tokenizer), lambda: _encode(train, test, tokenizer)), said
-        if self.answers:
-            raise _no_conversations(self.name)
-
-        def encode() -> dict[str, np.ndarray]:
-            train, test = split(self._documents())
-            return _encode(*(split(train) if self.validation else (train, test)), tokenizer)
-
-        return cached_columns(self._entry(content_key(map(Path, self.source)), tokenizer), encode), None
-
-    def _entry(self, key: str, tokenizer: Tokenizer) -> str:
-        parts = "-validation" * self.validation + "-answers" * self.answers
-        return f"text-{key}-{tokenizer.key}{parts}-v{CACHE_FORMAT}"
-
-    def _documents(self) -> list[bytes]:
-        if self.kind == "topics":
-            from pydoc_data.topics import topics
-
-            return [text.encode() for _, text in sorted(topics.items())]
-        return [Path(path).read_bytes() for path in self.source]
+    has_conversations: bool = False
 
 
 def load_text(
@@ -167,46 +139,36 @@ def load_text(
         UserError: On every rank, if the text is not found, not readable or too short, or if `assistant_only_loss` is
             set without conversations or with a chat template that does not identify the assistant's tokens.
     """
-    validation = validation and not dataset.endswith(VALIDATION)
-    columns: dict[str, Tensor] = {}
-    found: list[Tokenizer] = []
+    on_validation = dataset.endswith(VALIDATION)
+    validation = validation and not on_validation
+    load = cache(partial(load_tokenizer, tokenizer))
 
-    def read(corpus: _Corpus, tokenizer: Tokenizer) -> str | None:
-        found, said = corpus.columns(tokenizer)
-        columns.update(found)
-        if validation:
-            held_out, _ = replace(corpus, validation=True).columns(tokenizer)
-            columns.update(train=held_out["train"], validation=held_out["test"])
-        return said and f"{corpus.name}: {said}"
+    def find() -> Source:
+        corpus = _choose(dataset.removesuffix(VALIDATION), data_dir, partial(_rows, load, assistant_only_loss))
+        if assistant_only_loss and not corpus.has_conversations:
+            remedy = f"{corpus.name} has no conversations, in {MESSAGES} or {' and '.join(PAIR)}: leave it out"
+            raise UserError(field="assistant_only_loss", value=True, remedy=remedy)
+        written = load().key, load().chat, assistant_only_loss
+        known = repr((corpus.key, *written, on_validation, validation, CACHE_FORMAT))
+        entry = f"text-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+        name = corpus.name + VALIDATION * on_validation
+        return Source(name, entry, lambda: _encode(corpus, load(), on_validation, validation), corpus.notice)
 
-    @reading(f"dataset={dataset!r}", REMEDY)
-    def decide() -> _Corpus:
-        corpus = replace(_choose(dataset.removesuffix(VALIDATION), data_dir), answers=assistant_only_loss)
-        if dataset.endswith(VALIDATION):
-            corpus = replace(corpus, name=corpus.name + VALIDATION, validation=True)
-        found.append(load_tokenizer(tokenizer))
-        corpus = replace(corpus, notice=read(corpus, found[0]) or corpus.notice)
-        blocks = (len(columns["train"]) - 1) // block_size
-        if blocks < batch_size or len(columns["test"]) < 2 or (validation and len(columns["validation"]) < 2):
-            raise UserError(
-                f"dataset={dataset!r}: {corpus.name} has {max(blocks, 0)} training blocks of {block_size} tokens, but "
-                f"a batch has {batch_size}. Use more text, shorter blocks, or a smaller batch_size."
-            )
-        return corpus
-
-    corpus: _Corpus = on_main(decide)
-    here = found[0] if found else load_tokenizer(tokenizer)
-    if not columns:
-        read(corpus, here)
-    train = columns["train"]
-    blocks = (len(train) - 1) // block_size // batch_size * batch_size
+    name, notice, columns = shared_columns(dataset, find, on_main)
+    train, test = columns["train"], columns["test"]
+    blocks = max(0, len(train) - 1) // block_size
+    if blocks < batch_size or min(len(test), len(columns.get("validation", test))) < 2:
+        raise UserError(
+            f"dataset={dataset!r}: {name} has {blocks} training blocks of {block_size} tokens, but a batch has "
+            f"{batch_size}. Use more text, shorter blocks, or a smaller batch_size."
+        )
     return TextData(
-        corpus.name,
-        TensorTable(tokens=train.unfold(0, block_size + 1, block_size)[:blocks]),
-        _filled_up(columns["test"], block_size),
-        here,
-        columns["test_bytes"].item() / max(1, int((columns["test"] >= 0).sum())),
-        corpus.notice,
+        name,
+        TensorTable(tokens=train.unfold(0, block_size + 1, block_size)[: blocks // batch_size * batch_size]),
+        _filled_up(test, block_size),
+        load(),
+        columns["test_bytes"].item() / max(1, int((test >= 0).sum())),
+        notice,
         _filled_up(columns["validation"], block_size) if validation else None,
     )
 
@@ -220,134 +182,105 @@ def _filled_up(ids: Tensor, block_size: int) -> TensorTable:
 # --- sources of text -----------------------------------------------------------------------------------------------
 
 
-def _choose(dataset: str, data_dir: str | Path | None) -> _Corpus:
+def _choose(dataset: str, data_dir: str | Path | None, rows: Callable[..., _Corpus]) -> _Corpus:
+    """Find a text; `rows` reads data sets of rows, given the name of the text and the arguments of `load_splits`."""
     folder = None if data_dir is None else Path(data_dir).expanduser()
-    if dataset == STDLIB:
-        return _stdlib()
-    if dataset == REFERENCE:
-        return _reference()
+    if dataset in (STDLIB, REFERENCE):
+        return _of_python(dataset)
     if dataset in (SHAKESPEARE, PROSE, "auto"):
         try:
             place = data_folder(folder)
             for path in (place / SHAKESPEARE / "input.txt", place / "input.txt"):
                 if path.is_file():
-                    return _Corpus(SHAKESPEARE, "files", (str(path),))
+                    return _files(SHAKESPEARE, [path])
             reason = f"{place} holds no {SHAKESPEARE}/input.txt"
         except NotFoundHere as nowhere:
             reason = str(nowhere)
         if dataset == SHAKESPEARE:
             raise UserError(f"dataset={SHAKESPEARE!r}: {reason}. Give data_dir with {SHAKESPEARE}/input.txt.")
-        if folder:
-            return _folder(folder)
-        return _reference(_NO_SHAKESPEARE) if dataset == PROSE else _stdlib(_NO_SHAKESPEARE)
+        if folder is None:
+            return _of_python(REFERENCE if dataset == PROSE else STDLIB, "tinyshakespeare is not here: taking the ")
+        dataset = FOLDER
     if dataset == FOLDER:
         if folder is None:
             raise UserError(f"dataset={FOLDER!r}: data_dir is missing. Give the folder there.")
-        return _folder(folder)
+        return _folder(folder, "data_dir", rows)
     path = Path(dataset).expanduser()
     if path.is_dir() and not any(file.suffix in ROWS for file in path.rglob("*")):
-        return _folder(path, "dataset")
+        return _folder(path, "dataset", rows)
     if path.is_file() and path.suffix not in ROWS:
-        return _Corpus(path.name, "files", (str(path),), f"{path.name}: {_how_split(1)}")
+        return _files(path.name, [path], f"{path.name}: {_how_split(1)}")
     if path.exists():
-        return _Corpus(path.name, "dataset", (str(path),))
+        return rows(path.name, str(path))
     if "/" in dataset:
-        return _Corpus(dataset, "dataset", tuple(dataset.split(":", 1)))
+        return rows(dataset, *dataset.split(":", 1))
     names = ", ".join(("auto", SHAKESPEARE, STDLIB, REFERENCE, FOLDER))
     raise UserError(
         f"dataset={dataset!r}: is no dataset. Choose one of {names}, a file, a folder, or owner/name of the Hub."
     )
 
 
-_NO_SHAKESPEARE = "tinyshakespeare is not here: taking the "
+def _files(name: str, files: Sequence[Path], notice: str | None = None) -> _Corpus:
+    return _Corpus(name, content_key(files), {"train": lambda: [path.read_bytes() for path in files]}, notice)
 
 
-def _stdlib(notice: str | None = None) -> _Corpus:
-    """Return the top-level modules of the standard library: 4.7 MB in Python 3.11."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return _of_python("standard library", "files", files, notice and f"{notice}sources of Python's standard library.")
-
-
-def _reference(notice: str | None = None) -> _Corpus:
-    """Return the language reference printed by `help("assert")`: 0.5 MB of English in Python 3.11."""
+def _of_python(dataset: str, instead: str | None = None) -> _Corpus:
+    """Return the top-level modules of the standard library, 4.7 MB in Python 3.11, or the language reference printed by
+    `help("assert")`, 0.5 MB of English. `instead` begins the notice."""
     from pydoc_data import topics
 
-    files = [Path(topics.__file__)]
-    return _of_python("language reference", "topics", files, notice and f"{notice}language reference of Python.")
+    python = f"of Python {sys.version_info.major}.{sys.version_info.minor}"
+    if dataset == STDLIB:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        notice = instead and f"{instead}sources of Python's standard library."
+        return _files(f"standard library {python}", files, notice)
+    key = content_key([Path(topics.__file__)])
+    splits = {"train": lambda: [text.encode() for _, text in sorted(topics.topics.items())]}
+    return _Corpus(f"language reference {python}", key, splits, instead and f"{instead}language reference of Python.")
 
 
-def _of_python(what: str, kind: Literal["files", "topics"], files: Sequence[Path], notice: str | None) -> _Corpus:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return _Corpus(f"{what} of Python {version}", kind, tuple(map(str, files)), notice)
-
-
-def _folder(folder: Path, argument: str = "data_dir") -> _Corpus:
+def _folder(folder: Path, argument: str, rows: Callable[..., _Corpus]) -> _Corpus:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if files:
-        return _Corpus(folder.name, "files", tuple(map(str, files)), f"{folder.name}: {_how_split(len(files))}")
+        return _files(folder.name, files, f"{folder.name}: {_how_split(len(files))}")
     if any(path.suffix in ROWS for path in folder.rglob("*")):
-        return _Corpus(folder.name, "dataset", (str(folder),))
+        return rows(folder.name, str(folder))
     raise UserError(
         f"{argument}={str(folder)!r}: has no text ({', '.join(sorted(SUFFIXES))}), *.parquet or "
         "*.jsonl files. Give another folder."
     )
 
 
-def _read_dataset(
-    tokenizer: Tokenizer, validation: bool, answers: bool, name: str, config: str | None = None
-) -> tuple[Sequence[Document], Sequence[Document], str, str | None]:
-    """Return the training and held-out documents of a Hub data set, file or folder, their content key, and how they
-    were split if the data set has no held-out split."""
-    splits, key = load_splits(name, config)
+def _rows(load: Callable[[], Tokenizer], answers: bool, name: str, dataset: str, config: str | None = None) -> _Corpus:
+    """Return the rows of a Hub data set, file or folder. `load` gives the tokenizer, which writes conversations."""
+    splits, key = load_splits(dataset, config)
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
     talks = MESSAGES in train.column_names or set(PAIR) <= set(train.column_names)
-    column = None if talks else _text_column(name, train)
-    if answers and not talks:
-        raise _no_conversations(name)
+    wanted = f"text, {MESSAGES} or {' and '.join(PAIR)}"
+    column = None if talks else find_column(dataset, train, wanted, ("text",), ("string", "large_string"))
 
     def documents(rows: Any) -> list[Document]:
-        if column is None:
-            what = f"dataset={name!r}"
-            return [write_conversation(tokenizer, row, what, answers=answers) for row in _conversations(rows)]
-        return [text.encode() for text in rows[column] if text]
+        if column is not None:
+            return [text.encode() for text in rows[column] if text]
+        what = f"dataset={dataset!r}"
+        return [write_conversation(load(), _messages_of(row), what, answers=answers) for row in rows]
 
-    if talks:
-        key = hashlib.sha256(f"{key}{tokenizer.chat}".encode()).hexdigest()[:16]
-    held_out = [splits[part] for part in ("test", "validation") if part in splits and splits[part] is not train]
-    if validation and len(held_out) == 2:
-        return documents(train), documents(held_out[1]), key, None
-    texts = documents(train)
-    parts = (texts, documents(held_out[0])) if held_out else split(texts)
-    said = None if held_out else _how_split(len(texts))
-    return *(split(parts[0]) if validation else parts), key, said
+    held_out = {part: splits[part] for part in ("test", "validation") if part in splits and splits[part] is not train}
+    notice = None
+    if not held_out:
+        notice = f"{name}: {_how_split(len(train) if column is None else sum(map(bool, train[column])))}"
+    readers = {part: partial(documents, rows) for part, rows in {"train": train, **held_out}.items()}
+    return _Corpus(name, key, readers, notice, talks)
 
 
-def _conversations(rows: Any) -> Iterable[Any]:
-    """Return the messages of each row; a text prompt and completion become a user and an assistant message."""
-    if MESSAGES in rows.column_names:
-        return rows[MESSAGES]
-    return (_joined_turns(*pair) for pair in zip(*(rows[name] for name in PAIR), strict=True))
-
-
-def _joined_turns(prompt: Any, completion: Any) -> Any:
+def _messages_of(row: Mapping[str, Any]) -> Any:
+    """Return the messages of a row; a text prompt and completion become a user and an assistant message."""
+    if MESSAGES in row:
+        return row[MESSAGES]
+    prompt, completion = (row[name] for name in PAIR)
     if isinstance(prompt, list) and isinstance(completion, list):
         return prompt + completion
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-
-
-def _no_conversations(name: str) -> UserError:
-    remedy = f"{name} has no conversations, in {MESSAGES} or {' and '.join(PAIR)}: leave it out"
-    return UserError(field="assistant_only_loss", value=True, remedy=remedy)
-
-
-def _text_column(name: str, rows: Any) -> str:
-    strings = [key for key, kind in rows.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
-    if "text" in strings or len(strings) == 1:
-        return "text" if "text" in strings else strings[0]
-    raise UserError(
-        f"dataset={name!r}: has no column named text, {MESSAGES} or {' and '.join(PAIR)}, but "
-        f"{', '.join(rows.column_names)}. Rename one."
-    )
 
 
 # --- from documents to ids -------------------------------------------------------------------------------------------
@@ -375,18 +308,33 @@ def _character_boundary(text: Document, at: int) -> int:
     return at
 
 
-def _encode(train: Sequence[Document], test: Sequence[Document], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    texts = [text for text in test if isinstance(text, bytes)]
+def _encode(corpus: _Corpus, tokenizer: Tokenizer, on_validation: bool, validation: bool) -> dict[str, np.ndarray]:
+    """Return the ids of each part as columns, and the number of bytes that the held-out ids stand for as `test_bytes`.
+
+    Args:
+        corpus: Text to read.
+        tokenizer: Tokenizer that encodes the documents.
+        on_validation: Replace the held-out part by a part of the training text.
+        validation: Also hold out a part of the training text, as "validation".
+    """
+    splits, parts = corpus.splits, {"train": corpus.splits["train"]()}
+    if held_out := splits.get("test", splits.get("validation")):
+        parts["test"] = held_out()
+    else:
+        parts["train"], parts["test"] = split(parts["train"])
+    if on_validation or validation:
+        chosen_on = "test" if on_validation else "validation"
+        if {"test", "validation"} <= splits.keys():
+            parts[chosen_on] = splits["validation"]()
+        else:
+            parts["train"], parts[chosen_on] = split(parts["train"])
     # A separator is a byte of the text, too: it has to be predicted like any other.
-    test_bytes = sum(map(len, texts)) + max(0, len(texts) - 1)
-    for ids in test:
-        if not isinstance(ids, bytes):
-            test_bytes += len(tokenizer.decode(ids[ids >= 0].tolist()).encode())
-    return {
-        "train": _joined(train, tokenizer),
-        "test": _joined(test, tokenizer),
-        "test_bytes": np.array([test_bytes], dtype=np.int64),
-    }
+    said = b"\0".join(text for text in parts["test"] if isinstance(text, bytes))
+    said += b"".join(
+        tokenizer.decode(ids[ids >= 0].tolist()).encode() for ids in parts["test"] if not isinstance(ids, bytes)
+    )
+    columns = {part: _joined(documents, tokenizer) for part, documents in parts.items()}
+    return {**columns, "test_bytes": np.array([len(said)], dtype=np.int64)}
 
 
 def _joined(documents: Sequence[Document], tokenizer: Tokenizer) -> np.ndarray:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,51 +22,17 @@ TABLES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """A tokenizer has at least one of these."""
 MESSAGES = "messages"
 """The column of conversations: lists of dicts with "role" and "content", as chat templates take them."""
-CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
-"""Message format for tokenizers without a chat template (OpenAI 2023)."""
-MARKED_CHATML = (
+CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
     "{% endfor %}"
 )
-"""`CHATML` as a chat template that marks the assistant's tokens."""
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    vocab_size: int
-    """Ids are below this."""
-    separator: int
-    """The id between two documents."""
-    key: str
-    """Changes when the same text would become other ids."""
-    chat: str
-    """How conversations are written: the tokenizer's template, or `CHATML`."""
-
-    def encode(self, document: bytes) -> NDArray[Any]:
-        """1-d ids, in a type that holds `vocab_size`. Raises UserError for bytes that are no text to it."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def write(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation as text."""
-        ...
-
-    def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
-        """Return the ids of a conversation, `~id` for tokens that are not the assistant's. Raises UserError if the chat
-        template does not identify them."""
-        ...
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Save for `transformers.AutoTokenizer.from_pretrained(folder)`."""
-        ...
+"""Chat template for tokenizers without one (OpenAI 2023). It marks the assistant's tokens."""
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Load "bytes", or the tokenizer in a folder or on the Hub. Raises UserError if there is none."""
-    return ByteTokenizer() if name == BYTES else PretrainedTokenizer(name)
+    return ByteTokenizer() if name == BYTES else Tokenizer(name)
 
 
 def write_conversation(
@@ -85,59 +52,20 @@ def write_conversation(
         return tokenizer.encode_answers(messages) if answers else tokenizer.write(messages).encode()
 
 
-class ByteTokenizer:
-    """One token per byte; the byte 0, which text does not have, ends a document."""
+class Tokenizer:
+    """Text to token ids and back, with a tokenizer of transformers.
 
-    vocab_size, separator, key, chat = 256, 0, BYTES, CHATML
+    Its end-of-text token separates documents, or [SEP] of an encoder's tokenizer.
+    """
 
-    def encode(self, document: bytes) -> NDArray[np.uint8]:
-        return np.frombuffer(document, dtype=np.uint8)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are not UTF-8 become the replacement character."""
-        return bytes(ids).decode("utf-8", errors="replace")
-
-    def write(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return "".join(CHATML.format(**message) for message in messages)
-
-    def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
-        pieces = []
-        for message in messages:
-            written = self.write([message]).encode()
-            ids = np.frombuffer(written, dtype=np.uint8).astype(np.int32)
-            said = np.arange(len(ids)) > written.index(b"\n")
-            said[-1] = False  # the line's end
-            pieces.append(np.where(said & (message["role"] == "assistant"), ids, ~ids))
-        return np.concatenate(pieces)
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write byte-level BPE without merges, whose end-of-text token is the byte 0."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        # By itself and not by its letter, which the text may have.
-        end = chr(self.separator)
-        letters = [end if byte == self.separator else letter for byte, letter in enumerate(_LETTERS)]
-        bpe = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        bpe.decoder = decoders.ByteLevel()
-        settings: Any = {"eos_token": end, "clean_up_tokenization_spaces": False}
-        PreTrainedTokenizerFast(tokenizer_object=bpe, **settings).save_pretrained(folder)
-
-
-def _letters() -> list[str]:
-    """Return the letter of each byte in byte-level BPE (Radford et al. 2019, the code of GPT-2): its Latin-1 character
-    if printable, else the next character from 256 on."""
-    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte) if byte in seen else chr(256 + hidden.index(byte)) for byte in range(256)]
-
-
-_LETTERS = _letters()
-
-
-class PretrainedTokenizer:
-    """A tokenizer of transformers; its end-of-text token separates documents, or, as an encoder's, [SEP]."""
+    vocab_size: int
+    """Ids are below this."""
+    separator: int
+    """The id between two documents."""
+    key: str
+    """Cache key, which changes when the same text would become other ids."""
+    chat: str
+    """Chat template of the tokenizer, or `CHATML`."""
 
     def __init__(self, name: str):
         from transformers import AutoTokenizer
@@ -150,19 +78,19 @@ class PretrainedTokenizer:
             )
         with reading(f"tokenizer={name!r}", "Give bytes, a folder or a Hub name."):
             self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        separators = (self._inner.eos_token_id, self._inner.sep_token_id)
-        separator = next((id for id in separators if id is not None), None)
-        if separator is None:
+        separators = [id for id in (self._inner.eos_token_id, self._inner.sep_token_id) if id is not None]
+        if not separators:
             raise UserError(
                 f"tokenizer={name!r}: has no end-of-text token, which separates documents. Choose another, or bytes."
             )
         self.vocab_size = len(self._inner)
-        self.separator = int(separator)
+        self.separator = int(separators[0])
         probe = repr((sorted(self._inner.get_vocab().items()), self.encode(_PROBE).tolist()))
         self.key = hashlib.sha256(probe.encode()).hexdigest()[:16]
         self.chat = str(self._inner.chat_template or CHATML)
 
-    def encode(self, document: bytes) -> NDArray[np.int32]:
+    def encode(self, document: bytes) -> NDArray[Any]:
+        """Return the ids, shape (N,), in a type that holds `vocab_size`. Raises UserError if it is not UTF-8."""
         try:
             text = document.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -176,16 +104,20 @@ class PretrainedTokenizer:
         return str(self._inner.decode(ids))
 
     def write(self, messages: Sequence[Mapping[str, str]]) -> str:
-        if self.chat == CHATML:
-            return "".join(CHATML.format(**message) for message in messages)
-        return str(self._inner.apply_chat_template(list(messages), tokenize=False))
+        """Return a conversation as text."""
+        template = CHATML if self.chat == CHATML else None
+        return str(self._inner.apply_chat_template(list(messages), chat_template=template, tokenize=False))
 
     def encode_answers(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
-        template = MARKED_CHATML if self.chat == CHATML else self.chat
-        if not re.search(r"{%-?\s*generation\b", template):
+        """Return the ids of a conversation, `~id` for tokens that are not the assistant's.
+
+        Raises:
+            UserError: The chat template does not identify the assistant's tokens.
+        """
+        if not re.search(r"{%-?\s*generation\b", self.chat):
             return self._encode_between(messages)
         marked = self._inner.apply_chat_template(
-            list(messages), chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+            list(messages), chat_template=self.chat, return_dict=True, return_assistant_tokens_mask=True
         )
         ids = np.array(marked["input_ids"], dtype=np.int32)
         return np.where(np.array(marked["assistant_masks"], dtype=bool), ids, ~ids)
@@ -211,7 +143,38 @@ class PretrainedTokenizer:
         return np.where(said, ids, ~ids)
 
     def save_pretrained(self, folder: Path) -> None:
+        """Save for `transformers.AutoTokenizer.from_pretrained(folder)`."""
         self._inner.save_pretrained(folder)
+
+
+class ByteTokenizer(Tokenizer):
+    """One token per byte; the byte 0, which text does not have, ends a document.
+
+    In transformers it is byte-level BPE without merges, whose end-of-text token is the byte 0.
+    """
+
+    vocab_size, separator, key, chat = 256, 0, BYTES, CHATML
+
+    def __init__(self) -> None:
+        """Load nothing: encoding needs no library."""
+
+    @cached_property
+    def _inner(self) -> Any:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        # The separator is a token by itself, because the text may have its letter.
+        end = chr(self.separator)
+        letters = bytes_to_unicode() | {self.separator: end}
+        bpe = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in letters.items()}, merges=[]))
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.decoder = decoders.ByteLevel()
+        settings: Any = {"eos_token": end, "clean_up_tokenization_spaces": False}
+        return PreTrainedTokenizerFast(tokenizer_object=bpe, **settings)
+
+    def encode(self, document: bytes) -> NDArray[Any]:
+        return np.frombuffer(document, dtype=np.uint8)
 
 
 _PROBE = "It's 3 o'clock;\n\tnaïve  Ω 中文 🙂".encode()

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.tokenizer import PretrainedTokenizer
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.integrations.transformers import causal_lm
 from toolkit.integrations.transformers.language_models import read_config
 
 CODE = '__import__("pathlib").Path(__file__).with_name("ran").touch()'
 
 
-@pytest.mark.parametrize("load", [causal_lm, read_config, PretrainedTokenizer])
+@pytest.mark.parametrize("load", [causal_lm, read_config, Tokenizer])
 def test_load_of_folder_with_custom_code_raises(
     load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
