@@ -14,7 +14,6 @@ from toolkit.experts.compat import with_tables
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.sharding.found import FoundExperts
 from toolkit.experts.sharding.layout import CalledByIds, Layout, in_order_of_slots
-from toolkit.experts.sharding.sharded_experts import own_type
 
 TOKENS = 6
 FEW = 4
@@ -105,7 +104,7 @@ def _kind(found: FoundExperts) -> Hashable:
     )
     shapes = ((name, value.shape, value.dtype, value.device) for name, value in tensors)
     children = (type(child) for child in module.modules())
-    return own_type(module), found.layout, *settings, *shapes, *children
+    return found.own_type, found.layout, *settings, *shapes, *children
 
 
 def _weights_come_first(found: FoundExperts) -> bool:
@@ -133,7 +132,7 @@ class _Trial:
 
     def __init__(self, found: FoundExperts, weights_first: bool):
         module = found.module
-        self.title = f"model: the experts at {found.name!r} ({own_type(module).__name__})"
+        self.title = f"model: the experts at {found.name!r} ({found.own_type.__name__})"
         self.module, self.experts, self.weights_first = module, found.num_experts, weights_first
         self.type, self.tables = found.class_with_layout, found.tables()
         self.like = next(iter(self.tables.values()))

@@ -54,9 +54,10 @@ class FoundExperts:
     ):
         self.name, self.module, self.known, self.adapters = name, module, known, adapters
         self.is_sharded = isinstance(module, ShardedExperts)
+        self.own_type = own_type(module)
         self.layout: type[Layout] | None = None
         """Mixed into the module's class before it is sharded, if it has no layout yet."""
-        if not issubclass(own_type(module), Layout):
+        if not issubclass(self.own_type, Layout):
             self.layout = called_by_ids if known is None else known.layout
         self.weights_first = False
         """Whether the module is called with weights before ids, as the trial finds out."""
@@ -77,8 +78,7 @@ class FoundExperts:
 
     @property
     def class_with_layout(self) -> type[Any]:
-        own = own_type(self.module)
-        return own if self.layout is None else extended(own, self.layout)
+        return self.own_type if self.layout is None else extended(self.own_type, self.layout)
 
     @property
     def takes_ids(self) -> bool:
@@ -120,7 +120,7 @@ class FoundExperts:
         """Mix the layout into the module's class, and have adapters compute with rows."""
         module: Any = self.module
         if isinstance(module, LazyExperts):
-            module.__class__ = own_type(module)
+            module.__class__ = self.own_type
         if self.layout is not None:
             extend(module, self.layout)
         if self.known is not None:
