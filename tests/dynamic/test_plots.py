@@ -8,7 +8,7 @@ from tests.dynamic.eventful import write_lifecycle
 from toolkit.dynamic import plots
 from toolkit.dynamic.knowledge_graph_plot import positions_on_circle
 from toolkit.dynamic.performance import performance_summary
-from toolkit.dynamic.plots import draw_dynamic_run, draw_lifecycle, for_trackers
+from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.pictures.plots import spread
 
@@ -16,9 +16,15 @@ FIGURES = ["training_metrics", "expert_activations", "expert_device_distribution
 GRAPHS = [f"knowledge_graph_epoch_00{epoch}" for epoch in (1, 2, 3, 4)]
 
 
-def test_draw_lifecycle_writes_all_figures(tmp_path):
-    write_lifecycle(tmp_path, ranks=2)
-    paths = draw_lifecycle(tmp_path)
+def draw(folder, ranks=1, **results):
+    """Write a run with the events of `eventful` and draw it."""
+    write_lifecycle(folder, ranks=ranks)
+    (folder / "summary.txt").write_text("")
+    return draw_dynamic_run(folder, results)
+
+
+def test_draw_dynamic_run_writes_all_figures(tmp_path):
+    paths = draw(tmp_path, ranks=2)
     assert list(paths) == [*FIGURES, *GRAPHS]
     for name, path in paths.items():
         assert path == tmp_path / f"{name}.png"
@@ -36,54 +42,47 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
 
     monkeypatch.setattr("toolkit.run.pictures.plots.save_figure", keep)
     monkeypatch.setattr(plots, "save_figure", keep)
-    write_lifecycle(tmp_path, ranks=2)
-    (tmp_path / "summary.txt").write_text("")
-    draw_dynamic_run(tmp_path, {"placement_before_moves": {"moe": [[0, 1], [2, 3]]}, "first_move_step": 400})
-    (axes,) = figures["expert_load"].axes
+    draw(tmp_path, ranks=2, placement_before_moves={"moe": [[0, 1], [2, 3]]}, first_move_step=400)
+    axes = figures["expert_activations"].axes[0]
     lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axes.get_lines()}
     steps = {label: points[np.isfinite(points[:, 1]), 0].tolist() for label, points in lines.items()}
     assert list(steps) == ["0", "1", "2", "3", "4", "5", "6", "fair: 20 %"]
     assert steps["3"] == list(range(20, 240, 20)), "merged after step 230"
     assert steps["6"] == [400], "reuses the logical id of 3 from step 390 on"
-    before, axes = figures["expert_placement"].axes
-    assert [text.get_text() for text in before.texts] == ["0", "1", "2", "6"]
+    moved = figures["expert_moves"].axes[1]
+    assert [label.get_text() for label in moved.get_yticklabels()] == ["0", "1", "2", "6"]
+    columns = figures["expert_device_distribution"].axes
+    new = [[box.get_linewidth() == 2 for box in axes.patches] for axes in columns]
+    assert new == [[False] * 4, [False] * 3 + [True] * 2, [False] * 3 + [True, False]]
+    axes = columns[-1]
     assert [text.get_text() for text in axes.texts] == ["0", "1", "2", "6", "4"]
-    colours = {line.get_label(): line.get_color() for line in figures["expert_load"].axes[0].get_lines()}
+    colours = {line.get_label(): line.get_color() for line in figures["expert_activations"].axes[0].get_lines()}
     assert [box.get_facecolor() for box in axes.patches] == [colours[text.get_text()] for text in axes.texts]
-    shares = figures["expert_activations"].axes[0]
-    assert {box.get_facecolor() for box in shares.patches} == {colours[str(uid)] for uid in range(7)}
 
 
 def test_positions_on_circle_put_children_after_parents(tmp_path):
     write_lifecycle(tmp_path)
-    states = [epoch.layers["moe"] for epoch in read_lifecycle(tmp_path)]
-    positions = positions_on_circle(states)
+    positions = positions_on_circle(read_lifecycle(tmp_path)[-1].layers["moe"])
     # 4 was split from 1, and 6 from 4.
     assert list(positions) == [0, 1, 4, 6, 2, 3, 5]
     assert len(set(positions.values())) == 7
 
 
-def test_performance_summary_lists_events_ranks_and_figures(tmp_path):
+def test_performance_summary_lists_events_and_ranks(tmp_path):
     write_lifecycle(tmp_path, ranks=2)
-    for name in [*FIGURES, *GRAPHS]:
-        (tmp_path / f"{name}.png").touch()
     (tmp_path / "summary.txt").write_text("test accuracy  97.00%\n")
     text = performance_summary(tmp_path)
     assert "4 at first, 3 added, 1 merged, 1 pruned; 5 of 8 logical experts active; 1 sleeps, 1 changes undone" in text
     assert "97.00%" in text
     assert "390  6 split from 4" in text
     assert "rank 1: 1 experts (4)" in text
-    assert all(f"{name}.png\n" in text for name in [*FIGURES, *GRAPHS])
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
 def test_long_run_draws_and_logs_a_bounded_number_of_graphs(tmp_path, monkeypatch):
     assert spread(list(range(100)), 5) == [0, 25, 50, 74, 99]
     assert spread([1, 2], 5) == [1, 2]
-    monkeypatch.setattr(plots, "MOST_GRAPHS", 2)
-    write_lifecycle(tmp_path)
-    assert list(draw_lifecycle(tmp_path)) == [*FIGURES, GRAPHS[0], GRAPHS[3]]
-    many = dict.fromkeys([*FIGURES, *(f"knowledge_graph_epoch_{i:03d}" for i in range(40))], tmp_path)
-    logged = list(for_trackers(many))
-    assert len(logged) == len(FIGURES) + plots.MOST_LOGGED
-    assert logged[-1] == "knowledge_graph_epoch_039"
+    monkeypatch.setattr(plots, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(plots, "MOST_LOGGED", 2)
+    assert list(draw(tmp_path)) == [*FIGURES, GRAPHS[0], GRAPHS[3]]
+    assert [path.stem for path in sorted(tmp_path.glob("knowledge*.png"))] == [GRAPHS[0], GRAPHS[2], GRAPHS[3]]

@@ -65,7 +65,7 @@ def test_record_has_events_loads_and_classes(reference):
 def test_draw_dynamic_run_writes_plots_and_the_summary(reference):
     (reference / "summary.txt").write_text("")
     draw_dynamic_run(reference, {})
-    assert (reference / "expert_load.png").exists()
+    assert (reference / "expert_activations.png").exists()
     assert "Devices" in (reference / "performance_summary.txt").read_text()
 
 

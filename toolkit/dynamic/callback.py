@@ -93,8 +93,6 @@ class Lifecycle(Callback):
         """Gives replay the balance loss of the global batch, as other steps have."""
         self.knowledge: LifecycleReport | None = None
         """Knowledge graphs, equal on all ranks."""
-        self.similarities: dict[str, dict[Pair, Similarity]] = {}
-        """The similarity of the pairs with similar outputs in the last sleep, by layer."""
         self.alarm = CoverageAlarm(tolerated=config.plateau_threshold, cooldown=config.cooldown_checks)
         self._initial = self.experts.most_active()
         self.next_sleep = self._steps_until_sleep()
@@ -294,9 +292,12 @@ class Lifecycle(Callback):
         merges: list[Merge] = []
         if config.merge_distance is not None:
             distance, similarity = self._compare(trainer, name, rows, config.merge_distance)
-            self.similarities[name] = {
-                pair: Similarity(weights=weights, outputs=1 - distance[pair]) for pair, weights in similarity.items()
-            }
+            graph = self._graph(name)
+            if graph is not None:
+                graph.observe_roster(roster, step=trainer.state.step)
+                graph.observe_similarity(
+                    {pair: Similarity(weights, outputs=1 - distance[pair]) for pair, weights in similarity.items()}
+                )
             merges = plan_merges(
                 roster,
                 distance,

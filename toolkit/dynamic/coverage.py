@@ -58,12 +58,6 @@ class CumulativeSum:
         self.seen += 1
         return False
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "mean": self.mean, "variance": self.variance, "sum": self.sum}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen, self.mean, self.variance, self.sum = (state[k] for k in ("seen", "mean", "variance", "sum"))
-
 
 class CoverageAlarm:
     """Tells a lack of coverage from noise; `observe` takes one reading after another.
@@ -108,8 +102,8 @@ class CoverageAlarm:
 
     def state_dict(self) -> dict[str, Any]:
         counters = {"lowest": self.lowest, "since_lowest": self.since_lowest, "resting": self.resting}
-        return counters | {"shift": self.shift.state_dict()}
+        return counters | {"shift": dict(vars(self.shift))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.lowest, self.since_lowest, self.resting = (state[k] for k in ("lowest", "since_lowest", "resting"))
-        self.shift.load_state_dict(state["shift"])
+        vars(self.shift).update(state["shift"])

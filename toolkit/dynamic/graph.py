@@ -110,7 +110,8 @@ class KnowledgeGraph:
             node["share"] = float(tokens_E[e] / total) if total else 0.0
             if classes_EC is not None and classes_EC[e].sum():
                 node["classes"] = [round(float(f), 4) for f in classes_EC[e] / classes_EC[e].sum()]
-                node["top_classes"] = top_classes(classes_EC[e])
+                most = np.argsort(-classes_EC[e], kind="stable")[:TOP_CLASSES]
+                node["top_classes"] = [int(c) for c in most if classes_EC[e, c] > 0]
                 node["specialisation"] = specialisation(classes_EC[e], classes_EC.sum(0) > 0)
             for f in range(e + 1, len(uids)):
                 both = float(together_EE[e, f])
@@ -203,9 +204,3 @@ def specialisation(counts_C: NDArray[Any], seen_C: NDArray[np.bool_] | None = No
         return 0.0
     p = counts[counts > 0] / counts.sum()
     return min(1.0, max(0.0, 1 + float((p * np.log(p)).sum()) / math.log(classes)))
-
-
-def top_classes(counts_C: NDArray[Any]) -> list[int]:
-    """Returns the up to three most frequent classes among an expert's tokens, the most frequent first."""
-    order = np.argsort(-np.asarray(counts_C), kind="stable")[:TOP_CLASSES]
-    return [int(c) for c in order if counts_C[c] > 0]

@@ -36,10 +36,10 @@ class LayerState:
         return [uid for uid, node in self.nodes.items() if node["active"]]
 
     @property
-    def uids_on_ranks(self) -> list[list[int | None]]:
-        """The active expert in each slot of each rank; None for an inactive logical expert or an empty slot."""
+    def uids_on_ranks(self) -> list[list[int]]:
+        """The active experts on each rank."""
         return [
-            [None if logical_id < 0 else self.uids_of_logical[logical_id] for logical_id in row]
+            [uid for logical_id in row if logical_id >= 0 and (uid := self.uids_of_logical[logical_id]) is not None]
             for row in self.logical_on_ranks
         ]
 
@@ -133,8 +133,3 @@ def describe(event: Mapping[str, Any], layer: LayerState) -> str:
         tried = " and ".join(event["detail"].get("tried", ["change"]))
         return f"{tried}{' of ' if uids else ''}{', '.join(map(str, uids))} undone"
     return f"sleep at step {event['step']:,}"
-
-
-def graph_file(layer: str, layers: Sequence[str]) -> str:
-    """The name of the file with the last knowledge graph of `layer`."""
-    return "knowledge_graph.json" if len(layers) == 1 else f"knowledge_graph_{layer or 'moe'}.json"

@@ -12,12 +12,13 @@ from torch import nn
 from toolkit.dynamic.callback import Lifecycle
 from toolkit.dynamic.graph import KnowledgeGraph
 from toolkit.dynamic.plots import draw_dynamic_run
-from toolkit.dynamic.records import LIFECYCLE_FILE, graph_file
+from toolkit.dynamic.records import LIFECYCLE_FILE
 from toolkit.dynamic.routing_statistics import Ids, RoutingStatistics
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.run.folder import write_text
 from toolkit.run.tracking.jsonl import MetricsFile
 from toolkit.train.callbacks.base import Callback
+from toolkit.train.pictures import draw_run
 
 if TYPE_CHECKING:
     from toolkit.data.table import Batch
@@ -46,7 +47,7 @@ class LifecycleReport(Callback):
         self.lifecycle = lifecycle
         self.graphs = {name: KnowledgeGraph() for name in self.layers}
         self.statistics = RoutingStatistics(model, num_classes=num_classes, uids_of_logical=self._uids_of_logical)
-        self._events_observed = self._events_written = 0
+        self._events_written = 0
         self._last_step = 0
         self._seconds = 0.0
         self._clock: float | None = None
@@ -57,7 +58,7 @@ class LifecycleReport(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if self.layers:
-            trainer.run.draw_at_finish(draw_dynamic_run)
+            trainer.run.draw_at_finish(draw_dynamic_run, instead_of=draw_run)
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         self._clock = self._clock or time.perf_counter()
@@ -66,8 +67,6 @@ class LifecycleReport(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self.statistics.end_step()
         step = trainer.state.step
-        if len(self.lifecycle.history) != self._events_observed:
-            self._observe_events(step)
         if self.layers and (step % trainer.batches.steps_per_epoch == 0 or step == trainer.max_steps):
             self._close_epoch(trainer)
 
@@ -76,15 +75,6 @@ class LifecycleReport(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self._close_file()
-
-    def _observe_events(self, step: int) -> None:
-        """Adds the similarities of a sleep to the graphs; they are not in checkpoints, and overwritten by the next."""
-        new = self.lifecycle.history[self._events_observed :]
-        self._events_observed = len(self.lifecycle.history)
-        if any(event.kind == "sleep" for event in new):
-            for name, pairs in self.lifecycle.similarities.items():
-                self.graphs[name].observe_roster(self.lifecycle.rosters[name], step=step)
-                self.graphs[name].observe_similarity(pairs)
 
     def observe(self, step: int) -> None:
         """Update the graphs with the routing since the last update. A collective."""
@@ -123,7 +113,8 @@ class LifecycleReport(Callback):
                 "logical_on_ranks": [list(row) for row in placement.slots],
             }
             text = json.dumps(graph.state_dict(), indent=1)
-            write_text(folder / graph_file(name, list(self.graphs)), text, durable=False)
+            of_layer = "" if len(self.graphs) == 1 else f"_{name or 'moe'}"
+            write_text(folder / f"knowledge_graph{of_layer}.json", text, durable=False)
         self._file.append(
             step,
             {
@@ -151,7 +142,6 @@ class LifecycleReport(Callback):
         return {
             "graphs": {name: graph.state_dict() for name, graph in self.graphs.items()},
             "statistics": self.statistics.state_dict(),
-            "events_observed": self._events_observed,
             "events_written": self._events_written,
             "last_step": self._last_step,
             "seconds": self._seconds_so_far(),
@@ -161,7 +151,6 @@ class LifecycleReport(Callback):
         for name, graph in self.graphs.items():
             graph.load_state_dict(state["graphs"][name])
         self.statistics.load_state_dict(state["statistics"])
-        self._events_observed = state["events_observed"]
         self._events_written = state["events_written"]
         self._last_step = state["last_step"]
         self._seconds = state["seconds"]

@@ -8,7 +8,7 @@ dynamic experts uid and logical id are equal.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Fate = Literal["active", "merged", "pruned"]
@@ -116,9 +116,6 @@ class ExpertRoster:
         records = list(self.records)
         records[uid] = replace(records[uid], **changes)
         return replace(self, records=tuple(records))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"logical_experts": self.logical_experts, "records": [asdict(record) for record in self.records]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ExpertRoster:

@@ -27,20 +27,6 @@ from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.parallel.rows_in_use import RowsInUse, mark_rows_in_use
 
 
-class Snapshot:
-    """Clones of all tensors of a model and its optimizer on this rank, to restore in place."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer):
-        states = (value for state in unwrapped(optimizer).state.values() for value in state.values())
-        tensors = [*model.parameters(), *model.buffers(), *(value for value in states if isinstance(value, Tensor))]
-        self._clones = [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for tensor, clone in self._clones:
-            tensor.copy_(clone)
-
-
 class DynamicExperts:
     """Executor of plans on the dynamic MoE layers of `model`, with a record and undo."""
 
@@ -106,14 +92,19 @@ class DynamicExperts:
         self.history.append(LifecycleEvent(step, layer, kind, uids, {**detail, **plan.why}))  # type: ignore[arg-type]
 
     def undo_point(self, optimizer: Optimizer) -> Callable[[], list[LifecycleEvent]]:
-        """Return a function that restores the current model, optimizer, rosters and history and returns the undone
-        events."""
-        snapshot = Snapshot(self.model, optimizer)
+        """Return a function that restores the current model, optimizer, rosters and history in place and returns the
+        undone events."""
+        values = [value for state in unwrapped(optimizer).state.values() for value in state.values()]
+        states = [value for value in values if isinstance(value, Tensor)]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *states]
+        clones = [(tensor, tensor.detach().clone()) for tensor in tensors]
         rosters = dict(self.rosters)
         events = len(self.history)
 
+        @torch.no_grad()
         def undo() -> list[LifecycleEvent]:
-            snapshot.restore()
+            for tensor, clone in clones:
+                tensor.copy_(clone)
             self.refresh_routers()
             self.rosters = rosters
             undone = self.history[events:]
@@ -153,7 +144,7 @@ class DynamicExperts:
     def state_dict(self) -> dict[str, Any]:
         """Return rosters and history as JSON values."""
         return {
-            "rosters": {name: roster.to_dict() for name, roster in self.rosters.items()},
+            "rosters": {name: asdict(roster) for name, roster in self.rosters.items()},
             "history": [asdict(event) for event in self.history],
         }
 

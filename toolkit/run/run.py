@@ -242,10 +242,9 @@ class Run:
         for sink in (*self._sinks, *self._trackers):
             sink.log(values, step)
 
-    def draw_at_finish(self, draw: Draw) -> None:
-        """Make `finish` call `draw` on the main process. A second call with the same function does nothing."""
-        if draw not in self._draws:
-            self._draws.append(draw)
+    def draw_at_finish(self, draw: Draw, *, instead_of: Draw | None = None) -> None:
+        """Make `finish` call `draw` on the main process once, and not `instead_of`."""
+        self._draws = [*(other for other in self._draws if other not in (draw, instead_of)), draw]
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Return the log steps so far, including those before a restart. Main process only."""

@@ -90,10 +90,13 @@ def moves(results: Mapping[str, Any]) -> str | None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows with equal keys as a plain text table, with a header and right-aligned numbers."""
+    """Return rows with equal keys as a plain text table, with a header and right-aligned numbers; None is empty."""
     cells = [[str(key) for key in rows[0]]]
     cells += [
-        [f"{v:.4f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v for v in row.values()]
+        [
+            "" if v is None else f"{v:.4f}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v
+            for v in row.values()
+        ]
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -96,7 +96,7 @@ def placements_of(run: RunRecord, layer: str) -> list[Placement]:
         found = [(step, last.rows_by_uid(rows, step + 1)) for step, rows in found]
     for epoch in run.epochs:
         if (state := epoch.layers.get(layer)) is not None:
-            found.append((epoch.step, [[uid for uid in row if uid is not None] for row in state.uids_on_ranks]))
+            found.append((epoch.step, state.uids_on_ranks))
     placed = run.results.get("expert_placement")
     final = placed.get(layer) if isinstance(placed, Mapping) else None
     if not found and final:

@@ -44,8 +44,8 @@ MOST_LINES = 12
 """Maximum experts or ranks drawn as lines, not as a heat map."""
 MOST_NAMED = 9
 """Maximum labelled rows of a heat map."""
-MOST_IDS = 32
-"""Maximum experts per rank with ids in the placement plot."""
+MOST_IDS = 64
+"""Maximum experts per rank and time with ids in the placement plot."""
 
 Placement = Sequence[Sequence[int]]
 """The experts on each rank."""
@@ -134,7 +134,9 @@ def draw_experts(
         most = max(len(shares) for points in ranks.values() for _, shares in points)
         drawings["rank_load"] = partial(_draw_loads, loads=ranks, placement={}, colours=palette(most), of="rank")
     if any(len(rows) > 1 for rows in experts.placement.values()):
-        drawings["expert_placement"] = partial(_draw_placement, experts=experts)
+        times = {"Before moves": experts.before, "After moves": experts.placement}
+        times = times if experts.before else {"Experts per rank": experts.placement}
+        drawings["expert_placement"] = partial(draw_placements, times=times, colours=experts.colours)
     if experts.before:
         drawings["expert_moves"] = partial(_draw_moves, experts=experts, lines=lines, moved=moved)
     return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
@@ -166,18 +168,22 @@ def draw_loss(figure: Figure | SubFigure, lines: Sequence[Mapping[str, Any]]) ->
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
-        _mark_moves(axes, lines)
+        mark_steps(axes, _steps_of_moves(lines), "experts moved")
         axes.set_title("Accuracy, %" if percent else "Loss")
         axes.legend(loc="best")
         step_axis(axes)
 
 
-def _mark_moves(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a vertical line at each log step before which experts moved."""
-    moves = [step for step, experts in points_of(lines, "moe/migrated_experts") if experts]
-    for number, step in enumerate(moves):
-        once = "experts moved" if number == 0 else None
-        axes.axvline(step, color=GREY, lw=0.8, ls=(0, (1, 2)), zorder=0, label=once)
+def _steps_of_moves(lines: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the log steps before which experts moved."""
+    return [step for step, experts in points_of(lines, "moe/migrated_experts") if experts]
+
+
+def mark_steps(axes: Axes, steps: Iterable[int], label: str, **style: Any) -> None:
+    """Draw a vertical line at each step."""
+    style = {"color": GREY, "lw": 1, "ls": (0, (1, 2)), "zorder": 0, **style}
+    for number, step in enumerate(steps):
+        axes.axvline(step, label=label if number == 0 else None, **style)
 
 
 def _draw_loads(
@@ -188,55 +194,63 @@ def _draw_loads(
     colours: Sequence[Any],
     of: str = "expert",
 ) -> None:
-    """Draw the load of each expert or rank over steps: lines for few, a heat map for many.
-
-    Experts that are inactive at the end and had no load are left out. The fair share is 1 / active experts.
-    """
+    """Draw the load of each expert or rank over steps, with a panel per layer."""
     layers, names = spread(list(loads), MOST_LAYERS), short_names(list(loads))
-    unit = "% of assignments" if of == "expert" else "% of rows"
     columns = min(2, len(layers))
     rows = math.ceil(len(layers) / columns)
     figure.set_size_inches(10 if columns == 2 else 8, 3.6 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for layer, axes in zip(layers, panels, strict=False):
-        points = loads[layer]
-        steps = [step for step, _ in points]
-        known = max(len(shares) for _, shares in points)
-        active = {expert for row in placement.get(layer, [range(known)]) for expert in row}
-        ids = [e for e in range(known) if e in active or any(shares[e] for _, shares in points if len(shares) > e)]
-        experts = len(ids)
-        # Layers can grow, and non-finite numbers are null in JSON.
-        padded = [[shares[e] if e < len(shares) else None for e in ids] for _, shares in points]
-        table = [[math.nan if share is None else 100 * share for share in row] for row in padded]
-        fair = 100 / len(active)
-        if experts <= MOST_LINES:
-            marker = "o" if len(points) == 1 else ""
-            for column, expert in enumerate(ids):
-                values = [row[column] for row in table]
-                axes.plot(steps, values, color=colours[expert], lw=1.4, marker=marker, ms=4, label=str(expert))
-            axes.axhline(fair, color=INK, lw=1.4, ls=(0, (4, 3)), label=f"fair: {fair:.3g} %")
-            axes.set_ylim(bottom=0)
-            axes.set_ylabel(unit)
-            axes.legend(
-                title=of, ncols=1 if experts <= 8 else 2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
-            )
-        else:
-            grid = [list(column) for column in zip(*table, strict=True)]
-            image = axes.pcolormesh(
-                _edges(steps), range(experts + 1), grid, cmap="RdBu_r", vmin=0, vmax=2 * fair, rasterized=True
-            )
-            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, label=unit)
-            bar.ax.axhline(fair, color=INK, lw=1)
-            bar.ax.annotate(
-                "fair", (0, fair), xytext=(-3, 0), textcoords="offset points", ha="right", va="center", fontsize=7
-            )
-            axes.set_ylabel(of)
-            name_rows(axes, ids)
-        title = f"Load per {of}"
-        axes.set_title(f"{title}: {names[layer]}" if layer else title)
-        step_axis(axes)
+        draw_load(axes, loads[layer], placement.get(layer), colours, name=names[layer], of=of)
     for axes in panels:
         axes.set_visible(False)
+
+
+def draw_load(
+    axes: Axes,
+    points: Sequence[tuple[int, Sequence[float | None]]],
+    placement: Placement | None,
+    colours: Sequence[Any],
+    *,
+    name: str,
+    of: str = "expert",
+) -> None:
+    """Draw the load of each expert or rank of the layer `name` over steps: lines for few, a heat map for many.
+
+    Experts that are inactive at the end and had no load are left out. The fair share is 1 / active experts.
+    """
+    unit = "% of assignments" if of == "expert" else "% of rows"
+    steps = [step for step, _ in points]
+    known = max((len(shares) for _, shares in points), default=0)
+    active = {expert for row in placement or [range(known)] for expert in row}
+    ids = [e for e in range(known) if e in active or any(shares[e] for _, shares in points if len(shares) > e)]
+    # Layers can grow, and non-finite numbers are null in JSON.
+    padded = [[shares[e] if e < len(shares) else None for e in ids] for _, shares in points]
+    table = [[math.nan if share is None else 100 * share for share in row] for row in padded]
+    fair = 100 / max(1, len(active))
+    if len(ids) <= MOST_LINES:
+        marker = "o" if len(points) == 1 else ""
+        for column, expert in enumerate(ids):
+            values = [row[column] for row in table]
+            axes.plot(steps, values, color=colours[expert], lw=1.4, marker=marker, ms=4, label=str(expert))
+        axes.axhline(fair, color=INK, lw=1.4, ls=(0, (4, 3)), label=f"fair: {fair:.3g} %")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(unit)
+        axes.legend(title=of, ncols=1 if len(ids) <= 8 else 2, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    else:
+        grid = [list(column) for column in zip(*table, strict=True)]
+        image = axes.pcolormesh(
+            _edges(steps), range(len(ids) + 1), grid, cmap="RdBu_r", vmin=0, vmax=2 * fair, rasterized=True
+        )
+        bar = axes.figure.colorbar(image, ax=axes, extend="max", pad=0.02, label=unit)
+        bar.ax.axhline(fair, color=INK, lw=1)
+        bar.ax.annotate(
+            "fair", (0, fair), xytext=(-3, 0), textcoords="offset points", ha="right", va="center", fontsize=7
+        )
+        axes.set_ylabel(of)
+        name_rows(axes, ids)
+    axes.set_title(f"Load per {of}: {name}" if name else f"Load per {of}")
+    step_axis(axes)
 
 
 def name_rows(axes: Axes, ids: Sequence[int]) -> None:
@@ -245,28 +259,29 @@ def name_rows(axes: Axes, ids: Sequence[int]) -> None:
     axes.set_yticks([row + 0.5 for row in named], [str(ids[row]) for row in named])
 
 
-def _draw_placement(figure: Figure, *, experts: Experts) -> None:
-    """Draw the experts on each rank as boxes, one colour per expert: before the first move and at the end."""
-    layers, names = spread(list(experts.placement), MOST_MAPS), short_names(list(experts.placement))
-    times = {"Before moves": experts.before, "After moves": experts.placement}
-    times = times if experts.before else {"Experts per rank": experts.placement}
+def draw_placements(figure: Figure, *, times: Mapping[str, Mapping[str, Placement]], colours: Sequence[Any]) -> None:
+    """Draw the experts on each rank as boxes, one colour per expert, at each of `times` in turn."""
+    known = list(list(times.values())[-1])
+    layers, names = spread(known, MOST_MAPS), short_names(known)
     shown = [placement[layer] for placement in times.values() for layer in layers if layer in placement]
     ranks = max(map(len, shown))
     widest = max((len(ids) for rows in shown for ids in rows), default=1) or 1
-    width, colours = max(widest, 4), experts.colours
-    figure.set_size_inches(min(14, (1.2 + 0.6 * width) * len(times)), (0.9 + 0.42 * ranks) * len(layers))
+    width = max(widest, 4)
+    figure.set_size_inches(min(14, (1.2 + 0.6 * width) * len(times)), max(2.8, (0.9 + 0.42 * ranks) * len(layers)))
     for layer, panels in zip(layers, figure.subplots(len(layers), len(times), squeeze=False), strict=True):
+        before: Placement = []
         for axes, (time, placement) in zip(panels, times.items(), strict=True):
-            before = experts.before.get(layer) if placement is experts.placement else None
-            for rank, ids in enumerate(placement.get(layer, [])):
+            rows = placement.get(layer, [])
+            for rank, ids in enumerate(rows):
                 new = set(ids).difference(*before[rank : rank + 1]) if before else set()
                 for slot, expert in enumerate(ids):
                     colour = colours[expert]
                     edge: dict[str, Any] = {"edgecolor": INK, "lw": 2} if expert in new else {}
                     axes.barh(rank, 0.88, left=slot + 0.02, height=0.8, color=colour, **edge)
-                    if widest <= MOST_IDS:
+                    if widest * len(times) <= MOST_IDS:
                         ink = ink_on(colour)
                         axes.text(slot + 0.46, rank, str(expert), ha="center", va="center", color=ink, fontsize=9)
+            before = rows
             named = layer and axes is panels[0]
             axes.set_title(f"{time}: {names[layer]}" if named else time)
             axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
@@ -275,7 +290,7 @@ def _draw_placement(figure: Figure, *, experts: Experts) -> None:
             axes.set_ylim(ranks - 0.4, -0.6)
             axes.spines[["bottom", "left"]].set_visible(False)
             axes.tick_params(length=0)
-    if experts.before:
+    if len(times) > 1:
         figure.supxlabel("outlined: new on this rank", fontsize="small", color=INK)
 
 
@@ -298,7 +313,7 @@ def _draw_moves(figure: Figure, *, experts: Experts, lines: Sequence[Mapping[str
     for name, label, width in (("", "each forward pass", 1.4), ("_of_sum", "load since the last log step", 0.8)):
         points = points_of(lines, f"moe/rank_imbalance{name}")
         top.plot([step for step, _ in points], [value for _, value in points], color=TRAIN, lw=width, label=label)
-    _mark_moves(top, lines)
+    mark_steps(top, _steps_of_moves(lines), "experts moved")
     top.set_title("Busiest rank over the mean")
     step_axis(top)
     for axes, layer in zip(maps, layers, strict=True):
@@ -371,10 +386,10 @@ def palette(count: int) -> list[Any]:
     return [colormaps["turbo"](0.05 + 0.9 * i / (count - 1)) for i in range(count)]
 
 
-def step_axis(axes: Axes) -> None:
+def step_axis(axes: Axes, label: str = "step") -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.set_xlabel("step")
+    axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.6)
