@@ -80,11 +80,12 @@ def weights(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def compare(family: str, folder: Path, *, find_unused: bool = False) -> dict[str, float]:
+def compare(family: str, folder: Path, *, find_unused: bool = False, frozen: str = "no parameter") -> dict[str, float]:
     """Return the difference between two processes and one in training, migration, saving and loading."""
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if find_unused else []
     accelerator, rank = Accelerator(cpu=True, kwargs_handlers=handlers), dist.get_rank()
     reference, model = build(family), build(family)
+    freeze(frozen, reference, model)
     reference_optimizer, optimizer = (
         torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (reference, model)
     )
@@ -108,17 +109,24 @@ def compare(family: str, folder: Path, *, find_unused: bool = False) -> dict[str
         assert saved.keys() == known.keys()
         saving = max(relative_difference(saved[name], known[name]) for name in known)
     dist.barrier()
-    loading = compare_loading(type(reference), folder / "reference", experts.groups)
+    loading = compare_loading(type(reference), folder / "reference", experts.groups, frozen)
     return {"train": largest[0], "move": largest[1], "save": saving, "load": loading}
 
 
-def compare_loading(kind: Any, folder: Path, groups: ExpertGroups) -> float:
+def freeze(part: str, *models: nn.Module) -> None:
+    """Freeze parameters whose name has this part."""
+    for name, parameter in (pair for model in models for pair in model.named_parameters()):
+        parameter.requires_grad_(part not in name)
+
+
+def compare_loading(kind: Any, folder: Path, groups: ExpertGroups, frozen: str) -> float:
     """Return the difference between lazy and full loading, with a spare slot, two of three slots at a time."""
     full = kind.from_pretrained(folder)
     with experts_in_files():
         lazy = kind.from_pretrained(folder, experts_implementation="eager")
     assert sum(p.untyped_storage().nbytes() for p in lazy.parameters()) < sum(p.nbytes for p in full.parameters())
     with mock.patch.object(sys.modules[experts_in_files.__module__], "experts_at_a_time", return_value=2):
+        freeze(frozen, full, lazy)
         shard_experts(lazy, groups, placement=lambda *_: MOVED, spare_slots=1)
     expected, largest = dict(full.named_parameters()) | dict(full.named_buffers()), 0.0
     for name, value in (*lazy.named_parameters(), *lazy.named_buffers()):
@@ -189,6 +197,9 @@ def judge(family: str, folder: Path) -> dict[str, Any]:
     if "find_unused_parameters=True" in error:
         notes.append("needs `find_unused_parameters=True`")
         error, found = attempt(partial(compare, find_unused=True), family, folder)
+    if shared := re.search(r"share '(\w+)\.\w+'", error):
+        notes.append(f"needs a frozen `{shared[1]}`")
+        error, found = attempt(partial(compare, frozen=shared[1]), family, folder)
     if error:
         assert "no experts that can be sharded" in error, error
         return {"family": family, "note": "not supported"}
@@ -270,6 +281,7 @@ have random weights.
 - **export**: unmodified PEFT loads the saved adapters bitwise identically.
 - `find_unused_parameters=True`: some parameters have no gradient. Use
   `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`.
+- a frozen parameter: all experts of a layer share it. Use `requires_grad_(False)`.
 - no `RouterPenalty`: the router does not return (logits, weights, ids) next to the experts. Use the model's auxiliary
   loss.
 - no adapters: adapters of experts raise an error; adapters of attention work.
