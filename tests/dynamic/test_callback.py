@@ -107,12 +107,11 @@ def weights_after_removals(folder: Path, ep_size: int) -> tuple[dict[str, Tensor
 
 
 def test_replay_does_not_depend_on_the_world_size(tmp_path):
-    (expected, removals), *_ = run_distributed(weights_after_removals, 1, tmp_path / "1", 1)
+    expected, removals = weights_after_removals(tmp_path / "1", 1)
     assert removals > 5
-    for world in (2, 4):
-        found, _ = run_distributed(weights_after_removals, world, tmp_path / str(world), world)[0]
-        for name, value in expected.items():
-            assert not value.is_floating_point() or relative_difference(found[name], value) < 1e-10, name
+    (found, _), _ = run_distributed(weights_after_removals, 2, tmp_path / "2", 2)
+    for name, value in expected.items():
+        assert not value.is_floating_point() or relative_difference(found[name], value) < 1e-10, name
 
 
 def test_replay_restores_learning_rates_and_draws_new_augmentations(tmp_path):
@@ -154,7 +153,7 @@ def test_undone_replay_equals_a_run_without_replay(tmp_path):
 def rows_in_use(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, list[int], list[int], list[int]]:
     """Return an outcome, and of each step the expert rows in the backward pass, in the optimizer step, and up to the
     last active expert."""
-    with dynamic_trainer(dynamic_config(folder, max_steps=70), ep_size=ep_size) as (trainer, lifecycle):
+    with dynamic_trainer(dynamic_config(folder, max_steps=40), ep_size=ep_size) as (trainer, lifecycle):
         (layer,) = lifecycle.layers.values()
         if all_rows:
             lifecycle.experts.mark_rows_in_use = lambda: None

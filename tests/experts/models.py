@@ -1,7 +1,7 @@
-"""Small MoE layers: of `make_moe`, and of another library with stacked experts in a loop."""
+"""Small layers of `make_moe`."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.parallel.collectives import world_size
@@ -17,32 +17,3 @@ def make_layer(*sizes, groups=None, ep_size=None, ep_stride=1, shared_expert=Fal
     layer = make_moe(*sizes, groups=groups, shared_expert=shared, **options)
     nn.init.normal_(layer.router.weight)
     return layer
-
-
-class StackedExperts(nn.Module):
-    def __init__(self, dim: int, width: int, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.up = nn.Parameter(torch.randn(num_experts, dim, width) * dim**-0.5)
-        self.down = nn.Parameter(torch.randn(num_experts, width, dim) * width**-0.5)
-
-    def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-            out = out.index_add(0, token, self.compute(expert, hidden[token], weights[token, choice, None]))
-        return out
-
-    def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
-        return (x @ self.up[expert]).tanh() @ self.down[expert] * weight
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, width: int, num_experts: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(dim, num_experts, bias=False)
-        self.experts = StackedExperts(dim, width, num_experts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.gate(x).softmax(-1).topk(2)
-        return x + self.experts(x, ids, self.experts.num_experts * weights)

@@ -23,28 +23,31 @@ VOCAB, LENGTH, DIM, EXPERTS, TOP_K = families.VOCAB, 6, 8, 8, 2
 class StackedExperts(nn.Module):
     """Experts as a user may write them: stacked parameters, biases included, and a loop."""
 
-    def __init__(self, experts: int = EXPERTS) -> None:
+    def __init__(self, experts: int = EXPERTS, dim: int = DIM) -> None:
         super().__init__()
         self.num_experts = experts
-        self.up = nn.Parameter(torch.randn(experts, DIM, 12) * 0.3)
+        self.up = nn.Parameter(torch.randn(experts, dim, 12) * 0.3)
         self.up_bias = nn.Parameter(torch.randn(experts, 12) * 0.1)
-        self.down = nn.Parameter(torch.randn(experts, 12, DIM) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, 12, dim) * 0.3)
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
         for expert in range(self.num_experts):
             token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-            y = (hidden[token] @ self.up[expert] + self.up_bias[expert]).relu() @ self.down[expert]
-            out = out.index_add(0, token, (y * weights[token, choice, None]).to(out.dtype))
+            y = self.compute(expert, hidden[token], weights[token, choice, None])
+            out = out.index_add(0, token, y.to(out.dtype))
         return out
+
+    def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ self.up[expert] + self.up_bias[expert]).relu() @ self.down[expert] * weight
 
 
 class RoutedExperts(nn.Module):
     """A gate and stacked experts."""
 
-    def __init__(self, experts: int = EXPERTS) -> None:
+    def __init__(self, experts: int = EXPERTS, dim: int = DIM) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(DIM, experts, bias=False), StackedExperts(experts)
+        self.gate, self.experts = nn.Linear(dim, experts, bias=False), StackedExperts(experts, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.flatten(0, -2)

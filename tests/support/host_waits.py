@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-import traceback
+import sys
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -24,10 +26,13 @@ class HostWait(NamedTuple):
 
 def innermost_place() -> str:
     """Return the `place` of a current wait."""
-    places = [place for frame in traceback.extract_stack() if (place := _place(frame.filename))]
-    return places[-1] if places else ""
+    frame: FrameType | None = sys._getframe()
+    while frame and not _place(frame.f_code.co_filename):
+        frame = frame.f_back
+    return _place(frame.f_code.co_filename) if frame else ""
 
 
+@cache
 def _place(file: str) -> str:
     """Return the path of `file` from its package on, for the toolkit and `LIBRARIES`; else empty."""
     path = Path(file)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import toolkit as tk
 from benchmarks.support.processes import run_distributed
-from tests.experts.models import Block
+from tests.parity.models import RoutedExperts
 from tests.support.trainers import standard_trainer
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import Experts
@@ -150,7 +150,7 @@ def test_own_task_trains_with_balance_loss_of_config_or_its_own_penalty(tmp_path
 
 
 def test_settings_without_effect_on_layers_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    model = nn.Sequential(tk.experts.make_moe(4, 8, 4, 1), Block(4, 8, 4))
+    model = nn.Sequential(tk.experts.make_moe(4, 8, 4, 1), RoutedExperts(4, 4))
     tk.experts.shard_experts(model[1])
     with tk.start_run("toy", make_config(tmp_path, balance="bias", capacity_factor=1.5)) as run:
         standard_trainer(run, OwnTask(), model, train=TABLE, test=TABLE)

@@ -1,7 +1,6 @@
 """Expert capacity, compared with loops over pairs; dropped pairs are not sent and have weight 0."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
 from toolkit.experts.layer.capacity import within_capacity
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.parallel import collectives
-from toolkit.experts.placement.placement import ExpertPlacement
 
 EXPERTS, TOP_K, DIM = 4, 2, 8
 
@@ -97,48 +94,6 @@ def test_evaluation_drops_and_counts_nothing() -> None:
     layer, x_TD = make_layer(*SIZES, capacity_factor=0.5).eval(), torch.randn(30, DIM)
     torch.testing.assert_close(layer(x_TD), make_layer(*SIZES)(x_TD))
     assert layer.expert_stack.log.dropped_E.tolist() == [0] * EXPERTS
-
-
-REPLICATED = ExpertPlacement(((0, 1, 2), (3, 1)))
-CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
-    "contiguous": ([13, 27], {"capacity_factor": 0.6}),
-    "replica of expert 1": ([13, 27], {"capacity_factor": 0.6, "placement": REPLICATED}),
-    "top-1, first rank without tokens": ([0, 40], {"capacity_factor": 0.75}),
-    "top-1, last rank without tokens": ([40, 0], {"capacity_factor": 0.75}),
-}
-"""Tokens of each rank, and options of the layer."""
-
-
-def steps_of_cases() -> dict[str, dict[str, Any]]:
-    world, found = collectives.world_size(), {}
-    for name, (sizes, options) in CASES.items():
-        kept_options = {key: value for key, value in options.items() if world > 1 or key != "placement"}
-        layer = make_layer(DIM, 12, EXPERTS, 1 if "top-1" in name else TOP_K, **kept_options).double()
-        batch = torch.randn(40, DIM, generator=torch.Generator().manual_seed(5)).double()
-        x_TD = (batch.split(sizes)[collectives.rank()] if world > 1 else batch).requires_grad_()
-        y_TD = layer(x_TD)
-        y_TD.square().sum().backward()
-        up = torch.zeros(EXPERTS, *layer.experts.up.shape[1:], dtype=torch.float64)
-        # Gradients are means over the ranks' batches.
-        up.index_add_(0, torch.tensor(layer.placement.slots[collectives.rank()]), world * layer.experts.up.grad)
-        found[name] = {
-            "y": y_TD.detach(),
-            "x": x_TD.grad,
-            "router": layer.router.weight.grad,
-            "up": up,
-            "dropped": layer.expert_stack.log.dropped_E,
-            "load": layer.load_E,
-        }
-    return found
-
-
-def test_layer_with_capacity_on_two_processes_equals_one_process() -> None:
-    expected, ranks = steps_of_cases(), run_distributed(steps_of_cases, 2)
-    for case, values in expected.items():
-        for name, value in values.items():
-            of_ranks = [rank[case][name] for rank in ranks]
-            found = torch.cat(of_ranks) if name in ("y", "x") else sum(of_ranks)
-            torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-12, msg=f"{name} of {case}")
 
 
 def tiny_capacity() -> dict[str, float]:

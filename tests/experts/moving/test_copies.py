@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.support.precision import in_float64
 from benchmarks.support.processes import run_distributed
-from tests.experts.models import Block
+from tests.parity.models import RoutedExperts
 from toolkit import experts
 from toolkit.errors import UserError
 from toolkit.experts.parallel import collectives
@@ -24,7 +24,7 @@ X = torch.randn(8, DIM, dtype=torch.float64, generator=torch.Generator().manual_
 
 def build(kind: str, groups: experts.ExpertGroups | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    layer = experts.make_moe(DIM, 5, EXPERTS, 2, groups=groups) if kind == "make_moe" else Block(DIM, 5, EXPERTS)
+    layer = experts.make_moe(DIM, 5, EXPERTS, 2, groups=groups) if kind == "make_moe" else RoutedExperts(EXPERTS, DIM)
     return nn.Sequential(nn.Linear(DIM, DIM), layer)
 
 

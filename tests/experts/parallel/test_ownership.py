@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.processes import free_port, run_distributed
-from tests.experts.models import Block
+from tests.parity.models import RoutedExperts
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.collectives import rank, world_size
@@ -136,7 +136,7 @@ def test_ddp_is_replaced_with_sharded_experts_only(world: int):
 
 def build(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(make_moe(4, 6, 4, 2), Block(4, 6, 4)).double()
+    return nn.Sequential(make_moe(4, 6, 4, 2), RoutedExperts(4, 4)).double()
 
 
 def placement_of(ep_size: int, replicas: bool) -> Callable[..., ExpertPlacement]:

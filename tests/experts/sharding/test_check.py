@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.support.families import build
-from tests.experts.models import StackedExperts
+from tests.parity.models import StackedExperts
 from toolkit.errors import UserError
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import contiguous
@@ -24,12 +24,12 @@ class Experts(StackedExperts):
     """Experts with dropout, and output weights of zero, an initialization that some models use."""
 
     def __init__(self, num_experts: int = EXPERTS) -> None:
-        super().__init__(DIM, 12, num_experts)
+        super().__init__(num_experts, DIM)
         nn.init.zeros_(self.down)
         self.dropout = nn.Dropout(0.5)
 
     def compute(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
-        return self.dropout(nn.functional.silu(x @ self.up[expert])) @ self.down[expert] * weight
+        return self.dropout(nn.functional.silu(x @ self.up[expert] + self.up_bias[expert])) @ self.down[expert] * weight
 
 
 class WeightsItsInput(Experts):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.support.processes import run_distributed
-from tests.experts.models import Block
 from tests.integrations.accelerate.toy import Toy, ToyLoop, samples
+from tests.parity.models import RoutedExperts
 from tests.parity.outcome import Rows, gathered, rows_by_id
 from tests.support.equality import assert_equal_rows
 from toolkit import experts
@@ -27,7 +27,7 @@ def test_shard_experts_raises_for_parameters_shared_with_a_router(place: str):
         model: Any = nn.Sequential(layer)
         layer.router.table = layer.experts.up
     else:
-        model = Block(DIM, 8, EXPERTS)
+        model = RoutedExperts(EXPERTS, DIM)
         table = model.experts.up
         model.gate.table = nn.Parameter(table.data) if place == "view" else table
     before = [dict(vars(module)) for module in model.modules()]
@@ -37,7 +37,7 @@ def test_shard_experts_raises_for_parameters_shared_with_a_router(place: str):
 
 
 def join_with_weights(dtype: torch.dtype) -> int:
-    model, calls = Block(DIM, 8, EXPERTS), 1 + 2 * dist.get_rank()
+    model, calls = RoutedExperts(EXPERTS, DIM), 1 + 2 * dist.get_rank()
     experts.shard_experts(model, experts.make_expert_groups(2))
     with join_forwards([model.experts], [model.experts.expert_stack]):
         for _ in range(calls):
@@ -51,7 +51,7 @@ def test_join_supports_routing_weights_of_any_dtype(dtype: torch.dtype):
 
 
 def test_sharded_model_in_eval_mode_counts_forward_passes_with_gradients():
-    model = nn.ModuleList([Block(DIM, 8, EXPERTS), experts.make_moe(DIM, 8, EXPERTS, 2)]).eval()
+    model = nn.ModuleList([RoutedExperts(EXPERTS, DIM), experts.make_moe(DIM, 8, EXPERTS, 2)]).eval()
     stacks = experts.shard_experts(model)
     for block in model:
         block(torch.randn(TOKENS, DIM))

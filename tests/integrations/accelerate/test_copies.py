@@ -19,10 +19,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from benchmarks.support.families import tokens
 from benchmarks.support.precision import in_float64
 from benchmarks.support.processes import run_distributed
-from tests.experts.models import Block
 from tests.integrations.accelerate.toy import MIGRATING, ToyLoop, error_of, placement_of, samples, weights_of
 from tests.integrations.peft.models import adapted, base, rows
 from tests.parity.layouts import Layout
+from tests.parity.models import RoutedExperts
 from tests.parity.outcome import Rows, gathered, rows_by_id
 from tests.support.equality import assert_equal_rows
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
@@ -85,7 +85,7 @@ def test_copy_warns_when_experts_move_and_can_follow() -> None:
 
 
 def error_of_average_made_before_sharding() -> str:
-    model = Block(6, 8, 2)
+    model = RoutedExperts(2, 6)
     average = AveragedModel(model)
     shard_experts(model)
     return error_of(average.update_parameters, model)
