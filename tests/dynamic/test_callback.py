@@ -109,7 +109,7 @@ def weights_after_removals(folder: Path, ep_size: int) -> tuple[dict[str, Tensor
 def test_replay_does_not_depend_on_the_world_size(tmp_path):
     expected, removals = weights_after_removals(tmp_path / "1", 1)
     assert removals > 5
-    (found, _), _ = run_distributed(weights_after_removals, 2, tmp_path / "2", 2)
+    (found, _), *_ = run_distributed(weights_after_removals, 4, tmp_path / "4", 4)
     for name, value in expected.items():
         assert not value.is_floating_point() or relative_difference(found[name], value) < 1e-10, name
 
