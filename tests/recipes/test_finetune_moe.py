@@ -256,7 +256,7 @@ def test_conversations_are_formatted_and_trained(texts, tmp_path):
         ({"messages": [{"role": "user", "text": "no content"}]}, "a row of messages is"),
         (
             {"prompt": "one", "answer": "two"},
-            "has no column named text, messages or prompt and completion, but prompt, answer",
+            "has no column for the text, messages or prompt and completion, but prompt, answer",
         ),
     ],
 )

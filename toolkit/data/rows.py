@@ -140,7 +140,7 @@ def find_column(dataset: str, rows: Any, argument: str, names: tuple[str, ...], 
     found = [name for name, kind in rows.features.items() if {type(kind), getattr(kind, "dtype", None)} & {*kinds}]
     if len(found) != 1:
         raise UserError(
-            f"dataset={dataset!r}: no column of {', '.join(rows.column_names)} is the {argument}. "
-            f"Call it {' or '.join(names)}."
+            f"dataset={dataset!r}: has no column for the {argument}, but {', '.join(rows.column_names)}. "
+            f"Name one {' or '.join(names)}."
         )
     return found[0]

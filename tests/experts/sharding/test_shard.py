@@ -82,6 +82,7 @@ WRAPPERS = {
     "frozen until prepared": lambda module: module.requires_grad_(False),
     "modules_to_save": SavedModule,
     "compiled": lambda module: torch.compile(module, backend="eager"),
+    "compiled model": lambda module: module,
 }
 
 
@@ -93,7 +94,7 @@ def gradients() -> dict[str, Rows]:
         model = Toy()
         for block in model.blocks:
             block.moe.experts = wrap(block.moe.experts)
-        loop = ToyLoop(model=model)
+        loop = ToyLoop(model=torch.compile(model, backend="eager") if name == "compiled model" else model)
         if name == "frozen until prepared":
             model.requires_grad_(True)
         loop.backward(samples())

@@ -116,7 +116,8 @@ def compare(family: str, folder: Path, *, find_unused: bool = False, frozen: str
 def freeze(part: str, *models: nn.Module) -> None:
     """Freeze parameters whose name has this part."""
     for name, parameter in (pair for model in models for pair in model.named_parameters()):
-        parameter.requires_grad_(part not in name)
+        if part in name:
+            parameter.requires_grad_(False)
 
 
 def compare_loading(kind: Any, folder: Path, groups: ExpertGroups, frozen: str) -> float:
