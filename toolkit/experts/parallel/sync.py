@@ -93,8 +93,6 @@ class ExpertSync:
         require_type("model", model, nn.Module, "Write ExpertSync(model, optimizer), which checks every step")
         self.model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.prepared = model if prepared is None else prepared
-        self.parameters: list[Tensor] = []
-        """The parameters of experts that other ranks do not have."""
         self.rebalance = rebalance
         self.steps = 0
         """Optimizer steps so far."""
@@ -107,7 +105,6 @@ class ExpertSync:
         self._states_are_unknown = any(ownership_of(p) is not None for p in self.model.parameters())
         """Whether no step has shown the states of experts."""
         self._arrivals = _Arrivals()
-        self._check: ReplicaCheck | None = None
         self._undo = ExitStack()
         self._has_hooks = False
         self.follow()
