@@ -64,7 +64,7 @@ LAYOUTS = {
     "EP 2, moves": Layout(2, 2, planner="rotate"),
     "EP 2, moves, FSDP2": Layout(2, 2, "shuffled", "contiguous", planner="rotate", dense="fsdp2"),
     "EP 2 of 4, crossed": Layout(4, 2, "replicas", "contiguous", ranks="crossed"),
-    "EP 2 of 4, HSDP": Layout(4, 2, "replicas", ranks="strided", dense="fsdp2", fsdp_size=2),
+    "EP 2 x shards 2": Layout(4, 2, "replicas", ranks="strided", dense="fsdp2"),
 }
 """Layouts that are combined with each model, loop, optimizer and habit. "moves": each expert moves after each step."""
 
@@ -72,7 +72,12 @@ MORE_LAYOUTS = {
     "EP 2, one rank": Layout(2, 2, "one rank"),
     "EP 4, moving replicas": Layout(4, 4, spare_slots=1, planner="replicate"),
     "EP 4, 2 nodes": Layout(4, 4, "uneven", nodes=2),
+    "shards 2": Layout(2, 1, resumed="contiguous", dense="fsdp2"),
     "EP 2 of 4, moves, HSDP": Layout(4, 2, "shuffled", planner="rotate", dense="fsdp2", fsdp_size=2),
+    "EP 2 x shards 2, HSDP": Layout(4, 2, "replicas", ranks="strided", dense="fsdp2", fsdp_size=2),
+    "EP 2 x shards 2, moves": Layout(4, 2, "shuffled", planner="rotate", dense="fsdp2"),
+    "EP 2 x shards 2 x replicas 2": Layout(8, 2, "shuffled", planner="rotate", dense="fsdp2", fsdp_size=4),
+    "EP 4 x shards 2": Layout(8, 4, "replicas", dense="fsdp2"),
     "EP 4 of 8, 4 nodes": Layout(8, 4, "replicas", ranks="strided", nodes=4),
 }
 """Layouts of single cases."""

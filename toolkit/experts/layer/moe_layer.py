@@ -55,6 +55,11 @@ class MoE(ExpertLayer):
         """Routing of the last forward pass, for the router losses."""
         hook_state_dict(self)
 
+    @property
+    def module_with_rows(self) -> nn.Module:
+        experts: nn.Module = self.experts
+        return experts
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the routing, whose tensors are in the graph of the last forward."""
         return self.__dict__ | {"routing": None}

@@ -23,7 +23,7 @@ from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog
 from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
-from toolkit.experts.parallel.ownership import mark_owned
+from toolkit.experts.parallel.ownership import local_rows, mark_owned
 from toolkit.experts.parallel.sync import ExpertSync, guard_torch
 from toolkit.experts.parallel.waits import Mark, mark
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
@@ -190,7 +190,7 @@ class ExpertStack:
             return
         self.place(saved)
         for parameter in self.parameters.values():
-            clear_empty(parameter, saved.slots[self.groups.ep_rank])
+            clear_empty(local_rows(parameter), saved.slots[self.groups.ep_rank])
 
     def record(
         self,
@@ -248,6 +248,11 @@ class ExpertStack:
         """Count the tokens that go to each other node, from now on, given the node of each rank of the EP group."""
         self.node_of_peer = torch.tensor(node_of_peer).unique(return_inverse=True)[1]
 
+    def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Have the values of `new`, such as shards of FSDP2, instead of the keys."""
+        self.parameters = {name: new.get(parameter, parameter) for name, parameter in self.parameters.items()}
+        self.mark_rows()
+
     def mark_rows(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
         groups, placement = self.groups, self.placement
@@ -264,6 +269,11 @@ class ExpertLayer(nn.Module):
     """A module with experts: our `MoE`, and a module of another library whose experts are sharded."""
 
     expert_stack: ExpertStack
+
+    @property
+    def module_with_rows(self) -> nn.Module:
+        """The module whose own parameters are the experts' rows."""
+        return self
 
     def without_tokens(self, x_TD: Float[Tensor, "T D"], weights_TK: Float[Tensor, "T K"]) -> tuple[Tensor, ...]:
         """Return the arguments of a forward pass without tokens: `x_TD` and `weights_TK` have no rows."""
@@ -298,7 +308,8 @@ def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
 
 
 def bytes_of_slot(rows: Tensor) -> int:
-    """Bytes of one slot's row, also on a rank without slots."""
+    """Bytes on this rank of one slot's row, also without slots."""
+    rows = local_rows(rows)
     return rows.shape[1:].numel() * rows.element_size()
 
 

@@ -17,6 +17,7 @@ from toolkit.experts.layer.routing_log import RoutingLog
 from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.ownership import whole
 from toolkit.experts.placement.placement import contiguous
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -92,8 +93,8 @@ def ema_update(averaged: nn.Module, model: nn.Module, decay: float = 0.999) -> N
             stack, key = stack_of[id(origins[name])]
             new = _all_rows(stack, key)
             new = new if new.shape == goal.shape else as_in_files(new, stack.in_files(key))
-        if isinstance(new, DTensor) and not isinstance(goal, DTensor):
-            new = new.full_tensor()
+        if not isinstance(goal, DTensor):
+            new = whole(new)
         if goal.is_floating_point():
             goal.lerp_(new.to(goal.device, goal.dtype), 1 - decay)
         else:
@@ -112,7 +113,7 @@ def _inner(model: Model) -> Model:
 
 def _all_rows(stack: ExpertStack, name: str) -> Tensor:
     """Return the rows (E, ...) of all experts by id, on each rank. A collective of the EP group."""
-    placement, parameter = stack.placement, stack.parameters[name].detach()
+    placement, parameter = stack.placement, whole(stack.parameters[name].detach())
     rows = parameter.new_zeros(placement.stride, *parameter.shape[1:], device=stack.device)
     rows[: len(parameter)] = parameter.to(stack.device)
     if placement.ranks > 1:

@@ -29,6 +29,7 @@ from toolkit.experts.layer.stack import ExpertStack, bytes_of_slot, expert_stack
 from toolkit.experts.parallel.collectives import extremes_over_ranks
 from toolkit.experts.parallel.groups import ExpertGroups, wait_for
 from toolkit.experts.parallel.optimizer_rows import require_rows, unwrapped
+from toolkit.experts.parallel.ownership import local_rows
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, Place, moves, owner_moves
 from toolkit.experts.placement.rounds import Round, schedule
 from toolkit.experts.placement.traffic import MigrationCost, migration_cost
@@ -157,7 +158,7 @@ def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
     """Raise UserError, on every rank, if experts have gradients that no step has used."""
     waiting = [stack for stack in stacks if stack.sync is not None and stack.sync.awaits_step]
     parameters = [parameter for stack in waiting for parameter in stack.parameters.values()]
-    mine = any(bool((p.grad != 0).any()) for p in parameters if p.grad is not None)
+    mine = any(bool(local_rows(p.grad).any()) for p in parameters if p.grad is not None)
     most, _ = extremes_over_ranks(torch.tensor(int(mine), device=next(iter(stacks)).device))
     if most:
         raise UserError(
@@ -171,7 +172,7 @@ def _refuse_new_gradients(stacks: Collection[ExpertStack]) -> None:
 
 def rows_of_weights(stack: ExpertStack) -> dict[str, Tensor]:
     """Return name -> (S, ...), the rows that this rank stores."""
-    return {name: _with_contiguous_rows(name, p) for name, p in stack.parameters.items()}
+    return {name: _with_contiguous_rows(name, local_rows(p)) for name, p in stack.parameters.items()}
 
 
 def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -187,7 +188,7 @@ def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str,
         for key, value in all_states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
                 state = f"{name}.{key}"
-                rows[state] = _with_contiguous_rows(state, require_rows(name, key, value, parameter))
+                rows[state] = _with_contiguous_rows(state, local_rows(require_rows(name, key, value, parameter)))
     return rows
 
 

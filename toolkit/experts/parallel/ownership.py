@@ -145,6 +145,11 @@ def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in parameters if is_owned(p)]
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a `DTensor`, gathered over its mesh, or `tensor` itself. A collective of the mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def local_rows(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a `DTensor`, or `tensor` itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

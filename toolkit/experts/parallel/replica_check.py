@@ -162,7 +162,7 @@ class ReplicaCheck:
         own = {name: p for name, p in self._experts.items() if p.requires_grad and _rows_differ(p)}
         if not own:
             return set(), set()
-        zero = next(iter(own.values())).new_zeros((), dtype=torch.float64)
+        zero = local_rows(next(iter(own.values()))).new_zeros((), dtype=torch.float64)
         values = [*own.values(), *(p.grad for p in own.values())]
         # Not sums, which rounding leaves of gradients behind a layer norm, and not in the precision of the values.
         norms = [zero if v is None else vector_norm(local_rows(v.detach()), dtype=torch.float64) for v in values]
@@ -205,14 +205,16 @@ class _Variants(NamedTuple):
 def _variants(parameter: nn.Parameter) -> _Variants | None:
     """Return the parts of `parameter`; None if no two ranks have the same."""
     ownership = ownership_of(parameter)
+    here, labels = 0, [""]
     if ownership is not None and is_owned(parameter):
         groups = ownership.groups
         if groups.expert_dp_group is None:
             return None
-        return _Variants(groups.ep_rank, [f" of the experts of EP rank {rank}" for rank in range(groups.ep_size)])
+        here, labels = groups.ep_rank, [f" of the experts of EP rank {rank}" for rank in range(groups.ep_size)]
     if not isinstance(parameter, DTensor):
-        return _Variants(0, [""])
+        return _Variants(here, labels)
     if len(parameter.placements) == 1 or not parameter.placements[0].is_replicate():
         return None
     mesh = parameter.device_mesh
-    return _Variants(mesh.get_local_rank(1), [""] * mesh.size(1))
+    shards = mesh.size(1)
+    return _Variants(here * shards + mesh.get_local_rank(1), [label for label in labels for _ in range(shards)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from toolkit.experts.parallel.optimizer_rows import (
     step_by_only,
     unwrapped,
 )
-from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, owned, ownership_of
+from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, local_rows, owned, ownership_of
 from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.rows_in_use import in_use
 
@@ -237,8 +238,8 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
     _sum_replica_gradients(parameters)
     for parameter in parameters:
         groups = _ownership(parameter).groups
-        if parameter.grad is None or groups.expert_dp_group is None:
-            continue
+        if parameter.grad is None or groups.expert_dp_group is None or isinstance(parameter, DTensor):
+            continue  # FSDP2 has averaged its shards
         grad = in_use(parameter, parameter.grad).div_(world_size(groups.expert_dp_group))
         summed = grad.contiguous()
         dist.all_reduce(summed, group=groups.expert_dp_group)
@@ -256,7 +257,7 @@ def clip_gradients(
     """Scale gradients so that their global 2-norm is at most `max_norm`.
 
     Replicated parameters count once. Owned parameters are summed over the EP group, and parameters that FSDP2
-    shards over one set of shards. So every rank gets the same norm and applies the same factor.
+    shards also over one set of shards. So every rank gets the same norm and applies the same factor.
 
     Args:
         parameters: Owned and replicated parameters of the model.
@@ -266,36 +267,24 @@ def clip_gradients(
     Returns:
         The norm before clipping, a scalar.
     """
-    replicated: list[Tensor] = []
-    rows: list[Tensor] = []
-    shards: list[Tensor] = []
-    sharded_over: list[dist.ProcessGroup] = []
+    kinds: dict[tuple[bool, bool], list[Tensor]] = {kind: [] for kind in itertools.product((False, True), repeat=2)}
     for parameter in parameters:
-        if isinstance(parameter.grad, DTensor):
-            shards.append(parameter)
-            placements = enumerate(parameter.grad.placements)
-            mesh = parameter.grad.device_mesh
-            sharded_over = sharded_over or [mesh.get_group(dim) for dim, place in placements if place.is_shard()]
-        elif parameter.grad is not None:
-            (rows if is_owned(parameter) else replicated).append(parameter)
-    listed = replicated + rows + shards
-    grads = [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else in_use(p, p.grad) for p in listed if p.grad is not None
-    ]
+        if parameter.grad is not None:
+            kinds[isinstance(parameter, DTensor), is_owned(parameter)].append(parameter)
+    listed = list(itertools.chain.from_iterable(kinds.values()))
+    grads = [in_use(p, local_rows(p.grad)) for p in listed if p.grad is not None]
     if not grads:
         return torch.zeros(())
     norms = norm_of_each(grads)
     if take_norms is not None:
         take_norms(listed, norms)
-    if rows or shards:
-        of_replicated, of_rows, of_shards = norms.square().split([len(replicated), len(rows), len(shards)])
-        squared_rows = of_rows.sum()
-        squared_shards = of_shards.sum()
-        if rows:
-            dist.all_reduce(squared_rows, group=_ownership(rows[0]).groups.ep_group)
-        for group in sharded_over:
-            dist.all_reduce(squared_shards, group=group)
-        norm = (of_replicated.sum() + squared_rows + squared_shards).sqrt()
+    if any(_groups_with_parts(parameters[0]) for parameters in kinds.values() if parameters):
+        squares = []
+        for parameters, square in zip(kinds.values(), norms.square().split([*map(len, kinds.values())]), strict=True):
+            squares.append(square.sum())
+            for group in _groups_with_parts(parameters[0]) if parameters else ():
+                dist.all_reduce(squares[-1], group=group)
+        norm = sum(squares).sqrt()
     else:
         norm = torch.linalg.vector_norm(norms)
     if max_norm is not None:
@@ -313,8 +302,8 @@ def refresh_replicas(parameters: Iterable[Tensor]) -> None:
     # The optimizer also steps a parameter that was frozen after its gradient arrived.
     for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad or p.grad is not None):
         borrowed, lent = ownership.replicas_on(parameter.device)
-        received = _exchange_rows(parameter.detach(), lent, borrowed, ownership)
-        parameter.index_copy_(0, borrowed.rows, received)
+        rows = local_rows(parameter.detach())
+        rows.index_copy_(0, borrowed.rows, _exchange_rows(rows, lent, borrowed, ownership))
 
 
 @cache
@@ -370,7 +359,7 @@ def _refuse_gradient(_: Tensor) -> None:
 
 def _refuse_assigned_gradients(parameters: Iterable[Tensor]) -> None:
     """Raise UserError if `parameters` have gradients, although no backward pass accumulated any. A collective then."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = [local_rows(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not grads:
         return
     are_assigned = torch.stack([grad.any() for grad in grads]).any().float()  # zeros stay from the last step
@@ -388,11 +377,22 @@ def _sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
     Frozen parameters keep no gradient: weight decay changes parameters whose gradient is zero.
     """
     for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = local_rows(parameter.grad)
         borrowed, lent = ownership.replicas_on(grad.device)
         received = _exchange_rows(grad, borrowed, lent, ownership)
-        grad.index_fill_(0, borrowed.rows, 0)
-        parameter.grad = grad.index_add_(0, lent.rows, received)
+        grad.index_fill_(0, borrowed.rows, 0).index_add_(0, lent.rows, received)
+
+
+def _groups_with_parts(parameter: Tensor) -> list[dist.ProcessGroup]:
+    """Return the groups over which ranks have other parts of `parameter`; none if it is replicated."""
+    ep_group = _ownership(parameter).groups.ep_group if is_owned(parameter) else None
+    groups = [] if ep_group is None else [ep_group]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        groups += [mesh.get_group(dim) for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
+    return groups
 
 
 def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ownership]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import MovesParameters
@@ -46,7 +47,8 @@ class ShardedExperts(ExpertLayer, Layout):
             # Not `self.training`: a model that was read from a folder is in eval mode until somebody calls train().
             training = torch.is_grad_enabled() or in_reentrant_forward()
             stack.record(dispatched.plan, ids_TK, x_TD, weights_TK, y_TD, training=training)
-        return y_TD.view(hidden.shape)
+        # Not a view, of which FSDP2 loses its hook if the caller changes it in place.
+        return y_TD if y_TD.shape == hidden.shape else y_TD.view(hidden.shape)
 
     def without_tokens(self, x_TD: Float[Tensor, "T D"], weights_TK: Float[Tensor, "T K"]) -> tuple[Tensor, ...]:
         return x_TD, torch.empty(weights_TK.shape, dtype=torch.int64, device=x_TD.device), weights_TK
@@ -77,7 +79,8 @@ def _compute(
         outputs = experts.compute_slots(rows_ND.new_zeros(1, rows_ND.shape[1]), one_row)
     # Parameters and all-to-all stay in the graph: their backward pass is a collective, too.
     parameters = {*experts.expert_stack.parameters.values(), *experts.parameters()}
-    nothing = [p.flatten()[:0].sum() for p in parameters if p.requires_grad]
+    # FSDP2's shards of the stack are gathered in the module.
+    nothing = [p.flatten()[:0].sum() for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
     return rows_ND.to(outputs.dtype) + sum(nothing)
 
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
 from toolkit.experts.parallel.collectives import is_main
+from toolkit.experts.parallel.ownership import whole
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -50,19 +51,19 @@ class Gatherer:
     @torch.no_grad()
     def __call__(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
         """Put `value`, a parameter or buffer, under `name`. A collective."""
-        whole: Tensor | None = value.detach()
-        if isinstance(value, DTensor):
-            whole = value.full_tensor().cpu()
-        elif id(value) in self._place_of:
-            whole = gather_experts(*self._place_of[id(value)])
-        if is_main() and whole is not None:
-            state[name] = whole
+        gathered: Tensor | None = value.detach()
+        if id(value) in self._place_of:
+            gathered = gather_experts(*self._place_of[id(value)])
+        elif isinstance(value, DTensor):
+            gathered = whole(value).cpu()
+        if is_main() and gathered is not None:
+            state[name] = gathered
 
 
 @torch.no_grad()
 def gather_experts(stack: ExpertStack, name: str) -> Tensor | None:
     """(E, ...) by expert id, as in files, in main memory of rank 0; None elsewhere. A collective of its EP group."""
-    groups, placement, parameter = stack.groups, stack.placement, stack.parameters[name]
+    groups, placement, parameter = stack.groups, stack.placement, whole(stack.parameters[name])
     if not groups.is_in_first_group:
         return None
     rank = groups.ep_rank
@@ -76,11 +77,11 @@ def gather_experts(stack: ExpertStack, name: str) -> Tensor | None:
         if here:
             dist.send(rows.to(stack.device), group=groups.ep_group, group_dst=0)
         return None
-    whole = torch.empty(placement.num_experts, *parameter.shape[1:], dtype=parameter.dtype)
+    of_all = torch.empty(placement.num_experts, *parameter.shape[1:], dtype=parameter.dtype)
     for peer, held in enumerate(owned):
         if peer > 0 and held:
             rows = parameter.new_empty(len(held), *parameter.shape[1:], device=stack.device)
             dist.recv(rows, group=groups.ep_group, group_src=peer)
         if held:
-            whole[[expert for _, expert in held]] = rows.cpu()
-    return as_in_files(whole, stack.in_files(name))
+            of_all[[expert for _, expert in held]] = rows.cpu()
+    return as_in_files(of_all, stack.in_files(name))

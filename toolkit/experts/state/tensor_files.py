@@ -27,7 +27,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.collectives import gather_objects, is_main, rank
 from toolkit.experts.parallel.optimizer_rows import require_rows, unwrapped
-from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of
+from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, whole
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
@@ -65,16 +65,20 @@ def tensors_to_write(
         if ownership is None:
             moments = [(OPTIMIZER, f"{name}.{key}", value) for key, value in state.items()]
             for file, key, value in [(MODEL, name, parameter), *moments]:
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                gathered = whole(value)
                 if is_main():  # a gathered tensor at once, so that no device holds two
-                    files[file][key] = value if whole is value else whole.cpu()
-        elif ownership.groups.is_in_first_group:
+                    files[file][key] = value if gathered is value else gathered.cpu()
+            continue
+        for key, value in [("", parameter), *state.items()]:
+            gathered = whole(require_rows(name, key, value, parameter) if value.ndim else value)
+            if not ownership.groups.is_in_first_group:
+                continue
+            if gathered is not value:
+                gathered = gathered.cpu()
             for uid, row in _owned(ownership).items():
-                files[rows_file][f"{name}/{uid}"] = parameter[row : row + 1]
-                for key, value in state.items():
-                    # Shared state, such as Adam's step, is saved with each row, because rows can load on other ranks.
-                    rows = require_rows(name, key, value, parameter)[row : row + 1] if value.ndim else None
-                    files[rows_file][f"{name}/{uid}/{key}"] = value.clone() if rows is None else rows
+                # Shared state, such as Adam's step, is saved with each row, because rows can load on other ranks.
+                rows = gathered[row : row + 1] if value.ndim else value.clone()
+                files[rows_file][f"{name}/{uid}/{key}".removesuffix("/")] = rows
     return {
         file: {key: to_cpu(f"{file}/{key}", tensor.detach()) for key, tensor in tensors.items()}
         for file, tensors in files.items()
@@ -251,9 +255,9 @@ def adopt_places(model: nn.Module, places: Mapping[str, Mapping[str, Any]]) -> N
             stack_of[parameter].adopt(places[name]["slots"])
 
 
-def shard_like(like: DTensor, whole: Tensor) -> DTensor:
-    """Shard `whole` like `like`, without communication: each rank has the same full tensor."""
-    part = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+def shard_like(like: DTensor, tensor: Tensor) -> DTensor:
+    """Shard `tensor` like `like`, without communication: each rank has all of it."""
+    part = distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     assert isinstance(part, DTensor)
     return part
 
@@ -296,10 +300,10 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
                 # Rows can differ in their number of steps: the largest corrects the bias of moments the least.
                 state[key] = torch.maximum(state.get(key, value), value)
                 continue
-            whole = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
+            of_all = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
             if uid in rows:
-                whole[rows[uid]] = value[0]
-    return state
+                of_all[rows[uid]] = value[0]
+    return {key: _placed_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
 
 
 def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from toolkit.experts.parallel.ddp import (
     keep_group_longer_than,
     leave_out_of_ddp,
 )
-from toolkit.experts.parallel.fsdp import fully_shard_dense
 from toolkit.experts.parallel.optimizer_rows import check_optimizer
-from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
+from toolkit.experts.parallel.ownership import is_owned, owned
 from toolkit.experts.parallel.parallel_options import Dense
+from toolkit.experts.sharding.fsdp import fully_shard_model
 from toolkit.integrations.accelerate.compat import mark_as_prepared
 
 
@@ -66,21 +66,15 @@ def prepare(
     # The CPU of a process has its number in Accelerate, so that torch would copy all parameters to it.
     moves = accelerator.device_placement and accelerator.device.type != "cpu"
     if dense == "fsdp2" and is_parallel:
-        if not experts and any(ownership_of(p) for p in model.parameters()):
-            raise UserError(
-                "ep_size: 1 leaves all experts on every rank, which dense='fsdp2' (dense_parallel) does not shard. "
-                "Use a larger ep_size, or DDP."
-            )
         on_host = {stack.parameters[name] for stack in expert_stacks(model).values() for name in stack.computed_on}
         for parameter in experts:  # FSDP2 moves its parameters
             if parameter not in on_host and accelerator.device.type != "cpu":
                 parameter.data = parameter.data.to(accelerator.device)
-        fully_shard_dense(
+        fully_shard_model(
             model,
             [optimizer, *more_optimizers],
             device=accelerator.device,
             fsdp_size=fsdp_size,
-            ignored=experts,
             is_synchronising=lambda: accelerator.sync_gradients,
             autocast=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
         )
