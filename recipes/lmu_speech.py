@@ -131,7 +131,7 @@ def main(config: Config) -> dict[str, Any]:
         )
 
         def save(trainer: tk.Trainer) -> None:
-            if run.is_main and config.dense_parallel == "ddp":
+            if run.is_main and not run.accelerator.is_fsdp2:
                 save_recogniser(run.folder / "recogniser", trainer.raw_model, mel, letters, config.tail_s)
 
         return tk.fit(

@@ -44,7 +44,7 @@ def foresee_memory(run: tk.Run, config: Config, base: str, build_optimizer: Call
     Raises UserError if it exceeds the free memory, unless `config.force`. Does nothing if non-expert parameters are
     sharded.
     """
-    if config.dense_parallel != "ddp":
+    if run.accelerator.is_fsdp2:
         return
     on_cpu = run.device.type == "cpu"
     remedy = "experts on a CPU are in the host's memory: give a folder, or leave it out"

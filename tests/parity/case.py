@@ -235,7 +235,6 @@ SINGLE = [
         evaluation=True,
     ),
     Case("own experts", "ExpertParallel", "EP 2, moves, FSDP2", dtype=torch.float32),
-    Case("our MoE", "ExpertParallel", "EP 2, moves, FSDP2", dtype=torch.bfloat16),
     Case("our MoE", "ExpertParallel", "EP 2, replicas", dtype=torch.bfloat16),
     Case("our MoE", "ExpertParallel", "EP 4, moving replicas", dtype=torch.float32, accumulation=2),
 ]

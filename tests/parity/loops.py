@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, patch_environment
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -211,22 +211,24 @@ class ExpertParallelLoop(OwnLoop):
     """A loop on Accelerate, by `ExpertParallel`."""
 
     def shard(self, placement: Any) -> None:
-        AcceleratorState._reset_state()  # cases differ in precision
-        self.accelerator = Accelerator(
-            mixed_precision="bf16" if self.case.dtype is torch.bfloat16 else "no",
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=self.case.accumulation, sync_with_dataloader=False
-            ),
-        )
-        layout, self.device = self.layout, self.accelerator.device
+        AcceleratorState._reset_state(reset_partial_state=True)  # cases differ in precision
+        layout = self.layout
+        with patch_environment(ACCELERATE_USE_FSDP="false"):  # Accelerate sets it for later cases
+            self.accelerator = Accelerator(
+                mixed_precision="bf16" if self.case.dtype is torch.bfloat16 else "no",
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=self.case.accumulation, sync_with_dataloader=False
+                ),
+                fsdp_plugin=layout.fsdp_plugin,
+                parallelism_config=layout.parallelism_config,
+            )
+        self.device = self.accelerator.device
         self.experts = ExpertParallel(
             self.accelerator,
             groups=layout.groups(),
             placement=placement,
             spare_slots=layout.spare_slots,
             replan=layout.replan,
-            dense=layout.dense,
-            fsdp_size=layout.fsdp_size,
         )
         self.raw_optimizer, self.scheduler = make_optimizer_and_scheduler(self.case, self.raw)
         self.model, self.optimizer = self.experts.prepare(self.raw, self.raw_optimizer)
@@ -358,7 +360,7 @@ class Watcher(tk.Callback):
 
 def train_by_trainer(case: Case, folder: Path) -> Outcome:
     """Train by a `Trainer`, with its callbacks for moves and checkpoints."""
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     layout, outcome = case.ranks, Outcome()
     config = tk.MoERunConfig(
         run_dir=folder / "run",
@@ -419,7 +421,7 @@ def train_by_expert_trainer(case: Case, folder: Path) -> Outcome:
 
     from toolkit.integrations.transformers.expert_trainer import expert_trainer
 
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     layout, outcome = case.ranks, Outcome()

@@ -67,6 +67,8 @@ class Block(nn.Module):
 class MoELanguageModel(nn.Module):
     """An embedding, MoE blocks and an output layer. Each token sees its predecessor instead of attending."""
 
+    _no_split_modules = ("Block",)
+
     def __init__(self, *moe_layers: nn.Module, calls: int = 1, tied: bool = False) -> None:
         super().__init__()
         self.calls = calls
@@ -93,6 +95,8 @@ class MoELanguageModel(nn.Module):
 
 class TwoModels(nn.Module):
     """Two language models whose logits are added, with unequal numbers of experts."""
+
+    _no_split_modules = ("Block",)
 
     def __init__(self) -> None:
         super().__init__()

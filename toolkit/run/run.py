@@ -48,6 +48,7 @@ from toolkit.run.folder import (
 )
 from toolkit.run.hardware import gpu_names, hardware
 from toolkit.run.launch.restarts import command_to_continue, past_restarts, tell_folder
+from toolkit.run.launch.world import is_set
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.micro_batches import MicroBatches
 from toolkit.run.process_settings import process_settings
@@ -368,6 +369,8 @@ def start_run(name: str, config: RunConfig) -> Run:
     require_type("name", name, str, "Pass the name of the run, then the config")
     require_type("config", config, RunConfig, "Pass tk.RunConfig() or a config of a class derived from it")
     had_process_group = dist.is_initialized()
+    if is_set("ACCELERATE_USE_FSDP"):
+        config = config.replace(dense_parallel="fsdp2")
     run = Run(name, config, build_accelerator(config), owns_process_group=not had_process_group)
     try:
         check_same_start(name, config)

@@ -183,11 +183,14 @@ def _node_groups(partition: Partition) -> NodeGroups:
     return mine
 
 
-def new_group_of_each(partition: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Create a process group per group of ranks; return this rank's, None for a group of one. A collective."""
+def new_group_of_each(partition: Iterable[Sequence[int]], *, alone: bool = False) -> dist.ProcessGroup | None:
+    """Create a process group per group of ranks; return this rank's, None for a group of one unless `alone`.
+
+    A collective.
+    """
     mine = None
     for ranks in partition:
-        if len(ranks) > 1:
+        if len(ranks) > 1 or alone:
             group = new_group(list(ranks))
             mine = group if dist.get_rank() in ranks else mine
     return mine

@@ -211,7 +211,7 @@ def _variants(parameter: nn.Parameter) -> _Variants | None:
         if groups.expert_dp_group is None:
             return None
         here, labels = groups.ep_rank, [f" of the experts of EP rank {rank}" for rank in range(groups.ep_size)]
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return _Variants(here, labels)
     if len(parameter.placements) == 1 or not parameter.placements[0].is_replicate():
         return None

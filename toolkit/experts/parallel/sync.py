@@ -238,9 +238,10 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
     _sum_replica_gradients(parameters)
     for parameter in parameters:
         groups = _ownership(parameter).groups
-        if parameter.grad is None or groups.expert_dp_group is None or isinstance(parameter, DTensor):
-            continue  # FSDP2 has averaged its shards
-        grad = in_use(parameter, parameter.grad).div_(world_size(groups.expert_dp_group))
+        is_averaged = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1  # by FSDP2
+        if parameter.grad is None or groups.expert_dp_group is None or is_averaged:
+            continue
+        grad = in_use(parameter, local_rows(parameter.grad)).div_(world_size(groups.expert_dp_group))
         summed = grad.contiguous()
         dist.all_reduce(summed, group=groups.expert_dp_group)
         if summed is not grad:

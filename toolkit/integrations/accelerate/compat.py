@@ -5,20 +5,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def mark_as_prepared(model: nn.Module) -> None:
-    """Have `Accelerator.prepare` return `model` as it is: neither wrapped in DDP nor given autocast."""
-    model._is_accelerate_prepared = True  # type: ignore[assignment]
+def _know_fsdp2_on_cpus(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Have an `AcceleratorState` shard on CPU processes as on GPUs.
+
+    Accelerate 1.15 drops the plugin there without a warning, and trains with DDP.
+    """
+
+    @functools.wraps(initialize)
+    def initialize_with_fsdp2(
+        state: AcceleratorState,
+        *args: Any,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        **kwargs: Any,
+    ) -> None:
+        initialize(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            if state.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(state.mixed_precision)
+            state.fsdp_plugin = fsdp_plugin
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    return initialize_with_fsdp2
+
+
+AcceleratorState.__init__ = _know_fsdp2_on_cpus(AcceleratorState.__init__)  # type: ignore[method-assign]
 
 
 def is_marked_as_prepared(model: nn.Module) -> bool:
@@ -65,7 +89,5 @@ def undo_prepare_for_evaluation(model: nn.Module) -> None:
 
 def reset_accelerator_state() -> None:
     """Clear Accelerate's process-wide state, so that the next Accelerator can choose another device or precision."""
-    from accelerate.state import AcceleratorState, GradientState
-
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

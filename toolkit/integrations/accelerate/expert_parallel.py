@@ -11,12 +11,11 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from toolkit.errors import UserError, require, require_choice, require_count, require_type
+from toolkit.errors import UserError, require, require_count, require_type
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.moe_layer import Experts
@@ -28,7 +27,6 @@ from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
-from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW
 from toolkit.experts.placement.placement_options import InitialPlacement
@@ -43,11 +41,8 @@ from toolkit.experts.state import checkpoint_files
 from toolkit.integrations.accelerate.accelerator_methods import replace_training_methods
 from toolkit.integrations.accelerate.compat import is_marked_as_prepared, schedulers_of, steps_once_per_process
 from toolkit.integrations.accelerate.patches import Patches
-from toolkit.integrations.accelerate.prepare import prepare
+from toolkit.integrations.accelerate.prepare import check_accelerator, prepare
 from toolkit.integrations.accelerate.saving import replace_saving_methods
-
-SHARD_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Accelerate's own ways to shard a model."""
 
 
 class ExpertParallel(AbstractContextManager["ExpertParallel"]):
@@ -64,13 +59,11 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         spare_slots: Empty slots on each rank, for replicas of experts in demand.
         placement: Initial placement: "contiguous", "round_robin", or a function of (layer, number of experts,
             `ep_size`).
-        dense: How non-expert parameters are trained: "ddp" replicates them, "fsdp2" shards them.
-        fsdp_size: Neighbouring ranks over which FSDP2 shards (HSDP). Default: all.
 
     Raises:
-        UserError: An argument of another type, a size out of range, both `ep_size` and `groups`, an unknown `dense`,
-            `fsdp_size` without FSDP2, `replan` without a planner, an accelerator that shards the model itself, or
-            processes of the launcher that Accelerate does not know.
+        UserError: An argument of another type, a size out of range, both `ep_size` and `groups`, `replan` without a
+            planner, an accelerator that shards the model by other means than FSDP2, or processes of the launcher that
+            Accelerate does not know.
 
     Example:
         >>> experts = ExpertParallel(accelerator, ep_size=2, replan=ReplanOptions(planner="swap", every=200))
@@ -91,31 +84,22 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         replan: ReplanOptions | None = None,
         spare_slots: int = 0,
         placement: InitialPlacement | PlacementOf = "contiguous",
-        dense: Dense = "ddp",
-        fsdp_size: int | None = None,
     ):
         require_type("accelerator", accelerator, Accelerator, "Pass Accelerator()")
         require_type("replan", replan, ReplanOptions | None, 'Pass ReplanOptions(planner="swap")')
         require(replan is None or bool(replan.planner), "replan.planner", None, "name one, or leave replan out")
         require_sharding(groups, spare_slots, placement)
-        for name, size, least in (("ep_size", ep_size, 1), ("fsdp_size", fsdp_size, 2)):
-            require_count(name, least if size is None else size, least)
-        require_choice("dense", dense, Dense)
-        require(fsdp_size is None or dense == "fsdp2", "fsdp_size", fsdp_size, "add dense='fsdp2', or leave it out")
+        require_count("ep_size", 1 if ep_size is None else ep_size)
         if groups is not None and ep_size is not None:
             raise UserError(f"ep_size: {ep_size} and groups both say which ranks share the experts. Leave one out.")
-        if accelerator.distributed_type in SHARD_THEMSELVES or accelerator.parallelism_config is not None:
-            raise UserError(
-                "accelerator: FSDP, DeepSpeed, Megatron-LM and parallelism_config shard the model themselves. Leave "
-                'them out, and give ExpertParallel dense="fsdp2" to shard non-expert parameters.'
-            )
+        check_accelerator(accelerator)
         if (world := launched_world()) not in (None, accelerator.num_processes):
             raise UserError(
                 f"accelerator: {world} processes were started, and each became a world of its own. "
                 "Set ACCELERATE_USE_CPU=true, or start one process per GPU."
             )
         self.accelerator, self.ep_size, self.groups = accelerator, ep_size, groups
-        self.spare_slots, self.placement, self.dense, self.fsdp_size = spare_slots, placement, dense, fsdp_size
+        self.spare_slots, self.placement = spare_slots, placement
         self.replanner = None if replan is None else Replanner({}, replan)
         self.sync: ExpertSync | None = None
         """Owner of the optimizer's steps; None before `prepare` and after `close`."""
@@ -168,16 +152,11 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             fit_optimizer(first, self.stacks)
         prepared: dict[int, Any] = {}
         if first is not None:
-            prepared[id(model)], prepared[id(first)] = prepare(
-                self.accelerator,
-                model,
-                first,
-                more_optimizers=optimizers[1:],
-                dense=self.dense,
-                fsdp_size=self.fsdp_size,
-            )
+            prepared[id(model)], wrapped = prepare(self.accelerator, model, optimizers)
+            prepared |= zip(map(id, optimizers), wrapped, strict=True)
         else:
-            prepared[id(model)] = self.accelerator.prepare_model(model, evaluation_mode=True)
+            placed = self.accelerator.device_placement
+            prepared[id(model)] = self.accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
         rebalance = None if self.replanner is None else self.replanner.after_step
         self.sync = sync = ExpertSync(model, first, rebalance, prepared=prepared[id(model)])
         if first is not None:
@@ -280,9 +259,9 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             ...         model(**batch)
         """
         sync = self._require_sync("join")
-        if self.dense == "fsdp2" and self.accelerator.num_processes > 1:
+        if self.accelerator.is_fsdp2:
             raise UserError(
-                'dense: "fsdp2" gathers parameters in each forward pass. Use the same number of batches on all ranks.'
+                "join: FSDP2 gathers parameters in each forward pass. Use the same number of batches on all ranks."
             )
         with Patches() as meanwhile:
             if isinstance(sync.prepared, DistributedDataParallel):

@@ -2,88 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import expert_stacks
+from toolkit.experts.layer.stack import expert_stacks, only_names_are_read
+from toolkit.experts.parallel.collectives import broadcast_from_main
 from toolkit.experts.parallel.ddp import (
     end_after_gloo_threads,
     keep_group_longer_than,
     leave_out_of_ddp,
 )
 from toolkit.experts.parallel.optimizer_rows import check_optimizer
-from toolkit.experts.parallel.ownership import is_owned, owned
-from toolkit.experts.parallel.parallel_options import Dense
-from toolkit.experts.sharding.fsdp import fully_shard_model
-from toolkit.integrations.accelerate.compat import mark_as_prepared
+from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
+from toolkit.experts.sharding.fsdp import fully_shard_experts
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raise UserError for an accelerator that shards the model in a way that sharded experts do not support."""
+    parallel = accelerator.parallelism_config
+    others = ("tp", "cp", "sp")
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or (
+        parallel is not None and any(getattr(parallel, f"{name}_size") > 1 for name in others)
+    ):
+        raise UserError(
+            "accelerator: DeepSpeed, Megatron-LM, and tensor, context and sequence parallelism shard the model "
+            "themselves. Use DDP or FSDP2."
+        )
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return
+    plugin = accelerator.state.fsdp_plugin
+    for name, value, is_supported, remedy in (
+        ("fsdp_version", plugin.fsdp_version, plugin.fsdp_version == 2, "Set it to 2"),
+        ("fsdp_offload_params", True, not isinstance(plugin.cpu_offload, CPUOffloadPolicy), "Leave it out"),
+        (
+            "fsdp_activation_checkpointing",
+            True,
+            not plugin.activation_checkpointing,
+            "Call model.gradient_checkpointing_enable(), or use recompute of make_moe",
+        ),
+    ):
+        if not is_supported:
+            raise UserError(f"{name}: {value} is not supported for sharded experts. {remedy}.")
 
 
 def prepare(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    more_optimizers: Sequence[torch.optim.Optimizer] = (),
-    dense: Dense = "ddp",
-    fsdp_size: int | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Prepare a model whose experts are sharded, without DDP's broadcast and averaging of them.
+    accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Prepare a model whose experts are sharded, without DDP's or FSDP's treatment of them as replicated parameters.
+
+    Under FSDP2, experts are sharded over the ranks that have the same ones, see `fully_shard_experts`, and Accelerate
+    shards all other parameters.
 
     Args:
-        accelerator: Prepares `model` and `optimizer`.
+        accelerator: Prepares `model` and `optimizers`.
         model: Buffers that modules list as `constant_buffers` are not broadcast either.
-        optimizer: The optimizer of the experts.
-        more_optimizers: Have further parameters of `model`, and get their FSDP2 shards. Prepare them yourself.
-        dense: "ddp" replicates non-expert parameters, "fsdp2" shards them.
-        fsdp_size: Neighbouring ranks over which FSDP2 shards. Default: all.
+        optimizers: The optimizers of the model's parameters. The first has the experts.
 
     Returns:
-        The prepared model and optimizer.
+        The prepared model and optimizers.
 
     Raises:
-        UserError: As `check_optimizer` does; also fp16 with sharded parameters, FSDP2 with experts that every rank has,
-            or a model in DDP.
+        UserError: As `check_optimizer` does; also fp16 with sharded parameters, or a model in DDP.
         ValueError: A sharded expert parameter is on the root module, see `leave_out_of_ddp`.
     """
     if any(isinstance(module, DistributedDataParallel | nn.DataParallel) for module in model.modules()):
         raise UserError("model: is wrapped in DistributedDataParallel already. Pass the model inside, `model.module`.")
-    check_optimizer(model, optimizer)
+    check_optimizer(model, optimizers[0])
     leave_out_of_ddp(model)
     experts = owned(model.parameters())
     is_parallel = accelerator.num_processes > 1
-    if accelerator.mixed_precision == "fp16" and (experts or (dense == "fsdp2" and is_parallel)):
+    if accelerator.mixed_precision == "fp16" and (experts or accelerator.is_fsdp2):
         raise UserError(
             "mixed_precision: 'fp16' looks for overflow on each rank only, and ranks have different parameters. "
-            "Use 'bf16', or ep_size=1 and dense='ddp' (data_parallel)."
+            "Use 'bf16', or ep_size=1 and DDP."
         )
     if is_parallel:
         end_after_gloo_threads()
+    if accelerator.is_fsdp2:
+        return _shard_all(accelerator, model, optimizers)
     # The CPU of a process has its number in Accelerate, so that torch would copy all parameters to it.
     moves = accelerator.device_placement and accelerator.device.type != "cpu"
-    if dense == "fsdp2" and is_parallel:
-        on_host = {stack.parameters[name] for stack in expert_stacks(model).values() for name in stack.computed_on}
-        for parameter in experts:  # FSDP2 moves its parameters
-            if parameter not in on_host and accelerator.device.type != "cpu":
-                parameter.data = parameter.data.to(accelerator.device)
-        fully_shard_model(
-            model,
-            [optimizer, *more_optimizers],
-            device=accelerator.device,
-            fsdp_size=fsdp_size,
-            is_synchronising=lambda: accelerator.sync_gradients,
-            autocast=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
-        )
-        mark_as_prepared(model)  # or Accelerate would wrap it in DDP, and move it
-    elif is_parallel and experts and all(is_owned(p) for p in model.parameters() if p.requires_grad):
+    if is_parallel and experts and all(is_owned(p) for p in model.parameters() if p.requires_grad):
         # DDP raises for a model without parameters to average, and nothing else of it is needed.
         model = accelerator.prepare_model(model, device_placement=moves, evaluation_mode=True)
-        return model, accelerator.prepare(optimizer)
-    model, optimizer = accelerator.prepare(model, optimizer, device_placement=[moves, moves])
+        return model, [accelerator.prepare(each) for each in optimizers]
+    model, *prepared = accelerator.prepare(model, *optimizers, device_placement=[moves] * (1 + len(optimizers)))
     if isinstance(model, DistributedDataParallel):
         keep_group_longer_than(model)
-    return model, optimizer
+    return model, prepared
+
+
+def _shard_all(
+    accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Shard experts, and have Accelerate shard the other parameters by its FSDP2 plugin."""
+    plugin, parallel = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    before = dict(model.named_parameters())
+    _refuse_unfit(optimizers, before)
+    for tensor in [*(p for p in before.values() if ownership_of(p) is None), *model.buffers()]:
+        broadcast_from_main(tensor.detach())  # of rank 0, as under DDP
+    on_host = {stack.parameters[name] for stack in expert_stacks(model).values() for name in stack.computed_on}
+    for parameter in before.values():
+        if ownership_of(parameter) is not None and parameter not in on_host:
+            if accelerator.mixed_precision != "no" and parameter.requires_grad:  # as Accelerate does with the others
+                parameter.data = parameter.data.float()
+            if accelerator.device.type != "cpu":
+                parameter.data = parameter.data.to(accelerator.device)
+    shards = fully_shard_experts(
+        model,
+        dp_shard_size=parallel.dp_shard_size if parallel is not None and parallel.dp_shard_enabled else None,
+        mp_policy=plugin.mixed_precision_policy,
+        reshard_after_forward=plugin.reshard_after_forward,
+    )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+    ignored = plugin.ignored_modules or []
+    if isinstance(ignored, str):
+        ignored = [module for name, module in model.named_modules() if re.fullmatch(plugin.ignored_modules, name)]
+    plugin.ignored_modules = [*ignored, *_with_plain_experts(model)]
+    plugin.cpu_ram_efficient_loading = False  # all ranks have rank 0's parameters
+    with only_names_are_read(model):
+        model, *prepared = accelerator.prepare(model, *optimizers)
+    plugin.ignored_modules = ignored
+    model.register_forward_hook(_reshard_after_evaluation)
+    return model, prepared
+
+
+def _reshard_after_evaluation(model: nn.Module, *_: object) -> None:
+    """Give `model` the parameters that the optimizer has, which FSDP2 does after a backward pass only."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _with_plain_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that have expert parameters without shards, such as adapters."""
+    return [
+        module
+        for module in model.modules()
+        if any(ownership_of(p) is not None for p in module.parameters(recurse=False))
+        and all(ownership_of(p) is not None for p in module.parameters())
+    ]
+
+
+def _refuse_unfit(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise UserError if an optimizer has state of `parameters`, or a trainable one has no optimizer."""
+    held: set[torch.Tensor] = set()
+    for optimizer in optimizers:
+        held |= {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if any(optimizer.state.get(parameter) for parameter in parameters.values()):
+            raise UserError(
+                f"optimizer: {type(optimizer).__name__} has state before its first step, which sharding would lose. "
+                "Use one such as AdamW, or DDP."
+            )
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and parameter not in held:
+            raise UserError(
+                f"prepare: {name!r} is in no optimizer that was given, so an optimizer made before would not train it. "
+                "Give all optimizers, or freeze it."
+            )

@@ -24,11 +24,11 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 def check_world(config: RunConfig) -> None:
     """Raise UserError unless the world size matches `config` and each process has its own device."""
-    for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+    for plugin in ("DEEPSPEED", "MEGATRON_LM"):
         if is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
                 f"launch: it asks for {plugin}, which would treat experts as replicated. "
-                "Launch with MULTI_GPU, and dense_parallel='fsdp2' to shard the other parameters."
+                "Launch with MULTI_GPU, or with FSDP to shard all parameters."
             )
     world, asked = launched_world(), config.num_processes
     if world is None:
