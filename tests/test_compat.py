@@ -169,17 +169,6 @@ def accelerate_state():
 
 
 @pytest.mark.usefixtures("accelerate_state")
-def test_mark_as_prepared_keeps_the_forward():
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    plain, marked = nn.Linear(1, 1), nn.Linear(1, 1)
-    accelerate_compat.mark_as_prepared(marked)
-    accelerator.prepare(plain)
-    accelerator.prepare(marked)
-    assert "forward" in vars(plain), "Accelerate adds autocast to the forward"
-    assert "forward" not in vars(marked)
-
-
-@pytest.mark.usefixtures("accelerate_state")
 def test_undo_prepare_for_evaluation_restores_the_forward():
     accelerator, model = Accelerator(cpu=True, mixed_precision="bf16"), nn.Linear(1, 1)
     plain = model.forward

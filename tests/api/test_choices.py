@@ -55,7 +55,6 @@ WRONG: list[tuple[Any, ...]] = [
     (parallel, "replan", {"planner": "swap"}, "swap", ReplanOptions, ReplanOptions()),
     (parallel, "spare_slots", -1, "1"),
     (parallel, "placement", 3, PLACEMENT),
-    (parallel, "fsdp_size", 2, "2"),
     (prepare, "objects", [], [ADAM], [[MODEL, ADAM]], [nn.Linear, ADAM], [MODEL, torch.optim.AdamW]),
     (prepare, "model", nn.Sequential(make_moe()).to("meta")),
     (shard_experts, "model", nn.Linear, {"model": MODEL}, ExpertGroups(), None, make_moe().to("meta")),

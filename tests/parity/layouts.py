@@ -8,7 +8,6 @@ from typing import Literal
 from unittest import mock
 
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
 from tests.support.placements import by_slot
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -49,18 +48,6 @@ class Layout:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(self.world // self.nodes)):
             exchange = "hierarchical" if self.nodes > 1 else "flat"
             return make_expert_groups(self.ep_size, ep_stride=stride, exchange=exchange)
-
-    @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        if self.dense == "ddp":
-            return None
-        return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        if self.fsdp_size is None:
-            return None
-        return ParallelismConfig(dp_replicate_size=self.world // self.fsdp_size, dp_shard_size=self.fsdp_size)
 
     @property
     def replan(self) -> ReplanOptions | None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, patch_environment
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -42,6 +41,7 @@ from tests.parity.layouts import place
 from tests.parity.models import OF_TRANSFORMERS, build, in_float64_throughout
 from tests.parity.optimizers import make_optimizer
 from tests.parity.outcome import Outcome
+from tests.support.accelerators import make_accelerator
 from toolkit import experts
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.experts.layer.moe_layer import Experts
@@ -211,17 +211,15 @@ class ExpertParallelLoop(OwnLoop):
     """A loop on Accelerate, by `ExpertParallel`."""
 
     def shard(self, placement: Any) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)  # cases differ in precision
         layout = self.layout
-        with patch_environment(ACCELERATE_USE_FSDP="false"):  # Accelerate sets it for later cases
-            self.accelerator = Accelerator(
-                mixed_precision="bf16" if self.case.dtype is torch.bfloat16 else "no",
-                gradient_accumulation_plugin=GradientAccumulationPlugin(
-                    num_steps=self.case.accumulation, sync_with_dataloader=False
-                ),
-                fsdp_plugin=layout.fsdp_plugin,
-                parallelism_config=layout.parallelism_config,
-            )
+        self.accelerator = make_accelerator(
+            layout.dense,
+            layout.fsdp_size,
+            mixed_precision="bf16" if self.case.dtype is torch.bfloat16 else "no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=self.case.accumulation, sync_with_dataloader=False
+            ),
+        )
         self.device = self.accelerator.device
         self.experts = ExpertParallel(
             self.accelerator,

@@ -99,7 +99,7 @@ class Trainer:
         if batches.accumulation != (made_for := run.accumulation):
             raise ValueError(f"{batches.accumulation} micro-batches per step in a run that was made for {made_for}")
         self.raw_model = model
-        self.model, (self.optimizer,) = prepare(run.accelerator, model, [optimizer])
+        self.model, self.optimizer = prepare(run.accelerator, model, optimizer)
         self.sync = ExpertSync(model, optimizer, prepared=self.model)
         # Accelerate's wrappers skip steps of fp16 and autocast. If neither is needed they still look for a package
         # on disk and for environment variables, twice a step: a tenth of a small model's step time.

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,27 +21,27 @@ from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.toy import Toy, ToyLoop, adamw, error_of, samples, sgd
 from tests.parity.models import DIM, EXPERTS, TOP_K, Block
 from tests.parity.outcome import Rows, gathered
+from tests.support.accelerators import make_accelerator
 from tests.support.equality import assert_equal_rows
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import Experts, make_moe
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import make_expert_groups
-from toolkit.integrations.accelerate.expert_parallel import SHARD_THEMSELVES, ExpertParallel
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.train.callbacks.expert_load import ExpertLoad
 
 
 def output_dtypes() -> list[torch.dtype]:
     found = []
     for dense in ("ddp", "fsdp2"):
-        AcceleratorState._reset_state()
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        loop = ToyLoop(model=Toy().float(), accelerator=accelerator, dense=dense)
+        accelerator = make_accelerator(dense, cpu=True, mixed_precision="bf16")
+        loop = ToyLoop(model=Toy().float(), accelerator=accelerator)
         found.append(loop.model(torch.randn(4, 5)).dtype)
     return found
 
 
-def test_outputs_under_mixed_precision_are_float32_with_ddp_and_fsdp2() -> None:
-    assert run_distributed(output_dtypes, 2) == [[torch.float32] * 2] * 2
+def test_outputs_under_mixed_precision_are_of_the_type_of_accelerate() -> None:
+    assert run_distributed(output_dtypes, 2) == [[torch.float32, torch.bfloat16]] * 2
 
 
 def metrics_and_callback_records() -> tuple[Any, ...]:
@@ -153,13 +153,35 @@ def test_experts_frozen_with_a_gradient_equal_their_replicas() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*(("distributed_type", value) for value in SHARD_THEMSELVES), ("parallelism_config", SimpleNamespace())],
+    [
+        ("distributed_type", DistributedType.DEEPSPEED),
+        ("distributed_type", DistributedType.MEGATRON_LM),
+        ("parallelism_config", ParallelismConfig(tp_size=2)),
+    ],
 )
 def test_accelerator_that_shards_the_model_raises(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(Accelerator, name, value)
-    with pytest.raises(UserError, match="accelerator: FSDP"):
+    with pytest.raises(UserError, match="accelerator: DeepSpeed"):
         ExpertParallel(accelerator)
+
+
+def errors_of_fsdp_plugins() -> list[str]:
+    return [
+        error_of(ExpertParallel, make_accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options)))
+        for options in (
+            {"fsdp_version": 1},
+            {"fsdp_version": 2, "cpu_offload": True},
+            {"fsdp_version": 2, "activation_checkpointing": True},
+        )
+    ]
+
+
+def test_unsupported_fsdp_plugin_raises() -> None:
+    for version, offload, checkpointing in run_distributed(errors_of_fsdp_plugins, 2):
+        assert version.startswith("fsdp_version: 1")
+        assert offload.startswith("fsdp_offload_params: True")
+        assert checkpointing.startswith("fsdp_activation_checkpointing: True")
 
 
 def test_prepare_returns_objects_in_their_order_and_a_single_object_as_is() -> None:

@@ -15,6 +15,7 @@ from tests.parity.data import BATCH, rank_and_world, unequal_share
 from tests.parity.layouts import place
 from tests.parity.models import DIM, Block, RoutedExperts
 from tests.parity.outcome import Rows, gathered, rows_by_id
+from tests.support.accelerators import make_accelerator
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.sharding.shard import PlacementOf
@@ -83,10 +84,11 @@ class ToyLoop:
         accelerator: Accelerator | None = None,
         placement: str = "contiguous",
         schedule: Callable[[int], float] | None = None,
+        dense: str = "ddp",
         **options: Any,
     ):
         self.raw: Any = Toy() if model is None else model
-        self.accelerator = accelerator or Accelerator(cpu=True)
+        self.accelerator = accelerator or make_accelerator(dense, cpu=True)
         self.experts = ExpertParallel(self.accelerator, placement=placement_of(placement), **options)
         optimizers = [make(self.raw) for make in make_optimizers or (sgd,)]
         schedulers = [] if schedule is None else [LambdaLR(optimizers[0], schedule)]

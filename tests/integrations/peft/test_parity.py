@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from benchmarks.support.families import tokens
 from benchmarks.support.precision import in_float64, relative_difference
 from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, rows, together
+from tests.support.accelerators import make_accelerator
 from tests.support.equality import assert_equal_rows
 from tests.support.placements import by_slot
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -75,7 +75,7 @@ def train(case: Case) -> dict[str, Any]:
         model.requires_grad_(True)
     kind: Any = torch.optim.Adagrad if case.kind == "adagrad" else torch.optim.AdamW
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    accelerator: Any = Accelerator(cpu=True)
+    accelerator: Any = make_accelerator(case.dense, cpu=True)
     inner, moved = model, 0
     if case.kind == "recomputed" and case.ep_size:
         recompute_blocks(model)
@@ -85,7 +85,6 @@ def train(case: Case) -> dict[str, Any]:
             accelerator,
             ep_size=case.ep_size,
             placement=lambda *_: place(case.placement, case.ep_size),
-            dense=case.dense,  # type: ignore[arg-type]
             **moving,
         )
         model, optimizer = experts.prepare(model, optimizer)

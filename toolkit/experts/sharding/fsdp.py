@@ -25,22 +25,19 @@ def fully_shard_experts(
     dp_shard_size: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
-) -> dict[nn.Parameter, nn.Parameter]:
+) -> None:
     """Shard the experts of `model` over the ranks that have the same ones, by FSDP2, in place. A collective.
 
     Each row of an expert parameter is sharded along its first dimension that the number of these ranks divides. Rows
     without such a dimension, adapters, quantized experts and experts with CPU offload stay replicated. Call it after
     `shard_experts`, and before `fully_shard` of modules that contain the experts; give that the remaining expert
-    parameters as `ignored_params`.
+    parameters as `ignored_params`. Make the optimizer afterwards.
 
     Args:
         model: A model whose experts are sharded over EP groups.
         dp_shard_size: Number of neighbouring ranks that hold one set of shards (HSDP). Default: all ranks.
         mp_policy: Precision of the gathered parameters and of the reduction of gradients. Default: the parameters'.
         reshard_after_forward: Whether to gather the parameters again for the backward pass, which saves memory.
-
-    Returns:
-        The shard of each sharded parameter, for optimizers that were made before.
 
     Example:
         >>> stacks = shard_experts(model, make_expert_groups(ep_size=2))
@@ -50,7 +47,6 @@ def fully_shard_experts(
         >>> sync = ExpertSync(model, optimizer)
     """
     policy = mp_policy or MixedPrecisionPolicy()
-    shards: dict[nn.Parameter, nn.Parameter] = {}
     meshes: dict[ExpertGroups, DeviceMesh | None] = {}
     for layer in [module for module in model.modules() if isinstance(module, ExpertLayer)]:
         stack, module = layer.expert_stack, layer.module_with_rows
@@ -73,10 +69,7 @@ def fully_shard_experts(
             mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False),
             ignored_params=set(module.parameters()) - names.keys(),
         )
-        of_layer = {parameter: module.get_parameter(name) for parameter, name in names.items()}
-        stack.replace_parameters(of_layer)
-        shards |= of_layer
-    return shards
+        stack.replace_parameters({parameter: module.get_parameter(name) for parameter, name in names.items()})
 
 
 def _dims(parameters: Iterable[nn.Parameter], ranks: int) -> dict[nn.Parameter, int]:

@@ -152,8 +152,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             fit_optimizer(first, self.stacks)
         prepared: dict[int, Any] = {}
         if first is not None:
-            prepared[id(model)], wrapped = prepare(self.accelerator, model, optimizers)
-            prepared |= zip(map(id, optimizers), wrapped, strict=True)
+            wrapped = prepare(self.accelerator, model, *optimizers)
+            prepared |= zip(map(id, (model, *optimizers)), wrapped, strict=True)
         else:
             placed = self.accelerator.device_placement
             prepared[id(model)] = self.accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -54,9 +56,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
             raise UserError(f"{name}: {value} is not supported for sharded experts. {remedy}.")
 
 
-def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[nn.Module, list[Optimizer]]:
+def prepare(accelerator: Accelerator, model: nn.Module, *optimizers: Optimizer) -> tuple[Any, ...]:
     """Prepare a model whose experts are sharded, without DDP's or FSDP's treatment of them as replicated parameters.
 
     Under FSDP2, experts are sharded over the ranks that have the same ones, see `fully_shard_experts`, and Accelerate
@@ -65,7 +65,7 @@ def prepare(
     Args:
         accelerator: Prepares `model` and `optimizers`.
         model: Buffers that modules list as `constant_buffers` are not broadcast either.
-        optimizers: The optimizers of the model's parameters. The first has the experts.
+        *optimizers: The optimizers of the model's parameters. The first has the experts.
 
     Returns:
         The prepared model and optimizers.
@@ -94,16 +94,14 @@ def prepare(
     if is_parallel and experts and all(is_owned(p) for p in model.parameters() if p.requires_grad):
         # DDP raises for a model without parameters to average, and nothing else of it is needed.
         model = accelerator.prepare_model(model, device_placement=moves, evaluation_mode=True)
-        return model, [accelerator.prepare(each) for each in optimizers]
+        return model, *map(accelerator.prepare, optimizers)
     model, *prepared = accelerator.prepare(model, *optimizers, device_placement=[moves] * (1 + len(optimizers)))
     if isinstance(model, DistributedDataParallel):
         keep_group_longer_than(model)
-    return model, prepared
+    return model, *prepared
 
 
-def _shard_all(
-    accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[nn.Module, list[Optimizer]]:
+def _shard_all(accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
     """Shard experts, and have Accelerate shard the other parameters by its FSDP2 plugin."""
     plugin, parallel = accelerator.state.fsdp_plugin, accelerator.parallelism_config
     before = dict(model.named_parameters())
@@ -117,15 +115,20 @@ def _shard_all(
                 parameter.data = parameter.data.float()
             if accelerator.device.type != "cpu":
                 parameter.data = parameter.data.to(accelerator.device)
-    shards = fully_shard_experts(
+    fully_shard_experts(
         model,
         dp_shard_size=parallel.dp_shard_size if parallel is not None and parallel.dp_shard_enabled else None,
         mp_policy=plugin.mixed_precision_policy,
         reshard_after_forward=plugin.reshard_after_forward,
     )
+    if accelerator.mixed_precision == "no":  # or Accelerate casts all parameters to float32
+        mesh = accelerator.torch_device_mesh
+        for module in _with_other_types(model):
+            fully_shard(module, mesh=None if mesh is None else mesh[tuple(parallel.fsdp_dim_names)])
+    shards = {parameter: model.get_parameter(name) for name, parameter in before.items()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+            group["params"] = [shards[parameter] for parameter in group["params"]]
     ignored = plugin.ignored_modules or []
     if isinstance(ignored, str):
         ignored = [module for name, module in model.named_modules() if re.fullmatch(plugin.ignored_modules, name)]
@@ -135,7 +138,7 @@ def _shard_all(
         model, *prepared = accelerator.prepare(model, *optimizers)
     plugin.ignored_modules = ignored
     model.register_forward_hook(_reshard_after_evaluation)
-    return model, prepared
+    return model, *prepared
 
 
 def _reshard_after_evaluation(model: nn.Module, *_: object) -> None:
@@ -144,6 +147,24 @@ def _reshard_after_evaluation(model: nn.Module, *_: object) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _with_other_types(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with trainable parameters of another type than most: FSDP2 gathers parameters of one type."""
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.requires_grad and ownership_of(parameter) is None:
+            elements[parameter.dtype] += parameter.numel()
+    # Break ties by name, because the order of sets differs between ranks.
+    usual = max(elements, key=lambda dtype: (elements[dtype], str(dtype)), default=None)
+    return [
+        module
+        for module in model.modules()
+        if not isinstance(module, FSDPModule)
+        and any(
+            p.requires_grad and p.dtype != usual and ownership_of(p) is None for p in module.parameters(recurse=False)
+        )
+    ]
 
 
 def _with_plain_experts(model: nn.Module) -> list[nn.Module]:
