@@ -487,12 +487,11 @@ class Toolkit(AccelerateDDP):
     dense: Literal["ddp", "fsdp2"] = "ddp"
 
     def shard(self) -> tuple[Any, Any]:
-        from accelerate import Accelerator
-
+        from benchmarks.support.accelerators import make_accelerator
         from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
-        self.accelerator = Accelerator(cpu=True)
-        self.experts = ExpertParallel(self.accelerator, ep_size=dist.get_world_size(), dense=self.dense)
+        self.accelerator = make_accelerator(self.dense, cpu=True)
+        self.experts = ExpertParallel(self.accelerator, ep_size=dist.get_world_size())
         return self.experts.prepare(self.inner, make_optimizer(self.inner))
 
     def save(self, folder: Path) -> None:

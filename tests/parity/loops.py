@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import toolkit as tk
+from benchmarks.support.accelerators import make_accelerator
 from tests.parity.case import CHECKPOINTING, Case
 from tests.parity.data import (
     BATCH,
@@ -41,7 +42,6 @@ from tests.parity.layouts import place
 from tests.parity.models import OF_TRANSFORMERS, build, in_float64_throughout
 from tests.parity.optimizers import make_optimizer
 from tests.parity.outcome import Outcome
-from tests.support.accelerators import make_accelerator
 from toolkit import experts
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.experts.layer.moe_layer import Experts

@@ -6,8 +6,9 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -24,9 +25,10 @@ Group = dict[str, Any]
 class Muon(Optimizer):
     """Momentum that is orthogonalized for each matrix, and AdamW for vectors, embeddings, routers and the output layer.
 
-    A stack of experts, shape (E, A, B), is E matrices: one batched Newton-Schulz iteration per stack, and no
-    communication, because each rank has whole experts. The momentum of an expert is a row of the optimizer state, so
-    it is migrated and saved with the expert. Matrices that FSDP2 shards are gathered for the iteration.
+    A stack of experts, shape (E, A, B), is E matrices: one batched Newton-Schulz iteration per stack. The momentum of
+    an expert is a row of the optimizer state, so it is migrated and saved with the expert. For the iteration, ranks
+    that have shards of the same experts exchange them, so that each computes some of the experts. Other matrices that
+    FSDP2 shards are gathered.
 
     Updates have the root mean square of AdamW's, 0.2 sqrt(max(A, B)) times an orthogonal matrix (Liu et al. 2025,
     https://arxiv.org/abs/2502.16982, section 2.2), so one learning rate and weight decay serve all parameters. Matrices
@@ -114,13 +116,16 @@ def orthogonal(matrices: Tensor) -> Tensor:
     """Return U V^T of each matrix U S V^T, approximately: its singular values are between 0.5 and 1.5.
 
     Args:
-        matrices: Shape (A, B) or (E, A, B); a `DTensor` is gathered, and each rank computes the whole of it.
+        matrices: Shape (A, B) or (E, A, B); a `DTensor` may be sharded along any dimension. A collective then.
 
     Returns:
         The shape and sharding of `matrices`, in bfloat16 unless `matrices` are float64.
     """
     if isinstance(matrices, DTensor):
         mesh, placements = matrices.device_mesh, matrices.placements
+        if isinstance(sharded := placements[-1], Shard) and 0 < sharded.dim < matrices.ndim == 3:
+            local = _orthogonal_shards(matrices.to_local(), sharded.dim, mesh.get_group(mesh.ndim - 1))
+            return DTensor.from_local(local, mesh, placements, run_check=False)
         whole = DTensor.from_local(orthogonal(matrices.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return whole.redistribute(mesh, placements)
     a, b, c = COEFFICIENTS
@@ -132,6 +137,21 @@ def orthogonal(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).reshape(matrices.shape)
+
+
+def _orthogonal_shards(shards: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shards, along `dim`, of U V^T of each matrix. Each rank of `group` computes some matrices."""
+    ranks = dist.get_world_size(group)
+    each = -(-len(shards) // ranks)
+    padded = shards.new_zeros(ranks * each, *shards.shape[1:])
+    padded[: len(shards)] = shards
+    received = torch.empty_like(padded)
+    dist.all_to_all_single(received, padded, group=group)
+    updates = orthogonal(torch.cat(received.chunk(ranks), dim))
+    sent = torch.cat(updates.chunk(ranks, dim)).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received[: len(shards)]
 
 
 def muon_groups(model: nn.Module) -> list[Group]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from benchmarks.support.accelerators import make_accelerator
 from benchmarks.support.processes import run_distributed
 from tests.parity.models import RoutedExperts
-from tests.support.accelerators import make_accelerator
 from tests.support.equality import replicas_agree
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe

@@ -38,8 +38,10 @@ def save_with_accelerate(folder: Path, placement: str, dense: str) -> tuple[dict
             parameter.data.zero_()
         model.load_state_dict(Toy().state_dict())
     accelerator.save_model(loop.model, folder)
-    other = nn.Linear(2, 2)
-    assert accelerator.get_state_dict(other).keys() == other.state_dict().keys()
+    other = nn.Linear(2, 2)  # as without experts; FSDP2 gathers on rank 0
+    assert accelerator.get_state_dict(other).keys() == (
+        set() if dense == "fsdp2" and accelerator.process_index else other.state_dict().keys()
+    )
     return accelerator.get_state_dict(loop.model), error_of_state_dict(model)
 
 

@@ -17,11 +17,11 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pa
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.support.accelerators import make_accelerator
 from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.toy import Toy, ToyLoop, adamw, error_of, samples, sgd
 from tests.parity.models import DIM, EXPERTS, TOP_K, Block
 from tests.parity.outcome import Rows, gathered
-from tests.support.accelerators import make_accelerator
 from tests.support.equality import assert_equal_rows
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import Experts, make_moe

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.support.accelerators import make_accelerator
 from tests.parity.data import BATCH, rank_and_world, unequal_share
 from tests.parity.layouts import place
 from tests.parity.models import DIM, Block, RoutedExperts
 from tests.parity.outcome import Rows, gathered, rows_by_id
-from tests.support.accelerators import make_accelerator
 from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.sharding.shard import PlacementOf

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from benchmarks.support.accelerators import make_accelerator
 from benchmarks.support.families import tokens
 from benchmarks.support.precision import in_float64, relative_difference
 from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, rows, together
-from tests.support.accelerators import make_accelerator
 from tests.support.equality import assert_equal_rows
 from tests.support.placements import by_slot
 from toolkit.experts.moving.replan_options import ReplanOptions

@@ -268,24 +268,24 @@ def clip_gradients(
     Returns:
         The norm before clipping, a scalar.
     """
-    kinds: dict[tuple[bool, bool], list[Tensor]] = {kind: [] for kind in itertools.product((False, True), repeat=2)}
+    kinds: list[list[Tensor]] = [[], [], [], []]
+    """Replicas, rows, shards, and shards of rows."""
     for parameter in parameters:
         if parameter.grad is not None:
-            kinds[isinstance(parameter, DTensor), is_owned(parameter)].append(parameter)
-    listed = list(itertools.chain.from_iterable(kinds.values()))
+            kinds[2 * isinstance(parameter, DTensor) + is_owned(parameter)].append(parameter)
+    listed = list(itertools.chain.from_iterable(kinds))
     grads = [in_use(p, local_rows(p.grad)) for p in listed if p.grad is not None]
     if not grads:
         return torch.zeros(())
     norms = norm_of_each(grads)
     if take_norms is not None:
         take_norms(listed, norms)
-    if any(_groups_with_parts(parameters[0]) for parameters in kinds.values() if parameters):
-        squares = []
-        for parameters, square in zip(kinds.values(), norms.square().split([*map(len, kinds.values())]), strict=True):
-            squares.append(square.sum())
-            for group in _groups_with_parts(parameters[0]) if parameters else ():
-                dist.all_reduce(squares[-1], group=group)
-        norm = sum(squares).sqrt()
+    if len(kinds[0]) < len(listed):
+        squares = [squared.sum() for squared in norms.square().split([*map(len, kinds)])]
+        for kind, square in zip(kinds, squares, strict=True):
+            for group in _groups_with_parts(kind[0]) if kind else ():
+                dist.all_reduce(square, group=group)
+        norm = sum(squares[1:], squares[0]).sqrt()
     else:
         norm = torch.linalg.vector_norm(norms)
     if max_norm is not None:

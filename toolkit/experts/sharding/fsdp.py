@@ -14,62 +14,75 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from toolkit.experts.layer.stack import ExpertLayer
+from toolkit.experts.layer.stack import ExpertLayer, ExpertStack
 from toolkit.experts.parallel.collectives import rank, world_size
 from toolkit.experts.parallel.groups import ExpertGroups, new_group_of_each
 
 
-def fully_shard_experts(
-    model: nn.Module,
-    *,
-    dp_shard_size: int | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
-) -> None:
-    """Shard the experts of `model` over the ranks that have the same ones, by FSDP2, in place. A collective.
+class ExpertShards:
+    """Shards experts over the ranks that have the same ones, by FSDP2.
 
     Each row of an expert parameter is sharded along its first dimension that the number of these ranks divides. Rows
-    without such a dimension, adapters, quantized experts and experts with CPU offload stay replicated. Call it after
-    `shard_experts`, and before `fully_shard` of modules that contain the experts; give that the remaining expert
-    parameters as `ignored_params`. Make the optimizer afterwards.
+    without such a dimension, adapters, quantized experts and experts with CPU offload stay replicated.
 
     Args:
-        model: A model whose experts are sharded over EP groups.
         dp_shard_size: Number of neighbouring ranks that hold one set of shards (HSDP). Default: all ranks.
         mp_policy: Precision of the gathered parameters and of the reduction of gradients. Default: the parameters'.
+        dtype: Type of the shards of trainable parameters. Default: the parameters'.
         reshard_after_forward: Whether to gather the parameters again for the backward pass, which saves memory.
 
     Example:
-        >>> stacks = shard_experts(model, make_expert_groups(ep_size=2))
-        >>> fully_shard_experts(model)
+        >>> stacks = shard_experts(model, make_expert_groups(ep_size=2), shards=ExpertShards())
         >>> fully_shard(model, ignored_params={p for p in model.parameters() if is_owned(p)})
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> sync = ExpertSync(model, optimizer)
     """
-    policy = mp_policy or MixedPrecisionPolicy()
-    meshes: dict[ExpertGroups, DeviceMesh | None] = {}
-    for layer in [module for module in model.modules() if isinstance(module, ExpertLayer)]:
+
+    def __init__(
+        self,
+        *,
+        dp_shard_size: int | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+    ):
+        policy = mp_policy or MixedPrecisionPolicy()
+        # Inputs are routing weights, too, which stay in the precision of the router.
+        self.mp_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+        self.dp_shard_size, self.dtype, self.reshard_after_forward = dp_shard_size, dtype, reshard_after_forward
+        self._meshes: dict[ExpertGroups, DeviceMesh | None] = {}
+
+    def shard(self, layer: nn.Module) -> None:
+        """Shard the experts of `layer`, which have this rank's rows. A collective."""
+        assert isinstance(layer, ExpertLayer)
         stack, module = layer.expert_stack, layer.module_with_rows
-        if stack.groups not in meshes:
-            meshes[stack.groups] = _mesh_of(stack.groups, stack.device.type, dp_shard_size)
-        mesh = meshes[stack.groups]
-        if mesh is None and policy.param_dtype is not None:  # one rank, so that FSDP2 casts parameters
-            alone = new_group_of_each([[each] for each in range(world_size())], alone=True)
-            mesh = meshes[stack.groups] = DeviceMesh.from_group(alone, stack.device.type)
+        mesh = self._mesh_of(stack)
         dims = {} if mesh is None or stack.computed_on else _dims(stack.parameters.values(), mesh.shape[-1])
         names = {parameter: name for name, parameter in module.named_parameters() if parameter in dims}
         if not names:
-            continue
+            return
+        for parameter in names:
+            if parameter.requires_grad and self.dtype is not None:
+                parameter.data = parameter.data.to(self.dtype)
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=lambda parameter, dims=dims: Shard(dims[parameter]),
-            # Inputs are routing weights, too, which stay in the precision of the router.
-            mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False),
+            reshard_after_forward=self.reshard_after_forward,
+            shard_placement_fn=lambda parameter: Shard(dims[parameter]),
+            mp_policy=self.mp_policy,
             ignored_params=set(module.parameters()) - names.keys(),
         )
         stack.replace_parameters({parameter: module.get_parameter(name) for parameter, name in names.items()})
+
+    def _mesh_of(self, stack: ExpertStack) -> DeviceMesh | None:
+        if stack.groups not in self._meshes:
+            mesh = _mesh_of(stack.groups, stack.device.type, self.dp_shard_size)
+            if mesh is None and self.mp_policy.param_dtype is not None:  # of one rank, so that FSDP2 casts parameters
+                alone = new_group_of_each([[each] for each in range(world_size())], alone=True)
+                assert alone is not None
+                mesh = DeviceMesh.from_group(alone, stack.device.type)
+            self._meshes[stack.groups] = mesh
+        return self._meshes[stack.groups]
 
 
 def _dims(parameters: Iterable[nn.Parameter], ranks: int) -> dict[nn.Parameter, int]:

@@ -16,6 +16,7 @@ from toolkit.experts.placement.placement import ExpertPlacement, initial_placeme
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.sharding.check import check_experts
 from toolkit.experts.sharding.find import require_experts
+from toolkit.experts.sharding.fsdp import ExpertShards
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
 """`(layer, number of experts, ep_size)` to the layer's initial placement."""
@@ -27,6 +28,7 @@ def shard_experts(
     *,
     spare_slots: int = 0,
     placement: InitialPlacement | PlacementOf = "contiguous",
+    shards: ExpertShards | None = None,
 ) -> dict[str, ExpertStack]:
     """Keep this rank's experts of each layer of `model`, in place. A collective.
 
@@ -40,6 +42,8 @@ def shard_experts(
         spare_slots: Empty slots on each rank, for replicas.
         placement: "contiguous", "round_robin", or a function of (layer, number of experts, `ep_size`). An experts
             module gets an empty slot on a rank without any of its experts.
+        shards: Shards each layer by FSDP2, as soon as it has this rank's rows, over the ranks that have the same
+            experts. Default: these ranks have replicas. Make the optimizer afterwards.
 
     Returns:
         The stack of each layer, by its name.
@@ -65,7 +69,11 @@ def shard_experts(
         for name, found in layers.items()
     }
     check_experts(model, layers, placements)
-    read_by_all = [key for name, found in layers.items() for key in found.shard(placements[name], groups)]
+    read_by_all: list[str] = []
+    for name, found in layers.items():
+        read_by_all += found.shard(placements[name], groups)
+        if shards is not None:
+            shards.shard(found.module)
     exclude_from_ddp(model, read_by_all)
     return {name: found.stack for name, found in layers.items()}
 

@@ -42,7 +42,7 @@ def _know_fsdp2_on_cpus(initialize: Callable[..., None]) -> Callable[..., None]:
     return initialize_with_fsdp2
 
 
-AcceleratorState.__init__ = _know_fsdp2_on_cpus(AcceleratorState.__init__)  # type: ignore[method-assign]
+AcceleratorState.__init__ = _know_fsdp2_on_cpus(AcceleratorState.__init__)
 
 
 def is_marked_as_prepared(model: nn.Module) -> bool:

@@ -41,7 +41,13 @@ from toolkit.experts.state import checkpoint_files
 from toolkit.integrations.accelerate.accelerator_methods import replace_training_methods
 from toolkit.integrations.accelerate.compat import is_marked_as_prepared, schedulers_of, steps_once_per_process
 from toolkit.integrations.accelerate.patches import Patches
-from toolkit.integrations.accelerate.prepare import check_accelerator, prepare
+from toolkit.integrations.accelerate.prepare import (
+    check_accelerator,
+    expert_shards,
+    prepare,
+    refuse_unfit,
+    replace_parameters,
+)
 from toolkit.integrations.accelerate.saving import replace_saving_methods
 
 
@@ -144,7 +150,13 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         watch_inputs(model)
         self.optimizers = optimizers
         groups = self.groups if self.ep_size is None else make_expert_groups(self.ep_size)
-        self.stacks = shard_experts(model, groups, spare_slots=self.spare_slots, placement=self.placement)
+        shards, before = expert_shards(self.accelerator), dict(model.named_parameters())
+        if shards is not None and optimizers:
+            refuse_unfit(optimizers, before)
+        self.stacks = shard_experts(
+            model, groups, spare_slots=self.spare_slots, placement=self.placement, shards=shards if optimizers else None
+        )
+        replace_parameters(optimizers, before, model)
         self.groups = next(iter(self.stacks.values())).groups
         hook_blocks(model)
         first = optimizers[0] if optimizers else None

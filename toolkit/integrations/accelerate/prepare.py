@@ -12,11 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import expert_stacks, only_names_are_read
+from toolkit.experts.layer.moe_layer import Experts
+from toolkit.experts.layer.stack import ExpertLayer, expert_stacks, only_names_are_read
 from toolkit.experts.parallel.collectives import broadcast_from_main
 from toolkit.experts.parallel.ddp import (
     end_after_gloo_threads,
@@ -25,7 +27,7 @@ from toolkit.experts.parallel.ddp import (
 )
 from toolkit.experts.parallel.optimizer_rows import check_optimizer
 from toolkit.experts.parallel.ownership import is_owned, owned, ownership_of
-from toolkit.experts.sharding.fsdp import fully_shard_experts
+from toolkit.experts.sharding.fsdp import ExpertShards
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
@@ -59,7 +61,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def prepare(accelerator: Accelerator, model: nn.Module, *optimizers: Optimizer) -> tuple[Any, ...]:
     """Prepare a model whose experts are sharded, without DDP's or FSDP's treatment of them as replicated parameters.
 
-    Under FSDP2, experts are sharded over the ranks that have the same ones, see `fully_shard_experts`, and Accelerate
+    Under FSDP2, experts are sharded over the ranks that have the same ones, see `ExpertShards`, and Accelerate
     shards all other parameters.
 
     Args:
@@ -87,8 +89,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, *optimizers: Optimizer) 
         )
     if is_parallel:
         end_after_gloo_threads()
-    if accelerator.is_fsdp2:
-        return _shard_all(accelerator, model, optimizers)
+    if (shards := expert_shards(accelerator)) is not None:
+        return _shard_all(accelerator, shards, model, optimizers)
     # The CPU of a process has its number in Accelerate, so that torch would copy all parameters to it.
     moves = accelerator.device_placement and accelerator.device.type != "cpu"
     if is_parallel and experts and all(is_owned(p) for p in model.parameters() if p.requires_grad):
@@ -101,34 +103,51 @@ def prepare(accelerator: Accelerator, model: nn.Module, *optimizers: Optimizer) 
     return model, *prepared
 
 
-def _shard_all(accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
-    """Shard experts, and have Accelerate shard the other parameters by its FSDP2 plugin."""
+def expert_shards(accelerator: Accelerator) -> ExpertShards | None:
+    """Return how the FSDP2 plugin of `accelerator` shards experts; None without one."""
+    if not accelerator.is_fsdp2:
+        return None
     plugin, parallel = accelerator.state.fsdp_plugin, accelerator.parallelism_config
-    before = dict(model.named_parameters())
-    _refuse_unfit(optimizers, before)
-    for tensor in [*(p for p in before.values() if ownership_of(p) is None), *model.buffers()]:
-        broadcast_from_main(tensor.detach())  # of rank 0, as under DDP
-    on_host = {stack.parameters[name] for stack in expert_stacks(model).values() for name in stack.computed_on}
-    for parameter in before.values():
-        if ownership_of(parameter) is not None and parameter not in on_host:
-            if accelerator.mixed_precision != "no" and parameter.requires_grad:  # as Accelerate does with the others
-                parameter.data = parameter.data.float()
-            if accelerator.device.type != "cpu":
-                parameter.data = parameter.data.to(accelerator.device)
-    fully_shard_experts(
-        model,
+    return ExpertShards(
         dp_shard_size=parallel.dp_shard_size if parallel is not None and parallel.dp_shard_enabled else None,
         mp_policy=plugin.mixed_precision_policy,
+        dtype=None if accelerator.mixed_precision == "no" else torch.float32,  # as of the other parameters
         reshard_after_forward=plugin.reshard_after_forward,
     )
+
+
+def replace_parameters(optimizers: Sequence[Optimizer], before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Give `optimizers` the parameters that `model` has now instead of those `before`, by their names."""
+    shards = {parameter: model.get_parameter(name) for name, parameter in before.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+
+
+def _shard_all(
+    accelerator: Accelerator, shards: ExpertShards, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[Any, ...]:
+    """Shard experts that are not yet sharded, and have Accelerate shard the other parameters."""
+    plugin, parallel = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    before = dict(model.named_parameters())
+    refuse_unfit(optimizers, before)
+    for tensor in [*(p for p in before.values() if ownership_of(p) is None), *model.buffers()]:
+        broadcast_from_main(tensor.detach())  # of rank 0, as under DDP
+    for layer in Experts.of(model).layers.values():
+        if isinstance(layer, ExpertLayer) and not isinstance(layer.module_with_rows, FSDPModule):
+            shards.shard(layer)
+    on_host = {stack.parameters[name] for stack in expert_stacks(model).values() for name in stack.computed_on}
+    for parameter in model.parameters():
+        if ownership_of(parameter) is not None and not isinstance(parameter, DTensor) and parameter not in on_host:
+            if shards.dtype is not None and parameter.requires_grad:
+                parameter.data = parameter.data.to(shards.dtype)
+            if accelerator.device.type != "cpu":
+                parameter.data = parameter.data.to(accelerator.device)
     if accelerator.mixed_precision == "no":  # or Accelerate casts all parameters to float32
         mesh = accelerator.torch_device_mesh
         for module in _with_other_types(model):
             fully_shard(module, mesh=None if mesh is None else mesh[tuple(parallel.fsdp_dim_names)])
-    shards = {parameter: model.get_parameter(name) for name, parameter in before.items()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [shards[parameter] for parameter in group["params"]]
+    replace_parameters(optimizers, before, model)
     ignored = plugin.ignored_modules or []
     if isinstance(ignored, str):
         ignored = [module for name, module in model.named_modules() if re.fullmatch(plugin.ignored_modules, name)]
@@ -177,7 +196,7 @@ def _with_plain_experts(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _refuse_unfit(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+def refuse_unfit(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise UserError if an optimizer has state of `parameters`, or a trainable one has no optimizer."""
     held: set[torch.Tensor] = set()
     for optimizer in optimizers:
