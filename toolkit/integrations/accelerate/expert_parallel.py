@@ -27,7 +27,7 @@ from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
+from toolkit.experts.parallel.optimizer_rows import has_stepped, refuse_foreign_parameters
 from toolkit.experts.parallel.parallel_options import Dense
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW
@@ -36,7 +36,7 @@ from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.sharding.find import find_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
-from toolkit.experts.sharding.prepared_optimizer import fit_optimizer, has_stepped
+from toolkit.experts.sharding.prepared_optimizer import fit_optimizer
 from toolkit.experts.sharding.router_replay import hook_blocks
 from toolkit.experts.sharding.shard import PlacementOf, require_sharding, shard_experts
 from toolkit.experts.state import checkpoint_files
