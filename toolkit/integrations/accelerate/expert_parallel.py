@@ -162,7 +162,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         groups = self.groups if self.ep_size is None else make_expert_groups(self.ep_size)
         self.stacks = shard_experts(model, groups, spare_slots=self.spare_slots, placement=self.placement)
         self.groups = next(iter(self.stacks.values())).groups
-        hook_blocks(model)
+        hook_blocks(model, self.stacks)
         first = optimizers[0] if optimizers else None
         if first is not None:
             fit_optimizer(first, self.stacks)
