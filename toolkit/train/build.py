@@ -146,12 +146,16 @@ def standard_trainer(
         splits = {"training": data.train, "test": data.test, "validation": validation}
         task = task.for_run({name: table for name, table in splits.items() if isinstance(table, TensorTable)})
     experts = Experts.of(model)
-    own = next(iter(penalties_of(model.modules())), None)
+    expert_callbacks = _expert_callbacks(run, experts)
     penalty = None
-    if own is None and isinstance(config, MoERunConfig):
-        weight = config.balance_weight_in(max_steps)
-        penalty = RouterPenalty(list(experts.moe.values()), balance_weight=weight, z_weight=config.z_weight)
-    expert_callbacks = _expert_callbacks(run, experts, own or penalty)
+    if isinstance(config, MoERunConfig):
+        balance = next(iter(penalties_of(model.modules())), None)
+        if balance is None:
+            weight = config.balance_weight_in(max_steps)
+            balance = penalty = RouterPenalty(
+                list(experts.moe.values()), balance_weight=weight, z_weight=config.z_weight
+            )
+        expert_callbacks = [WholeStepBalance(balance), *expert_callbacks]
     every = max(1, round(config.eval_every * batches.steps_per_epoch))
     evaluate = partial(Evaluation.of, run, batch_size=eval_batch_size, every=every)
     evaluations = [evaluate(data.test, at_start=eval_at_start)]
@@ -216,8 +220,8 @@ def _train_batches(
     return LoaderBatches(loader, steps_per_epoch=steps, endless=known is None, **cut)
 
 
-def _expert_callbacks(run: Run, experts: Experts, penalty: RouterPenalty | None) -> list[Callback]:
-    """Return what the config asks for of `experts`: balancing, traces, rebalancing, load metrics.
+def _expert_callbacks(run: Run, experts: Experts) -> list[Callback]:
+    """Return what the config asks for of `experts`: balancing by bias, traces, rebalancing, load metrics.
 
     Raises:
         UserError: The experts are in other EP groups than the config's.
@@ -225,9 +229,7 @@ def _expert_callbacks(run: Run, experts: Experts, penalty: RouterPenalty | None)
     config, groups = run.config, experts.groups
     if not isinstance(config, ExpertRunConfig):
         return []
-    callbacks: list[Callback] = []
-    if isinstance(config, MoERunConfig):
-        callbacks = [*([] if penalty is None else [WholeStepBalance(penalty)]), BiasBalancing(experts)]
+    callbacks: list[Callback] = [BiasBalancing(experts)] if isinstance(config, MoERunConfig) else []
     if groups is None:
         return callbacks
     compared = attrgetter("ep_groups", "nodes")

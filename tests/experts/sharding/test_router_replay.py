@@ -40,7 +40,7 @@ from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.layer.recompute import checkpoint, replay_contexts
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.routing.routes import Routes
-from toolkit.experts.sharding.router_replay import hook_blocks, record_routes, replay_routes
+from toolkit.experts.sharding.router_replay import record_routes, replay_routes, route_hooks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import causal_lm
 
@@ -166,7 +166,7 @@ def test_router_changed_before_the_backward_pass_keeps_its_choice(name: str, how
     """Regions of a prepared model need no `record_routes`. One token uses two of four experts."""
     model = make(name)
     enable_checkpointing(model, how)
-    hook_blocks(model)
+    route_hooks(model)
     ids = tokens(0, 1)[:, :1]
     expected = recorded(model, ids)
     with record_routes(model) if how == "plain" else nullcontext():

@@ -44,6 +44,32 @@ class Migration:
     report: MigrationReport
 
 
+@dataclass(frozen=True)
+class Decision:
+    """The plans of all layers at the end of a window."""
+
+    step: int = 0
+    imbalance: float = 1.0
+    """Busiest rank over the mean in the window, mean over layers."""
+    migrations: tuple[Migration, ...] = ()
+    plans_refused: int = 0
+    """Plans that the guards rejected."""
+    planner_seconds: float = 0.0
+    """Spent on planning by this process."""
+
+    def sums(self) -> dict[str, float]:
+        """Return the metrics that add up over decisions; times are of this process."""
+        reports = [migration.report for migration in self.migrations]
+        return {
+            "moe/migrated_experts": sum(report.cost.experts for report in reports),
+            "moe/migration_bytes": sum(report.cost.bytes for report in reports),
+            "moe/migration_optimizer_bytes": sum(report.cost.optimizer_bytes for report in reports),
+            "moe/plans_refused": self.plans_refused,
+            "perf/planner_ms": 1e3 * self.planner_seconds,
+            "perf/migration_ms": 1e3 * sum(report.seconds for report in reports),
+        }
+
+
 class Replanner:
     """Periodic rebalancing: every `options.every` optimizer steps, a planner proposes a placement of each layer.
 
@@ -62,16 +88,16 @@ class Replanner:
         self.guards: dict[str, MigrationGuard] = {}
         self.migrations: list[Migration] = []
         """Migrations of this process."""
-        self.window_imbalance = 1.0
-        """Busiest rank over the mean in the last window, mean over layers."""
+        self.decision = Decision()
+        """The last decision of this process."""
+        self.predicted: dict[str, float] = {}
+        """Predicted imbalance of each layer's last migration, also before a resume."""
+        self.watch(stacks)
         self._steps_of_parts = steps_of_parts(options.every)
         self._seconds_per_byte: float | None = None
         """Seconds per byte of the link between ranks, measured before the first plan."""
-        self.planner_seconds = 0.0
-        """Spent on planning by this process."""
         self._explained: set[str] = set()
         """Reasons of the guard that were printed, without their numbers."""
-        self.watch(stacks)
 
     def watch(self, stacks: Mapping[str, ExpertStack]) -> None:
         """Plan for `stacks`, by layer, from now on."""
@@ -99,7 +125,7 @@ class Replanner:
             return []
         stacks = list(self.stacks.values())
         windows = self._take_windows(world_size() // stacks[0].groups.ep_size)
-        self.window_imbalance = fmean(
+        imbalance = fmean(
             rank_imbalance(window.load_E, stack.placement) for window, stack in zip(windows, stacks, strict=True)
         )
         samples: list[Sample | None] = [None] * len(windows)
@@ -108,7 +134,7 @@ class Replanner:
                 [stack.log for stack in stacks], max(MOST_SAMPLED // world_size(), FEWEST_SAMPLED)
             )
             self._set_cost_models(windows, samples, optimizer)
-        done = []
+        done, refused, seconds = [], self.plans_refused, 0.0
         for (name, stack), window, sample in zip(self.stacks.items(), windows, samples, strict=True):
             guard = self.guards.get(name)
             began = time.perf_counter()
@@ -119,13 +145,15 @@ class Replanner:
                 guard=guard,
                 choices_PTK=None if sample is None else sample.choices_PTK,
             )
-            self.planner_seconds += time.perf_counter() - began
+            seconds += time.perf_counter() - began
             if guard is not None and guard.reason:
                 self._explain(step, name, guard.reason)
             if new is not None:
                 report = migrate(stack, new, optimizer)
                 done.append(Migration(step, name, new, rank_imbalance(window.load_E, new), report))
         self.migrations += done
+        self.predicted |= {migration.layer: migration.predicted_imbalance for migration in done}
+        self.decision = Decision(step, imbalance, tuple(done), self.plans_refused - refused, seconds)
         return done
 
     @property
@@ -197,10 +225,11 @@ class Replanner:
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values, without the placement, which is in the checkpoint's manifest. A collective."""
         window = {name: cursor.state_dict() for name, cursor in self._cursors.items()}
-        return {"every": self.options.every, "window": window}
+        return {"every": self.options.every, "window": window, "predicted": dict(self.predicted)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the window of `state_dict` on any ranks, unless windows have another length now."""
+        self.predicted = dict(state.get("predicted", {}))
         for name, cursor in self._cursors.items():
             if state["every"] == self.options.every and name in state["window"]:
                 cursor.load_state_dict(state["window"][name])

@@ -19,6 +19,8 @@ def leave_out_of_ddp(model: nn.Module) -> None:
     """Exclude owned parameters and constant buffers from DDP.
 
     DDP then neither broadcasts them from the first rank nor averages their gradients. Without DDP it has no effect.
+    Modules list buffers as `constant_buffers` that are equal on all ranks for ever, so that DDP need not copy them
+    before each forward pass.
 
     Args:
         model: The model that DDP will wrap.
@@ -31,8 +33,11 @@ def leave_out_of_ddp(model: nn.Module) -> None:
     for name in names:
         if "." not in name:
             raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
-    if excluded := [*names, *constant_buffers(model)]:
-        exclude_from_ddp(model, excluded)
+    for prefix, module in model.named_modules():
+        if prefix:  # DDP knows no names of the root's own
+            names += [f"{prefix}.{name}" for name in getattr(module, "constant_buffers", ())]
+    if names:
+        exclude_from_ddp(model, names)
 
 
 @cache
@@ -56,16 +61,6 @@ BATCH_NORM_IS_LOCAL = "batch norm is over each process's part of the batch, unli
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether `model` has batch norm that is not torch's `SyncBatchNorm`."""
     return any(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) for module in model.modules())
-
-
-def constant_buffers(model: nn.Module) -> list[str]:
-    """The buffers that modules list as `constant_buffers`: equal on all ranks for ever, so DDP need not copy them from
-    the first before each forward."""
-    found = []
-    for prefix, module in model.named_modules():
-        if prefix:  # DDP knows no names of the root's own
-            found += [f"{prefix}.{name}" for name in getattr(module, "constant_buffers", ())]
-    return found
 
 
 def keep_group_longer_than(model: DistributedDataParallel) -> None:

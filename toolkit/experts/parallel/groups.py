@@ -100,11 +100,10 @@ def make_expert_groups(
         >>> stacks = shard_experts(model, groups)
     """
     world = world_size()
-    ranks_only = ranks is None or (ep_size, ep_stride) == (None, 1)
-    require(ranks_only, "ranks", ranks, "give no ep_size and no ep_stride with them")
     if ranks is None:
         partition = strided_partition(world, ep_size or max(1, world // ep_stride), ep_stride)
     else:
+        require((ep_size, ep_stride) == (None, 1), "ranks", ranks, "give no ep_size and no ep_stride with them")
         partition = _agreed_partition(ranks)
     require_choice("exchange", exchange, ExpertExchange)
     if world == 1:

@@ -58,6 +58,7 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
     if all(ownership_of(p) is None for group in inner.param_groups for p in group["params"]):
         return
     parameters = _two_of_each_kind(inner)
+    is_spread = any(is_owned(p) for p in parameters)
     try:
         (once, states), (again, _) = (_try(inner, parameters, others_differ=differ) for differ in (False, True))
     except Exception as error:  # of any optimizer, for any reason
@@ -68,7 +69,7 @@ def refuse_coupled_rows(optimizer: Optimizer) -> None:
         )
         return
     is_same = all(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all() for a, b in zip(once, again, strict=True))
-    if not is_same and any(is_owned(p) for p in parameters):
+    if not is_same and is_spread:
         raise UserError(
             f"optimizer: {name} uses statistics of several experts, and each rank has other "
             "experts. Use an element-wise optimizer, such as AdamW, Adagrad or SGD."
@@ -87,6 +88,12 @@ def refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
                     f"{tuple(parameter.shape)} in group {number} that is not in the model, so checkpoints would "
                     "lack its state. Make it from model.parameters(), and give other parameters another optimizer."
                 )
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether there is more state than an optimizer can have when it is made: tensors of one number, as Adagrad's."""
+    values = (value for state in unwrapped(optimizer).state.values() for value in state.values())
+    return any(isinstance(v, Tensor) and bool((v != v.flatten()[:1]).any()) for v in values)
 
 
 def refuse_missing_experts(model: nn.Module, optimizer: Optimizer) -> None:

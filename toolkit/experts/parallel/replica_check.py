@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -32,16 +33,21 @@ class ReplicaCheck:
     shard. Different gradients would let weights drift apart without an error: `torch.nn.utils.clip_grad_norm_` causes
     them, because its norm has the experts of one rank. Experts that became equal on all ranks of the EP group were
     averaged or broadcast by hand. Raises UserError, the same on every rank.
+
+    Args:
+        model: The model as it is called: in DDP or FSDP2.
+        experts: Its owned parameters.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, experts: Collection[Tensor] = ()):
         self.model, self.steps = model, 0
         self._parameters = list(model.parameters())  # walking through the modules takes longer than the rest of a call
         self._trained, self._until = 0, FIRST_STEPS + 1
         self._originals: dict[str, nn.Parameter] = {}
         self._in_forwards: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         """Greatest and least norm of each parameter in the forward passes of a step."""
-        self._experts = {name: p for name, p in model.named_parameters() if is_owned(p)}
+        owned = set(experts)
+        self._experts = {name: p for name, p in model.named_parameters() if p in owned}
         self._different = self._experts.keys() - self._equal_experts()[0]
         """Parameters of experts that once differed between ranks."""
 

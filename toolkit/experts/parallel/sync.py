@@ -103,8 +103,6 @@ class ExpertSync:
             if prepared is None:
                 check_optimizer(self.model, optimizer)
             self.optimizer = ref(unwrapped(optimizer))
-        self._states_are_unknown = any(ownership_of(p) is not None for p in self.model.parameters())
-        """Whether no step has shown the states of experts."""
         self._arrivals = _Arrivals()
         self._undo = ExitStack()
         self._has_hooks = False
@@ -123,13 +121,15 @@ class ExpertSync:
         for former in {_SYNC_OF[p]() for p in experts if p in _SYNC_OF} - {None}:
             former.close()
         self.parameters, self._has_hooks = owned(experts), True
+        self._states_are_unknown = bool(experts)
+        """Whether no step has shown the states of experts."""
+        self._check: ReplicaCheck | None = None
         optimizer = self.optimizer()
         hooks: list[RemovableHandle] = []
-        self._check = None if optimizer is None or world_size() == 1 else ReplicaCheck(self.prepared)
-        if self._check is not None and self.parameters:
-            hooks.append(self._check.watch_forwards(self.model))
-        if optimizer is not None:
-            hooks += [
+        if optimizer is None and world_size() > 1:
+            hooks = hook_gradients(experts, _refuse_gradient)
+        elif optimizer is not None:
+            hooks = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
                 *hook_gradients(self.parameters, self._arrivals.note),
@@ -138,8 +138,10 @@ class ExpertSync:
             for mode in ("train", "eval"):
                 if hasattr(optimizer, mode):
                     self._refresh_after(optimizer, mode)
-        elif world_size() > 1:
-            hooks += hook_gradients(experts, _refuse_gradient)
+            if world_size() > 1:
+                self._check = ReplicaCheck(self.prepared, self.parameters)
+                if self.parameters:
+                    hooks.append(self._check.watch_forwards(self.model))
         for hook in hooks:
             self._undo.callback(hook.remove)
         self._undo.callback(step_by_only(optimizer, experts))

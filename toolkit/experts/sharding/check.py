@@ -21,8 +21,6 @@ FEW = 4
 MOST_TOKENS = 8
 """Tokens at a time when every expert is called, because some modules copy the rows of each token's experts."""
 IN_ROWS = "keep what differs between experts in parameters with a row for each expert"
-OF_ONE_LAYER = ("layer_idx", "read_rows")
-"""Attributes in which layers of one kind differ."""
 MOST_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """The largest relative difference by precision; parts may compute in another. A mismatch is a tenth or more."""
 
@@ -41,9 +39,10 @@ def check_experts(
         raise UserError(fault)
     tried: dict[Hashable, bool] = {}
     for found in layers.values():
-        if found.is_tried and not _has_no_values(found):
-            if (kind := _kind(found)) not in tried:
-                tried[kind] = _weights_come_first(found)
+        if found.is_tried:
+            if (kind := found.kind) not in tried:
+                tables = found.tables()
+                tried[kind] = _weights_come_first(found, tables)
             found.weights_first = tried[kind]
 
 
@@ -87,29 +86,13 @@ def _memory(parameter: Tensor) -> int:
     return (parameter.data_ptr() if type(parameter.data) is Tensor else 0) or id(parameter)
 
 
-def _has_no_values(found: FoundExperts) -> bool:
-    """Whether the experts are on the meta device, or quantised."""
-    first = next(found.module.parameters(recurse=False))
-    return first.is_meta or first.dtype not in MOST_ROUNDING
-
-
-def _kind(found: FoundExperts) -> Hashable:
-    """Return class, settings, shapes and types of a layer, which are equal for layers of one kind."""
-    module = found.module
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    settings = (
-        (name, value if isinstance(value, bool | int | float | str) else id(value))
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name not in OF_ONE_LAYER
-    )
-    shapes = ((name, value.shape, value.dtype, value.device) for name, value in tensors)
-    children = (type(child) for child in module.modules())
-    return found.own_type, found.layout, *settings, *shapes, *children
-
-
-def _weights_come_first(found: FoundExperts) -> bool:
+def _weights_come_first(found: FoundExperts, tables: Mapping[str, Tensor]) -> bool:
     """Try whether the experts compute the same when each rank calls them with its own experts only, in either order of
     the arguments.
+
+    Args:
+        found: The experts.
+        tables: Their own parameters as rows (E, ...).
 
     Returns:
         Whether weights come before expert ids.
@@ -118,7 +101,7 @@ def _weights_come_first(found: FoundExperts) -> bool:
     refusal: UserError | None = None
     for weights_first in (False, True) if layout is not None and issubclass(layout, CalledByIds) else (False,):
         try:
-            _Trial(found, weights_first).run()
+            _Trial(found, tables, weights_first).run()
         except UserError as error:
             refusal = refusal or error
         else:
@@ -130,12 +113,12 @@ def _weights_come_first(found: FoundExperts) -> bool:
 class _Trial:
     """A trial of one experts module by one order of its arguments, on copies with random rows."""
 
-    def __init__(self, found: FoundExperts, weights_first: bool):
+    def __init__(self, found: FoundExperts, tables: Mapping[str, Tensor], weights_first: bool):
         module = found.module
         self.title = f"model: the experts at {found.name!r} ({found.own_type.__name__})"
         self.module, self.experts, self.weights_first = module, found.num_experts, weights_first
-        self.type, self.tables = found.class_with_layout, found.tables()
-        self.like = next(iter(self.tables.values()))
+        self.type, self.tables = found.class_with_layout, tables
+        self.like = next(iter(tables.values()))
         self.draws = torch.Generator().manual_seed(0)
         self.buffers = {
             name: self._random_rows(self.experts, value)

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.sharding.adapt import known_layouts
-from toolkit.experts.sharding.found import FoundExperts, FoundMoE
-from toolkit.experts.sharding.layout import CalledByIds
+from toolkit.experts.sharding.found import FoundExperts, FoundMoE, is_stacked
 from toolkit.experts.sharding.libraries import libraries
-from toolkit.experts.sharding.sharded_experts import ShardedExperts
 
 
 def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
@@ -93,20 +91,12 @@ def _layers_with_experts(model: nn.Module) -> dict[str, FoundExperts]:
     """Return our `MoE` layers, and modules outside of them that hold stacked experts, by name in order of modules."""
     layers: dict[str, FoundExperts] = {}
     ours: tuple[str, ...] = ()
-    known, installed = known_layouts(model), libraries()
-    adapters = {experts: found for library in installed for experts, found in library.find_adapters(model).items()}
+    known = known_layouts(model)
+    adapters = {experts: found for library in libraries() for experts, found in library.find_adapters(model).items()}
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             ours += (f"{name}." if name else "",)
             layers[name] = FoundMoE(name, module, adapters.get(module.experts))
-        elif not name.startswith(ours) and (module in known or _is_stacked(module)):
-            layout = next(filter(None, (library.layout(module) for library in installed)), CalledByIds)
-            layers[name] = FoundExperts(name, module, known.get(module), layout, adapters.get(module))
+        elif not name.startswith(ours) and (module in known or is_stacked(module)):
+            layers[name] = FoundExperts(name, module, known.get(module), adapters.get(module))
     return layers
-
-
-def _is_stacked(module: nn.Module) -> bool:
-    """Whether `module` is sharded, or each of its own parameters has one row per expert."""
-    experts, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
-    has_rows = isinstance(experts, int) and all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
-    return isinstance(module, ShardedExperts) or (bool(parameters) and has_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -14,15 +14,19 @@ from toolkit.experts.parallel.collectives import broadcast_from_main, together
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.adapt import KnownLayout
 from toolkit.experts.sharding.layout import CalledByIds, Layout, extend, extended
+from toolkit.experts.sharding.libraries import libraries
 from toolkit.experts.sharding.sharded_experts import LazyExperts, ShardedExperts, forward_arguments, own_type
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     import torch
 
     from toolkit.experts.parallel.groups import ExpertGroups
     from toolkit.experts.sharding.libraries import Adapters
+
+OF_ONE_LAYER = ("layer_idx", "read_rows")
+"""Attributes in which layers of one kind differ."""
 
 Parameters = dict[str, tuple[nn.Parameter, RowsInFiles]]
 """The parameters of experts by name, adapters included, and how files have their rows."""
@@ -35,30 +39,21 @@ class FoundExperts:
         name: Of the module in its model.
         module: Its own parameters have the rows of the experts, or of this rank's slots.
         known: The layout of a module that is not called with ids.
-        called_by_ids: The layout of a module that is.
         adapters: Of the module's parameters.
     """
 
-    is_tried: ClassVar[bool] = True
-    """Whether a trial has to show that the experts compute the same when they are sharded."""
     router: nn.Module | None = None
     """The router, if the layer has it."""
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        known: KnownLayout | None,
-        called_by_ids: type[CalledByIds],
-        adapters: Adapters | None,
-    ):
+    def __init__(self, name: str, module: nn.Module, known: KnownLayout | None, adapters: Adapters | None):
         self.name, self.module, self.known, self.adapters = name, module, known, adapters
         self.is_sharded = isinstance(module, ShardedExperts)
         self.own_type = own_type(module)
         self.layout: type[Layout] | None = None
         """Mixed into the module's class before it is sharded, if it has no layout yet."""
         if not issubclass(self.own_type, Layout):
-            self.layout = called_by_ids if known is None else known.layout
+            by_library = filter(None, (library.layout(module) for library in libraries()))
+            self.layout = next(by_library, CalledByIds) if known is None else known.layout
         self.weights_first = False
         """Whether the module is called with weights before ids, as the trial finds out."""
         counted: Any = module.expert_stack if isinstance(module, ShardedExperts) else known or module
@@ -75,6 +70,27 @@ class FoundExperts:
         layer: Any = self.module
         stack: ExpertStack = layer.expert_stack
         return stack
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether a trial has to show that the experts compute the same when they are sharded: unless they are
+        quantised."""
+        first = next(self.module.parameters(recurse=False))
+        return first.is_floating_point() and first.itemsize > 1
+
+    @property
+    def kind(self) -> Hashable:
+        """Class, settings, shapes and types, which are equal for layers of one kind."""
+        module = self.module
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        settings = (
+            (name, value if isinstance(value, bool | int | float | str) else id(value))
+            for name, value in vars(module).items()
+            if not name.startswith("_") and name not in OF_ONE_LAYER
+        )
+        shapes = ((name, value.shape, value.dtype, value.device) for name, value in tensors)
+        children = (type(child) for child in module.modules())
+        return self.own_type, self.layout, *settings, *shapes, *children
 
     @property
     def class_with_layout(self) -> type[Any]:
@@ -167,12 +183,14 @@ class FoundExperts:
 class FoundMoE(FoundExperts):
     """Our `MoE`, whose `experts` have the parameters."""
 
-    is_tried = False
-
     def __init__(self, name: str, layer: MoE, adapters: Adapters | None):
         self.name, self.module, self.adapters, self.layer, self.router = name, layer, adapters, layer, layer.router
         self.is_sharded = layer.expert_stack.groups.ep_size > 1
         self.num_experts = layer.expert_stack.num_experts
+
+    @property
+    def is_tried(self) -> bool:
+        return False
 
     @property
     def path(self) -> str:
@@ -198,6 +216,13 @@ class FoundMoE(FoundExperts):
             self._keep_rows(parameter, form, placement.slots[groups.ep_rank])
         self.layer.expert_stack = _stack_of(parameters, placement, groups)
         return []
+
+
+def is_stacked(module: nn.Module) -> bool:
+    """Whether `module` is sharded, or each of its own parameters has one row per expert."""
+    experts, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    has_rows = isinstance(experts, int) and all(p.ndim >= 2 and p.shape[0] == experts for p in parameters)
+    return isinstance(module, ShardedExperts) or (bool(parameters) and has_rows)
 
 
 def outside_wrappers(name: str) -> str:

@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 from toolkit.errors import UserError, require
 from toolkit.experts.layer.moe_layer import MoE
 from toolkit.experts.layer.recompute import decide, in_region, recomputing, replaying
+from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.routing.routes import RouteHook, Routes, fixed_choice
 from toolkit.experts.sharding.find import stacked_experts
-from toolkit.experts.sharding.found import FoundExperts
+from toolkit.experts.sharding.found import FoundExperts, outside_wrappers
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def replay_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
 
 def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
     """Return the hook of each layer with experts, by name in order of layers. Hooks are made once, and stay."""
-    blocks = hook_blocks(model)
+    blocks = hook_blocks(model, stacked_experts(model))
     hooks = {}
     for name, module in model.named_modules():
         if isinstance(module, MoE):
@@ -102,9 +103,21 @@ def route_hooks(model: nn.Module) -> dict[str, RouteHook]:
     return hooks
 
 
-def hook_blocks(model: nn.Module) -> dict[str, RouteHook]:
-    """Return the `route_hooks` of layers other than `MoE`. With them, activation checkpointing routes once."""
-    return {name: _hook_of_block(found, model) for name, found in stacked_experts(model).items()}
+def hook_blocks(
+    model: nn.Module, experts: Mapping[str, FoundExperts] | Mapping[str, ExpertStack]
+) -> dict[str, RouteHook]:
+    """Return the `route_hooks` of layers other than `MoE`. With them, activation checkpointing routes once.
+
+    Args:
+        model: The model.
+        experts: Its experts, by the names of their modules.
+    """
+    modules = {name: model.get_submodule(name) for name in experts}
+    return {
+        name: _hook_of_block(name, module, experts[name].num_experts, model)
+        for name, module in modules.items()
+        if not isinstance(module, MoE)
+    }
 
 
 def _hook_of_moe(name: str, layer: MoE) -> RouteHook:
@@ -116,12 +129,11 @@ def _hook_of_moe(name: str, layer: MoE) -> RouteHook:
     return router.route_hook
 
 
-def _hook_of_block(found: FoundExperts, model: nn.Module) -> RouteHook:
-    experts: Any = found.module
+def _hook_of_block(name: str, experts: Any, num_experts: int, model: nn.Module) -> RouteHook:
     made: RouteHook | None = getattr(experts, "route_hook", None)
     if made is None:
-        made = experts.route_hook = RouteHook(found.name)
-        _BlockWatch(made, found.num_experts).attach(_block_of(found.path, model), experts)
+        block = _block_of(outside_wrappers(name), model)
+        made = experts.route_hook = _BlockWatch(name, block, experts, num_experts).hook
     return made
 
 
@@ -155,17 +167,15 @@ def _routes_of(model: nn.Module, names: list[str], routes: Routes) -> list[list[
 class _BlockWatch:
     """Records and replays the choices of a block, from its beginning to the call of its experts."""
 
-    def __init__(self, hook: RouteHook, experts: int):
-        self.hook, self.experts = hook, experts
+    def __init__(self, name: str, block: nn.Module, experts: nn.Module, num_experts: int):
+        self.hook, self.num_experts = RouteHook(name), num_experts
         self._call: _Call | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_call": None}
-
-    def attach(self, block: nn.Module, experts: nn.Module) -> None:
         block.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         block.register_forward_hook(self._end_block, always_call=True)
         experts.register_forward_pre_hook(self._end_choice, with_kwargs=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_call": None}
 
     def _begin(self, _block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._takes_part():
@@ -174,7 +184,7 @@ class _BlockWatch:
         hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         tokens = hidden.numel() // hidden.shape[-1]
         if tokens:
-            self._call = _Call(self.hook, self.experts, tokens)
+            self._call = _Call(self.hook, self.num_experts, tokens)
             self._call.__enter__()
 
     def _takes_part(self) -> bool:

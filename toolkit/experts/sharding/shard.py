@@ -64,10 +64,16 @@ def shard_experts(
         raise UserError(f"model: parameter {meta[0]!r} is on the meta device. Load its values first.")
     layers = require_experts(model)
     groups = groups or make_expert_groups(math.gcd(world_size(), *(found.num_experts for found in layers.values())))
-    placements = {
-        name: found.fit(_placed(name, found.num_experts, groups.ep_size, placement, spare_slots))
-        for name, found in layers.items()
-    }
+    placements: dict[str, ExpertPlacement] = {}
+    for name, found in layers.items():
+        experts, ranks = found.num_experts, groups.ep_size
+        if isinstance(placement, str):
+            placed = initial_placement(experts, ranks, placement, spare_slots=spare_slots)
+        else:
+            own = placement(name, experts, ranks)
+            require_type(f"placement({name!r}, {experts}, {ranks})", own, ExpertPlacement, "Return an ExpertPlacement")
+            placed = with_spare_slots(own, spare_slots)
+        placements[name] = found.fit(placed)
     check_experts(model, layers, placements)
     read_by_all: list[str] = []
     for name, found in layers.items():
@@ -83,13 +89,3 @@ def require_sharding(groups: ExpertGroups | None, spare_slots: int, placement: I
     require_type("groups", groups, ExpertGroups | None, "Pass the result of make_expert_groups")
     require_count("spare_slots", spare_slots, least=0)
     require_type("placement", placement, (str, Callable), 'Pass "contiguous", "round_robin" or a function of a layer')
-
-
-def _placed(
-    name: str, experts: int, ranks: int, placement: InitialPlacement | PlacementOf, spare_slots: int
-) -> ExpertPlacement:
-    if isinstance(placement, str):
-        return initial_placement(experts, ranks, placement, spare_slots=spare_slots)
-    placed = placement(name, experts, ranks)
-    require_type(f"placement({name!r}, {experts}, {ranks})", placed, ExpertPlacement, "Return an ExpertPlacement")
-    return with_spare_slots(placed, spare_slots)

@@ -26,7 +26,7 @@ from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
-from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters
+from toolkit.experts.parallel.optimizer_rows import has_stepped, refuse_foreign_parameters
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW
 from toolkit.experts.placement.placement_options import InitialPlacement
@@ -34,7 +34,7 @@ from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.sharding.find import find_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
-from toolkit.experts.sharding.prepared_optimizer import fit_optimizer, has_stepped
+from toolkit.experts.sharding.prepared_optimizer import fit_optimizer
 from toolkit.experts.sharding.router_replay import hook_blocks
 from toolkit.experts.sharding.shard import PlacementOf, require_sharding, shard_experts
 from toolkit.experts.state import checkpoint_files
@@ -150,15 +150,16 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         watch_inputs(model)
         self.optimizers = optimizers
         groups = self.groups if self.ep_size is None else make_expert_groups(self.ep_size)
-        shards, before = expert_shards(self.accelerator), dict(model.named_parameters())
-        if shards is not None and optimizers:
+        shards, before = expert_shards(self.accelerator) if optimizers else None, dict(model.named_parameters())
+        if shards is not None:
             refuse_unfit(optimizers, before)
         self.stacks = shard_experts(
-            model, groups, spare_slots=self.spare_slots, placement=self.placement, shards=shards if optimizers else None
+            model, groups, spare_slots=self.spare_slots, placement=self.placement, shards=shards
         )
-        replace_parameters(optimizers, before, model)
+        if shards is not None:
+            replace_parameters(optimizers, before, model)
         self.groups = next(iter(self.stacks.values())).groups
-        hook_blocks(model)
+        hook_blocks(model, self.stacks)
         first = optimizers[0] if optimizers else None
         if first is not None:
             fit_optimizer(first, self.stacks)
