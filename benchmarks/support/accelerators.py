@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, patch_environment
 
 
@@ -18,6 +19,6 @@ def make_accelerator(dense: str = "ddp", fsdp_size: int | None = None, **options
         )
     with patch_environment(ACCELERATE_USE_FSDP="false"):  # which Accelerate sets for later cases
         if fsdp_size is not None:
-            replicas = PartialState(cpu=options.get("cpu", False)).num_processes // fsdp_size
-            options["parallelism_config"] = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=fsdp_size)
+            sets = dist.get_world_size() // fsdp_size
+            options["parallelism_config"] = ParallelismConfig(dp_replicate_size=sets, dp_shard_size=fsdp_size)
         return Accelerator(**options)
