@@ -1,5 +1,6 @@
-"""The cache of decoded columns."""
+"""The cache of decoded columns, content keys of files, and missing shards."""
 
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 
 from toolkit.data.cache import cached_columns
+from toolkit.data.files import all_parts, content_key, parquet_splits
+from toolkit.data.rows import load_splits
+from toolkit.errors import UserError
 
 
 @pytest.fixture
@@ -61,3 +65,33 @@ def test_failed_build_leaves_no_entry(build):
     with pytest.raises(ValueError, match="unreadable"):
         cached_columns("key", Mock(side_effect=ValueError("unreadable")))
     assert_equal(cached_columns("key", build))
+
+
+def write(path: Path, content: bytes) -> Path:
+    """Write a file with a constant modification time."""
+    path.write_bytes(content)
+    os.utime(path, ns=(0, 0))
+    return path
+
+
+def test_content_key_depends_on_path_size_and_time(tmp_path):
+    file = write(tmp_path / "train", bytes(1000))
+    key = content_key([file])
+    assert content_key([file]) == key
+    assert content_key([write(tmp_path / "test", bytes(1000))]) != key
+    assert content_key([file, file]) != key
+    assert content_key([write(file, bytes(1001))]) != key
+    file.write_bytes(bytes(1000))
+    assert content_key([file]) != key
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_missing_shard_raises(tmp_path, missing):
+    paths = [tmp_path / f"train-{part:05d}-of-00003.parquet" for part in range(3)]
+    assert all_parts(reversed(paths)) == paths
+    lost = paths.pop(missing)
+    for path in paths:
+        path.touch()
+    for call in (lambda: all_parts(paths), lambda: parquet_splits(tmp_path), lambda: load_splits(str(tmp_path))):
+        with pytest.raises(UserError, match=f"is one of 3 parts, and {lost.name} is missing. Copy all of them"):
+            call()

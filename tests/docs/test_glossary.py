@@ -1,6 +1,7 @@
-"""Terminology: the glossary of CONTRIBUTING in all files, and terms of the field in prose."""
+"""Words of all files: the glossary of CONTRIBUTING, terms of the field in prose, and names that exist."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 from functools import cache
@@ -73,3 +74,35 @@ def test_prose_uses_terms_of_the_field():
                 matches = re.finditer(rf"\b({term})\b", text, re.IGNORECASE)
                 found += [f"{name}: {match[0]}: {better}" for match in matches]
     assert not found, "\n".join(found)
+
+
+DOTTED = re.compile(r"(?<![\w./-])(?:toolkit|tk)((?:\.[A-Za-z]\w*)+)")
+
+
+def exists(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def missing(text: str) -> list[str]:
+    """Return the names below `toolkit` or `tk` in `text` that do not exist."""
+    return sorted({name for rest in DOTTED.findall(text) if not exists(name := f"toolkit{rest}")})
+
+
+def sources() -> list[str]:
+    folders = ("toolkit/", "recipes/", "docs/", "README.md")
+    return ["CONTRIBUTING.md", *(name for name in texts() if name.startswith(folders))]
+
+
+def test_mentioned_test_files_exist():
+    named = {file for name in sources() for file in re.findall(r"\btests/[\w/]+\.py", (ROOT / name).read_text())}
+    assert len(named) > 20
+    assert {file for file in named if not (ROOT / file).exists()} == set()
+
+
+def test_mentioned_names_exist():
+    found = {name: missing((ROOT / name).read_text()) for name in sources()}
+    assert {name: names for name, names in found.items() if names} == {}

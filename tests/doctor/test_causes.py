@@ -1,16 +1,18 @@
-"""The doctor names each fault of the toy."""
+"""The doctor names each fault of the toy, and a sample of `benchmarks/faults/silent_bugs`."""
 
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from benchmarks.faults.silent_bugs.score import findings, report_and_finding
 from tests.doctor.recording import record
 from toolkit.doctor.causes import diagnose
 from toolkit.doctor.compare import Comparison, Evidence, apart
 from toolkit.doctor.examine import judge
-from toolkit.doctor.record import Record, read_records
+from toolkit.doctor.record import Record, read_records, sample_digests
 
 TOY = Path(__file__).parent / "toy.py"
 
@@ -111,3 +113,46 @@ def test_differences_beyond_rounding_are_a_finding(healthy: Path):
 
 def test_nan_in_one_run_is_an_infinite_difference():
     assert apart(torch.tensor([1.0, torch.nan]), torch.ones(2)) == math.inf
+
+
+SAMPLE = (
+    "all_ranks_see_the_same_samples",
+    "balance_loss_without_effect",
+    "last_micro_batch_alone",
+    "router_cut_off_by_gather",
+)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_silent_bug_is_named_and_its_corrected_twin_has_no_finding(name: str):
+    _, expected = report_and_finding(name)
+    assert findings(name, "buggy")[0] == expected
+    assert findings(name, "corrected") == []
+
+
+def pad(rows: list[Tensor], value: float) -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+def digests(inputs: list, **labels: Tensor) -> list:
+    return sample_digests(nn.Identity(), inputs, labels)
+
+
+def test_sample_digests_ignore_padding_with_zeros():
+    short, long = torch.randn(3, 2), torch.randn(5, 2)
+    first, second = digests([pad([short, long], 0)])
+    assert [first] == digests([short[None]])
+    assert first != second
+
+
+def test_sample_digests_ignore_labels_that_the_loss_ignores():
+    labels = [torch.tensor([4, 0, 0]), torch.tensor([4, 0, 0, 0, 7])]
+    padded = digests([], labels=pad(labels, -100))
+    assert padded == [digest for row in labels for digest in digests([], labels=row[None])]
+    assert len(set(padded)) == 2
+
+
+def test_sample_digests_with_a_mask_ignore_padding_of_any_value():
+    ids, mask = torch.tensor([[9, 9, 4, 5], [1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    masked = digests([{"input_ids": ids, "attention_mask": mask}])
+    assert masked[:1] == digests([{"input_ids": ids[:1, 2:], "attention_mask": mask[:1, 2:]}])

@@ -12,7 +12,6 @@ import toolkit as tk
 from benchmarks.support.processes import run_distributed
 from tests.dynamic.dynamic_run import dynamic_config, dynamic_trainer
 from tests.support.trainers import in_hook
-from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.tracking.jsonl import read_metrics
@@ -60,13 +59,6 @@ def test_record_has_events_loads_and_classes(reference):
     assert set(graph.nodes) == set(state.nodes)
     (last,) = (line for line in read_metrics(reference / "metrics.jsonl") if line["step"] == STEPS)
     assert 0 < last["moe/specialisation/moe"] < 1
-
-
-def test_draw_dynamic_run_writes_plots_and_the_summary(reference):
-    (reference / "summary.txt").write_text("")
-    draw_dynamic_run(reference, {})
-    assert (reference / "expert_activations.png").exists()
-    assert "Devices" in (reference / "performance_summary.txt").read_text()
 
 
 def test_resumed_run_has_the_same_record(reference, tmp_path):

@@ -1,4 +1,4 @@
-"""Splits, merges, prunes and undo: outputs, optimizer states and replicated tensors."""
+"""Splits, merges, prunes and undo: alignment of experts, outputs, optimizer states and replicated tensors."""
 
 import random
 
@@ -13,7 +13,7 @@ from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.dynamic.dynamic_router import Hyperplane
 from toolkit.dynamic.expert_rows import ExpertRows
 from toolkit.dynamic.plans import Grow, Merge, Prune, free_logical_id
-from toolkit.dynamic.similarity import reordered
+from toolkit.dynamic.similarity import alignment, reordered, weight_similarity
 from toolkit.dynamic.surgery import DynamicExperts
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.layer.router_options import RouterOptions
@@ -194,3 +194,27 @@ def test_prune_clears_gradients():
     layer(tokens()).sum().backward()
     experts.carry_out("", Prune(0, {}), optimizer, step=1)
     assert [p.grad for p in (layer.experts.up, layer.experts.down, layer.router.weight)] == [None] * 3
+
+
+def expert_rows(seed: int, *, gated: bool = False) -> dict[str, torch.Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    up = torch.randn(24 if gated else 12, 7, generator=draws)
+    return {"up": up, "down": torch.randn(12, 7, generator=draws), "up.exp_avg": up * 2}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_alignment_reorders_a_permuted_expert(gated):
+    expert, order = expert_rows(0, gated=gated), torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    other = reordered(expert, order)
+    assert not torch.equal(other["up"], expert["up"])
+    back = reordered(other, alignment(expert, other))
+    for name, rows in expert.items():
+        assert torch.equal(back[name], rows), name
+    assert weight_similarity(expert, other) == pytest.approx(1)
+
+
+def test_similarity_ignores_how_scale_is_split_between_up_and_down():
+    expert = expert_rows(0)
+    factors = torch.rand(12, 1, generator=torch.Generator().manual_seed(2)) + 0.5
+    other = {"up": expert["up"] * factors, "down": expert["down"] / factors}
+    assert weight_similarity(expert, other) == pytest.approx(1)

@@ -10,17 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.support.precision import IN_FLOAT64, in_float64
 from language.small_models import language_model_config
-from tests.support.preempted import preempted_at
+from tests.support.trainers import metrics, preempted_at
 from toolkit.data.text import load_text
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
-from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.tasks.language_modeling import LanguageModeling
-
-
-def metrics(run):
-    """Return the log steps of a run folder without measured times."""
-    lines = read_metrics(run / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines]
 
 
 def losses(run):

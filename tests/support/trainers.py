@@ -1,14 +1,21 @@
-"""Trainers of recipes with the config's optimizer, and callbacks from functions."""
+"""Trainers of recipes with the config's optimizer, callbacks from functions, preemption, and what a run learned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 from torch import nn
 
 import toolkit as tk
+from toolkit.errors import Preempted
+from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.build import standard_trainer as with_optimizer
 
 
@@ -38,3 +45,30 @@ def in_hook(name: str, call: Callable[..., Any], step: int | None = None) -> tk.
             call(trainer, *args)
 
     return type("InHook", (tk.Callback,), {name: hook})()
+
+
+@contextmanager
+def preempted_at(step: int) -> Iterator[None]:
+    """Send SIGTERM to the run in the context after `step` steps, and expect `Preempted`."""
+    train_step = tk.Trainer.train_step
+
+    def preempted_step(self: tk.Trainer, micro_batches: Any) -> None:
+        train_step(self, micro_batches)
+        if self.state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(tk.Trainer, "train_step", preempted_step), pytest.raises(Preempted):
+        yield
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the log steps of a run folder without measured times."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines]
+
+
+def learned(folder: Path) -> tuple[list[dict[str, Any]], bytes]:
+    """Return the metrics without restarts, and the tensors of the last checkpoint."""
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    lines = [line for line in metrics(folder) if "run/restarts" not in line]
+    return lines, b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors")))

@@ -21,10 +21,9 @@ from torch.utils.data import (
 import toolkit as tk
 from benchmarks.support.precision import IN_FLOAT64, in_float64
 from benchmarks.support.processes import run_distributed
-from tests.support.trainers import fit, in_hook, standard_trainer
+from tests.support.trainers import fit, in_hook, metrics, standard_trainer
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
-from toolkit.run.tracking.jsonl import read_metrics
 
 SAMPLES, BATCH, STEPS_PER_EPOCH = 46, 8, 6
 INPUTS, LABELS = torch.zeros(SAMPLES, 4), torch.arange(SAMPLES) % 3
@@ -110,8 +109,7 @@ def train(folder: Path, kind: str, stop_at: int | None = None, **settings: Any) 
             with pytest.raises(KeyboardInterrupt):
                 fit(folder, with_dropout(), loader(kind), loader("stream"), callbacks=[stop], **settings)
         results = fit(folder, with_dropout(), loader(kind), loader("stream"), **settings)
-    lines = list(read_metrics(folder / "metrics.jsonl"))
-    return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines], results
+    return metrics(folder), results
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "own generator", "batch sampler", "persistent workers", "stream"])

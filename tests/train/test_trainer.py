@@ -108,34 +108,25 @@ def test_loss_is_divided_once_by_the_count_over_ranks_and_micro_batches(world_si
         assert [metrics["train/loss"], penalized["train/loss"]] == pytest.approx([11.0, 11.0], rel=1e-12)
 
 
-def weights_after_training() -> list[dict[str, Tensor]]:
-    """Return weights of seven AdamW steps with clipping and short last batches, by micro-batches per step."""
+def test_gradient_accumulation_equals_one_batch():
+    """Seven AdamW steps with clipping and short last batches, by micro-batches per step."""
     models = []
     for accumulation in (1, 2, 4, 8):
         models.append(ToyMoE(ExpertGroups()))
         settings = {"max_steps": 7, "samples": 21, "batch_size": 8, "max_grad_norm": 0.1}
         toy_trainer(models[-1], accumulation=accumulation, **settings).fit()
-    return [{name: p.detach() for name, p in model.named_parameters()} for model in models]
-
-
-def test_gradient_accumulation_equals_one_batch():
-    expected, *found = run_distributed(weights_after_training, 1)[0]
-    for weights in found:
-        for name, value in expected.items():
+    for model in models[1:]:
+        for name, parameter in models[0].named_parameters():
             # Adam divides small gradients, with their rounding errors, by their size.
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-11)
+            torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-11)
 
 
-def mismatched_accumulation() -> None:
+def test_batches_with_other_accumulation_than_the_run_raise():
     with pytest.raises(ValueError, match="4 micro-batches per step in a run that was made for 2"):
         slope_trainer(WeightedTargets(), 8, accumulation=2, batches_of=4)
 
 
-def test_batches_with_other_accumulation_than_the_run_raise():
-    run_distributed(mismatched_accumulation, 1)
-
-
-def rates_and_lines() -> tuple[Any, ...]:
+def test_groups_follow_the_schedule_and_lines_come_at_log_steps_and_the_end():
     run, record, model = toy_run(RunConfig(tracker="none", batch_size=4)), Record(), nn.Linear(DIM, CLASSES).double()
     inputs, labels = toy_data(10)
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.1}])
@@ -144,41 +135,31 @@ def rates_and_lines() -> tuple[Any, ...]:
     settings = {"max_steps": 8, "schedule": schedule, "log_every": 3, "callbacks": [record]}
     trainer = Trainer(run, Classification(), model, optimizer, batches, **settings)
     trainer.fit()
-    return record.rates, record.lines, trainer.state.samples
-
-
-def test_groups_follow_the_schedule_and_lines_come_at_log_steps_and_the_end():
-    ((rates, lines, samples),) = run_distributed(rates_and_lines, 1)
-    schedule = warmup_cosine(max_steps=8, warmup_steps=2)
-    assert rates == [[0.5 * schedule(step), 0.1 * schedule(step)] for step in range(8)]
-    assert [step for step, _ in lines] == [3, 6, 8]
-    for step, line in lines:
+    assert record.rates == [[0.5 * schedule(step), 0.1 * schedule(step)] for step in range(8)]
+    assert [step for step, _ in record.lines] == [3, 6, 8]
+    for step, line in record.lines:
         assert line["train/learning_rate"] == 0.5 * schedule(step - 1)
         assert line["train/epoch"] == step / 3
     # Epochs of 10 samples in batches of 4, 4, 2: two epochs and two batches.
-    assert samples == 10 + 10 + 4 + 4
+    assert trainer.state.samples == 10 + 10 + 4 + 4
 
 
-def norms() -> list[tuple[float, float, float]]:
-    """Return (limit, reported, applied) norm of the gradient of one step without, below and above the limit."""
+def test_gradients_are_clipped_to_the_limit_and_the_norm_before_is_reported():
+    """One step without a limit, above it and below it."""
     found: list[tuple[float, float, float]] = []
     for factor in (None, 0.5, 2.0):
         torch.manual_seed(0)
         record, limit = Record(), factor and factor * found[0][1]
         toy_trainer(max_steps=1, max_grad_norm=limit, callbacks=[record]).fit()
         found.append((limit or 0.0, record.lines[0][1]["train/grad_norm"], record.gradients[0].norm().item()))
-    return found
-
-
-def test_gradients_are_clipped_to_the_limit_and_the_norm_before_is_reported():
-    (((_, norm, applied), (limit, *below), (_, *above)),) = run_distributed(norms, 1)
+    (_, norm, applied), (limit, *below), (_, *above) = found
     assert applied == pytest.approx(norm)
     assert below == [pytest.approx(norm), pytest.approx(limit, rel=1e-5)]
     assert above == pytest.approx([norm, norm])
 
 
-def replayed(record: bool) -> list[bool]:
-    """Return whether the weights changed in an additional optimizer step after each step."""
+@pytest.mark.parametrize("record", [True, False])
+def test_learn_without_record_updates_weights_and_keeps_the_metrics(record):
     batches: list[Any] = []
     changed: list[bool] = []
 
@@ -191,23 +172,14 @@ def replayed(record: bool) -> list[bool]:
 
     callbacks = [in_hook("on_step_start", lambda _, each: batches.append(each)), in_hook("on_step_end", replay)]
     toy_trainer(max_steps=2, accumulation=2, callbacks=callbacks).fit()
-    return changed
-
-
-@pytest.mark.parametrize("record", [True, False])
-def test_learn_without_record_updates_weights_and_keeps_the_metrics(record):
-    assert run_distributed(replayed, 1, record) == [[True, True]]
-
-
-def steps_until_stopped() -> tuple[int, str | None]:
-    stop = in_hook("on_step_end", lambda trainer: trainer.request_stop("enough"), 2)
-    trainer = toy_trainer(max_steps=9, callbacks=[stop])
-    trainer.fit()
-    return trainer.state.step, trainer.stop_reason
+    assert changed == [True, True]
 
 
 def test_request_stop_ends_training_after_the_step():
-    assert run_distributed(steps_until_stopped, 1) == [(2, "enough")]
+    stop = in_hook("on_step_end", lambda trainer: trainer.request_stop("enough"), 2)
+    trainer = toy_trainer(max_steps=9, callbacks=[stop])
+    trainer.fit()
+    assert (trainer.state.step, trainer.stop_reason) == (2, "enough")
 
 
 class Counts:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.processes import ROOT
+from tests.run.launch.launched import environment
 from tests.support.forked_python import forked_commands
 
 # One write per line, because ranks share the output.
@@ -46,7 +46,6 @@ sys.stderr.write("--seed 13: take a luckier number.\\n")
 sys.exit(2)
 """
 
-VARIABLES = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "TOOLKIT_", "WANDB_")
 Run = Callable[..., tuple[int, list[str], str]]
 
 
@@ -56,13 +55,11 @@ def run(tmp_path: Path) -> Iterator[Run]:
     for name, text in {"plain": PLAIN, "recipe": RECIPE, "unlucky": UNLUCKY}.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "bin").mkdir()
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
-    clean |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def run_command(command: str, **variables: str) -> tuple[int, list[str], str]:
         words = [str(tmp_path / "bin" / command.split()[0]), *command.split()[1:]]
-        environment = clean | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | variables
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+        clean = environment(OMP_NUM_THREADS="1", PATH=f"{tmp_path}/bin:{os.environ['PATH']}", **variables)
+        done = subprocess.run(words, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=180)
         return done.returncode, sorted(w for w in done.stdout.splitlines() if w.startswith("world ")), done.stderr
 
     with forked_commands(tmp_path / "bin"):

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad
 
 from benchmarks.support.precision import relative_difference
 from benchmarks.support.processes import run_distributed
+from tests.integrations.accelerate.toy import sgd
 from tests.support.equality import replicas_agree
 from tests.traps.toys import ToyMoE, expert_groups, gradients, local_loss, own_rows, reference_gradients
 from toolkit.errors import UserError
@@ -25,10 +26,6 @@ from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import is_owned, mark_owned, owned
 from toolkit.experts.parallel.sync import average_gradients, clip_gradients
 from toolkit.integrations.accelerate.prepare import prepare
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def ignore_experts(model: nn.Module) -> None:

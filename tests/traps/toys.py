@@ -80,7 +80,7 @@ def toy_run(config: tk.RunConfig | None = None) -> tk.Run:
     """Return a run without a folder on the processes of this launch."""
     config = config or tk.RunConfig(tracker="none")
     plugin = GradientAccumulationPlugin(num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False)
-    return tk.Run("toy", config, Accelerator(gradient_accumulation_plugin=plugin), owns_process_group=False)
+    return tk.Run("toy", config, Accelerator(cpu=True, gradient_accumulation_plugin=plugin), owns_process_group=False)
 
 
 def toy_trainer(

@@ -1,8 +1,9 @@
-"""`toolkit sweep` on the command line."""
+"""`toolkit sweep` on the command line, and its axes, cells and digests."""
 
 import csv
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
+from benchmarks.support.processes import ROOT
 from tests.commands.sweep.toy import RECIPE
 from toolkit.commands import main
 from toolkit.commands.sweep.cells import CellRunner
-from toolkit.commands.sweep.grid import grid_cells
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR
+from toolkit.commands.sweep.grid import config_digest, grid_cells, parse_axes
+from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from toolkit.run import runs_table
 from toolkit.run.recipe_script import load_recipe
 
@@ -167,3 +169,56 @@ def test_tables_are_written_under_a_lock(toy, monkeypatch):
     monkeypatch.setattr(runs_table, "write_tables", locked_write)
     assert main(sweep(toy, "--grid", "labels=100")) == EXIT_DONE
     assert calls
+
+
+def test_grid_is_the_product_of_axes_and_seeds(toy):
+    axes = parse_axes(["labels=100,600", "rate=0,0.2"])
+    cells = grid_cells(load_recipe(toy, ["full"]), axes, range(3, 5))
+    assert [str(cell) for cell in cells] == [
+        f"labels={labels} rate={rate} seed={seed}" for seed in (3, 4) for labels in (100, 600) for rate in ("0", "0.2")
+    ]
+    assert len({cell.digest for cell in cells}) == 8
+    assert cells[0].flags == ["--labels", "100", "--rate", "0", "--seed", "3"]
+
+
+@pytest.mark.parametrize("word", ["labels", "labels=1,,2", "seed=1,2", "run-dir=a,b"])
+def test_invalid_axis_raises(word):
+    with pytest.raises(UserError, match=f"--grid {word}: "):
+        parse_axes([word])
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ("labels=100,0", "labels=0: take one or more"),
+        ("lables=100", "Did you mean --labels"),
+        ("labels=8,08", "--grid: labels=8 seed=3 and labels=08 seed=3 have equal settings"),
+    ],
+)
+def test_invalid_cell_raises(axis, message, toy):
+    with pytest.raises(UserError, match=message):
+        grid_cells(load_recipe(toy, []), parse_axes([axis]), [3])
+
+
+def test_grid_over_a_speed_setting_has_a_cell_per_value(toy):
+    cells = grid_cells(load_recipe(toy, []), parse_axes(["num-workers=0,1"]), [3])
+    assert len({cell.digest for cell in cells}) == 2
+
+
+def test_recipes_of_the_docs_can_be_swept(tmp_path):
+    guide = (ROOT / "docs" / "train" / "recipes.md").read_text(encoding="utf-8")
+    scripts = [block for block in re.findall(r"```python run\n(.*?)```", guide, re.DOTALL) if "run_recipe(" in block]
+    assert len(scripts) > 1
+    for number, text in enumerate([*scripts, (ROOT / "docs/examples/text_classification.py").read_text()]):
+        script = tmp_path / f"guide_{number}.py"
+        script.write_text(text)
+        assert "full" in load_recipe(script, []).presets
+
+
+def test_digest_depends_only_on_settings_that_affect_results(toy):
+    recipe = load_recipe(toy, [])
+    base = config_digest("toy", recipe.config([]))
+    assert config_digest("toy", recipe.config(["--num-workers", "4", "--tracker", "none", "--cpu"])) == base
+    assert config_digest("toy", recipe.config(["--labels", "100"])) == base, "100 is the default"
+    assert config_digest("toy", recipe.config(["--labels", "600"])) != base
+    assert config_digest("other", recipe.config([])) != base

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from benchmarks.support.processes import run_distributed
 from tests.experts.parallel.test_optimizer_rows import LayerwiseRate
-from tests.integrations.accelerate.toy import error_of
+from tests.integrations.accelerate.toy import error_of, sgd
 from tests.support.trainers import in_hook
 from tests.traps.toys import ToyMoE, local_loss, toy_trainer
 from toolkit.errors import UserError
@@ -63,10 +63,6 @@ def step_on_torch(model: Toy, make_optimizer: MakeOptimizer, change: Change) -> 
 
 
 DOORS = {"ExpertParallel": step_by_expert_parallel, "Trainer": step_by_trainer, "torch only": step_on_torch}
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.1)
 
 
 def sgd_of_another_parameter(model: nn.Module) -> Optimizer:

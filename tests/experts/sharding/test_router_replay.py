@@ -34,6 +34,7 @@ from benchmarks.support.precision import in_float64
 from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted
 from tests.integrations.transformers.test_families import MOVED, PLACED, difference
+from tests.integrations.transformers.training import enable_checkpointing
 from toolkit.dynamic.dynamic_router import DynamicRouter
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
@@ -109,13 +110,12 @@ def test_replay_routes_with_adapters_keeps_choices() -> None:
     assert kept.flipped(routes) == 0
 
 
-def enable_checkpointing(model: Any, how: str) -> None:
+def recompute(model: Any, how: str) -> None:
     if isinstance(model, MoEModel):
         model.call = checkpoint if how == "regions" else partial(torch_checkpoint, use_reentrant=how == "reentrant")
     else:
         settings = {"context_fn": replay_contexts} if how == "regions" else {}
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": how == "reentrant", **settings})
+        enable_checkpointing(model, use_reentrant=how == "reentrant", **settings)
         model.train()
         model.enable_input_require_grads()
 
@@ -132,7 +132,7 @@ def test_recomputed_forward_pass_repeats_its_routes(name: str, how: str) -> None
                 logits(model, ids)
         perturb(model)
         if recomputed:
-            enable_checkpointing(model, how)
+            recompute(model, how)
         if how == "regions":
             with replay_routes(model, routes):
                 losses = [logits(model, ids).square().mean() for ids in steps]
@@ -153,7 +153,7 @@ def test_recomputed_forward_pass_repeats_its_routes(name: str, how: str) -> None
 
 def test_plain_checkpointing_of_several_forward_passes_raises() -> None:
     model = make("mixtral")
-    enable_checkpointing(model, "plain")
+    recompute(model, "plain")
     with record_routes(model):
         losses = [logits(model, tokens(step)).mean() for step in range(2)]
     with pytest.raises(UserError, match=r"Call backward after each forward pass, or .*replay_contexts"):
@@ -165,7 +165,7 @@ def test_plain_checkpointing_of_several_forward_passes_raises() -> None:
 def test_router_changed_before_the_backward_pass_keeps_its_choice(name: str, how: str) -> None:
     """Regions of a prepared model need no `record_routes`. One token uses two of four experts."""
     model = make(name)
-    enable_checkpointing(model, how)
+    recompute(model, how)
     route_hooks(model)
     ids = tokens(0, 1)[:, :1]
     expected = recorded(model, ids)

@@ -1,7 +1,10 @@
-"""State dicts of models with sharded experts: gathered with all experts, or an error for one rank's experts."""
+"""State dicts of models with sharded experts, whole or of one rank, and random states of checkpoints."""
 
+import json
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,18 +13,12 @@ from torch import Tensor, nn
 
 from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
-from tests.integrations.accelerate.toy import Toy, ToyLoop
+from tests.integrations.accelerate.toy import Toy, ToyLoop, error_of
 from toolkit import experts
-from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.state.random_states import random_states, restore_random_states
 from toolkit.experts.state.state_dict import whole_state_dict
-
-
-def error_of_state_dict(model: nn.Module) -> str:
-    with pytest.raises(UserError) as error:
-        model.state_dict()
-    return str(error.value)
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -42,7 +39,7 @@ def save_with_accelerate(folder: Path, placement: str, dense: str) -> tuple[dict
     assert accelerator.get_state_dict(other).keys() == (
         set() if dense == "fsdp2" and accelerator.process_index else other.state_dict().keys()
     )
-    return accelerator.get_state_dict(loop.model), error_of_state_dict(model)
+    return accelerator.get_state_dict(loop.model), error_of(model.state_dict)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ def states_of_layer(stride: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     nn.ModuleList([layer]).load_state_dict(nn.ModuleList([make_layer(8, 16, 4, 2, ep_size=1)]).state_dict())
     layer.load_state_dict(layer.state_dict(keep_vars=True))
     part = {name: value.detach().clone() for name, value in layer.state_dict(keep_vars=True).items()}
-    return whole_state_dict(layer), part, error_of_state_dict(layer)
+    return whole_state_dict(layer), part, error_of(layer.state_dict)
 
 
 @pytest.mark.parametrize(("world", "stride"), [(2, 1), (4, 2)])
@@ -92,3 +89,15 @@ def test_load_of_rows_with_unequal_steps_takes_the_largest(tmp_path: Path) -> No
     optimizer = torch.optim.AdamW(layer.parameters())
     experts.load(tmp_path / "saved", nn.ModuleDict({"moe": layer}), optimizer)
     assert [float(optimizer.state[parameter]["step"]) for parameter in layer.experts.parameters()] == [3, 3]
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def test_restored_random_states_repeat_draws_of_python_numpy_and_torch():
+    states = json.loads(json.dumps(random_states()))
+    expected = draw()
+    assert draw() != expected
+    restore_random_states(states)
+    assert draw() == expected

@@ -1,28 +1,42 @@
-"""Saved and loaded states of a loop: learning rates, random states and all optimizers."""
+"""Several optimizers of one model, and saved and loaded states of a loop."""
 
 from __future__ import annotations
 
+import io
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_hub import PyTorchModelHubMixin
-from torch import Tensor
 
 from benchmarks.support.processes import run_distributed
-from tests.integrations.accelerate.toy import Toy, ToyLoop, error_of, expert_adamw, non_expert_adamw, samples, sgd
+from tests.integrations.accelerate.toy import (
+    Toy,
+    ToyLoop,
+    adamw,
+    error_of,
+    expert_adamw,
+    non_expert_adamw,
+    samples,
+    sgd,
+)
+from tests.parity.models import EXPERTS
+from tests.parity.optimizers import DecayedSGD
 from tests.parity.outcome import Rows, gathered, rows_by_id
 from tests.support.equality import assert_equal_rows
+from tests.support.placements import by_slot
 from toolkit.errors import UserError
+from toolkit.experts.moving.migrate import place_experts
+from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 
 
-def make_loop(placement: str = "contiguous") -> ToyLoop:
+def make_loop(placement: str = "contiguous", **options: Any) -> ToyLoop:
     """Return a loop with two optimizers, and a schedule whose first learning rate is 0."""
-    return ToyLoop(expert_adamw, non_expert_adamw, placement=placement, schedule=lambda step: step / 10)
+    return ToyLoop(expert_adamw, non_expert_adamw, placement=placement, schedule=lambda step: step / 10, **options)
 
 
 def weights_and_moments(loop: ToyLoop) -> Rows:
@@ -32,38 +46,47 @@ def weights_and_moments(loop: ToyLoop) -> Rows:
     return weights | moments
 
 
-def save_and_load(folder: Path, by: str) -> tuple[Rows, Rows]:
-    """Return weights and moments after four steps, and after four steps with a resume."""
+def save_and_load(folder: Path, by: str) -> tuple[Any, ...]:
+    """Return placements at the start, and placements, weights and moments after eight steps without and with a resume.
+
+    Experts migrate after steps 3 and 6; the resume is between.
+    """
+    migrating = {"spare_slots": 1, "replan": ReplanOptions(planner="replicate", every=3, guarded=False)}
 
     def rates_and_random_number() -> list[float]:
         return [group["lr"] for each in loop.optimizers for group in each.param_groups] + [float(torch.rand(()))]
 
-    loop = make_loop()
-    loop.train(range(2))
+    def placements() -> dict[str, Any]:
+        return {name: stack.placement for name, stack in loop.experts.stacks.items()}
+
+    loop = make_loop(**migrating)
+    start = placements()
+    loop.train(range(5))
     if by == "experts":
         loop.experts.save(folder, scheduler=loop.schedulers[0].state_dict())
     else:
         loop.accelerator.save_state(str(folder))
     expected = rates_and_random_number()
     assert expected[0] > 0
-    loop.train(range(2, 4))
-    uninterrupted = weights_and_moments(loop)
+    loop.train(range(5, 8))
+    uninterrupted = placements(), weights_and_moments(loop)
     loop.accelerator.free_memory()
-    loop = make_loop()
+    loop = make_loop(**migrating)
     assert loop.optimizers[0].param_groups[0]["lr"] == 0.0
     if by == "experts":
         loop.schedulers[0].load_state_dict(loop.experts.load(folder)["scheduler"])
     else:
         loop.accelerator.load_state(str(folder))
     assert rates_and_random_number() == expected
-    loop.train(range(2, 4))
-    return uninterrupted, weights_and_moments(loop)
+    loop.train(range(5, 8))
+    return start, uninterrupted, (placements(), weights_and_moments(loop))
 
 
 @pytest.mark.parametrize("by", ["experts", "save_state"])
-def test_resume_restores_rates_random_states_and_all_optimizers(by: str, tmp_path: Path) -> None:
-    for uninterrupted, resumed in run_distributed(save_and_load, 2, tmp_path / "saved", by):
-        assert_equal_rows(resumed, uninterrupted, 0.0)
+def test_resume_restores_placements_rates_random_states_and_all_optimizers(by: str, tmp_path: Path) -> None:
+    for start, uninterrupted, resumed in run_distributed(save_and_load, 2, tmp_path / "saved", by):
+        assert resumed[0] == uninterrupted[0] != start
+        assert_equal_rows(resumed[1], uninterrupted[1], 0.0)
 
 
 def load_and_collect_warnings(folder: Path) -> list[str]:
@@ -127,23 +150,70 @@ def test_model_without_optimizer_is_evaluated_only(tmp_path: Path) -> None:
         assert "has experts that were prepared with another optimizer, with none" in step_error
 
 
-class HubToy(Toy, PyTorchModelHubMixin):
-    """A model that huggingface_hub saves."""
+def train_with_two_optimizers(dense: str) -> Rows:
+    model = Toy()
+    with torch.no_grad():  # all tokens choose experts of rank 0
+        for block in model.blocks:
+            block.norm.bias += 1
+            block.moe.gate.weight[:2] += 0.5
+    loop = ToyLoop(expert_adamw, non_expert_adamw, model=model, dense=dense)
+    loop.train(range(3), max_norm=0.3)
+    return loop.weights()
 
 
-def save_and_load_by_hub(folder: Path) -> tuple[Tensor, Tensor]:
-    """Return outputs of a trained model, and of the model that was saved and loaded."""
-    loop = ToyLoop(model=HubToy(), placement="shuffled")
-    x = torch.ones(4, 5, dtype=torch.float64)
-    with loop.experts:
-        loop.train([0])
-        loop.raw.save_pretrained(folder)
-        loop.accelerator.wait_for_everyone()
-        with torch.no_grad():
-            return loop.model(x), HubToy.from_pretrained(folder)(x)
+@pytest.mark.parametrize("dense", ["ddp", "fsdp2"])
+def test_two_optimizers_equal_one_process(dense: str) -> None:
+    (expected,) = run_distributed(train_with_two_optimizers, 1, dense)
+    assert_equal_rows(gathered(run_distributed(train_with_two_optimizers, 2, dense)), expected, 1e-10)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_save_pretrained_of_hub_mixin_has_experts_of_all_ranks(world: int, tmp_path: Path) -> None:
-    for expected, found in run_distributed(save_and_load_by_hub, world, tmp_path / "model"):
-        torch.testing.assert_close(found, expected)
+def test_python_numbers_in_optimizer_states_are_restored(tmp_path: Path) -> None:
+    loop, resumed = (ToyLoop(lambda model: DecayedSGD(model.parameters(), lr=0.1)) for _ in range(2))
+    loop.train(range(2))
+    loop.experts.save(tmp_path / "saved")
+    resumed.experts.load(tmp_path / "saved")
+    expected, found = ([*each.optimizers[0].state.values()] for each in (loop, resumed))
+    assert found == expected
+    assert {(type(state["step"]), type(state["rate"])) for state in found} == {(int, float)}
+
+
+def optimizer_errors() -> list[str]:
+    return [
+        error_of(ToyLoop, lambda model: torch.optim.Adagrad(model.parameters()), dense="fsdp2"),
+        error_of(ToyLoop, expert_adamw, dense="fsdp2"),
+    ]
+
+
+def test_unsupported_optimizer_raises() -> None:
+    first, second = run_distributed(optimizer_errors, 2)
+    assert first == second
+    adagrad, missing = first
+    assert adagrad.startswith("optimizer: Adagrad has state before its first step")
+    assert missing.startswith("prepare: 'stem.weight' is in no optimizer that was given")
+
+
+def load_state_dict_errors() -> list[str]:
+    """Return the errors for the state of rank 0, of this rank, and of unsharded experts, and after a migration for
+    states from before and after it."""
+    loop = ToyLoop(adamw)
+    optimizer = loop.optimizers[0]
+    loop.backward(samples())
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    own = torch.load(file)
+    first = [own]
+    dist.broadcast_object_list(first)
+    unsharded = {key: own[key] for key in ("state", "param_groups")}
+    errors = [error_of(optimizer.load_state_dict, state) for state in (first[0], own, unsharded)]
+    place_experts(loop.raw, by_slot([*range(1, EXPERTS), 0], 2), optimizer)
+    return errors + [error_of(optimizer.load_state_dict, state) for state in (own, optimizer.state_dict())]
+
+
+def test_load_state_dict_of_other_experts_raises() -> None:
+    first, second = run_distributed(load_state_dict_errors, 2)
+    message = first[2]
+    assert message.startswith("optimizer: this state is of other experts")
+    assert first == ["", "", message, message, ""]
+    assert second == [message, "", message, message, ""]

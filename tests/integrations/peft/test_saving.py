@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from benchmarks.support.families import tokens
 from benchmarks.support.precision import in_float64
 from benchmarks.support.processes import run_distributed
+from tests.integrations.accelerate.toy import error_of
 from tests.integrations.peft.models import MATRICES, adapted, base, rows, together
 from tests.integrations.peft.test_parity import place
 from tests.integrations.transformers.training import prepare, train_step
-from toolkit.errors import UserError
 from toolkit.integrations.peft.merged_weights import save_merged
 from toolkit.integrations.transformers import causal_lm, pretrained_files, save_pretrained
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # raised by PEFT
 
 
 def layout(ep_size: int, placement: str) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def losses_by_adapter(shards: bool) -> list[float]:
         wrapped = prepare(model)[1] if shards else model
 
         def loss() -> float:
-            return float(wrapped(input_ids=ids, labels=ids).loss)
+            return wrapped(input_ids=ids, labels=ids).loss.item()
 
         losses = [loss()]
         model.set_adapter("other")
@@ -130,33 +132,23 @@ def losses_by_adapter(shards: bool) -> list[float]:
         return [*losses, loss()]
 
 
-def compare_active_adapters() -> list[list[float]]:
-    return [losses_by_adapter(shards) for shards in (False, True)]
-
-
 def test_active_and_disabled_adapters_equal_unmodified_peft():
-    ((expected, found),) = run_distributed(compare_active_adapters, 1)
+    expected, found = (losses_by_adapter(shards) for shards in (False, True))
     assert len({round(loss, 6) for loss in expected}) == 4
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 def errors_of_adapters(folder: Path) -> dict[str, str]:
     """Return errors by expected message."""
-
-    def error(function: Any, *args: Any) -> str:
-        with pytest.raises(UserError) as caught:
-            function(*args)
-        return str(caught.value)
-
     biases = adapted("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"])
     late, part = adapted("mixtral"), adapted("mixtral")
     prepare(late, ep_size=1)
     prepare(part, ep_size=2)
     config = LoraConfig(target_modules=["q_proj"], target_parameters=MATRICES)
     return {
-        "are not supported": error(prepare, biases),
-        "before prepare": error(late.add_adapter, "late", config),
-        "the experts of this rank": error(part.get_base_model().save_pretrained, folder),
+        "are not supported": error_of(prepare, biases),
+        "before prepare": error_of(late.add_adapter, "late", config),
+        "the experts of this rank": error_of(part.get_base_model().save_pretrained, folder),
     }
 
 
@@ -167,16 +159,12 @@ def test_unsupported_adapters_raise(tmp_path: Path):
             assert "\n" not in error
 
 
-def save_merged_base(folder: Path) -> None:
+def test_base_with_merged_attention_adapters_saves_on_one_process(tmp_path: Path):
     with in_float64():
         model, ids = adapted("mixtral", target_parameters=None), tokens(9, 4)
         experts, *prepared = prepare(model, ep_size=1)
         train_step(experts.accelerator, *prepared, 0)
         logits = model(input_ids=ids).logits
-        model.merge_and_unload().save_pretrained(folder)
-        merged: Any = causal_lm(folder, dtype=torch.float64, experts_implementation="eager")
+        model.merge_and_unload().save_pretrained(tmp_path)
+        merged: Any = causal_lm(tmp_path, dtype=torch.float64, experts_implementation="eager")
         assert (merged(input_ids=ids).logits - logits).abs().max() < 1e-6
-
-
-def test_base_with_merged_attention_adapters_saves_on_one_process(tmp_path: Path):
-    run_distributed(save_merged_base, 1, tmp_path)

@@ -19,6 +19,7 @@ from peft import PeftModel
 from benchmarks.support.families import EXPERTS, config, randomize_routers
 from benchmarks.support.precision import IN_FLOAT64, relative_difference
 from benchmarks.support.processes import run_distributed
+from tests.integrations.accelerate.toy import error_of
 from tests.integrations.peft.models import adapted, base, lora_config, rows, together
 from tests.integrations.transformers import examples
 from tests.integrations.transformers.trainers import STEPS, dataset, expected_usage, make, quiet_float64, usage, world
@@ -291,12 +292,6 @@ def test_trainer_resumed_or_evaluated_trains_bitwise_identically(variant: Callab
             assert len(expected) == STEPS
             assert found == expected
             assert_equal_tensors(found_weights, weights)
-
-
-def error_of(make_and_train: Callable[[], Any]) -> str:
-    with pytest.raises(UserError) as caught:
-        make_and_train()
-    return str(caught.value)
 
 
 def train_again(folder: Path) -> tuple[list[str], list[tuple[float, ...]]]:

@@ -20,10 +20,12 @@ from torch import nn
 from benchmarks.support.families import model_of
 from benchmarks.support.processes import run_distributed
 from tests.integrations.transformers.training import prepare
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, is_out_of_memory
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.transformers import causal_lm, save_pretrained
+from toolkit.integrations.transformers.language_models import read_config
 from toolkit.integrations.transformers.pretrained_files import Tensors, write_on_main, write_pretrained
 
 INDEX = "model.safetensors.index.json"
@@ -200,3 +202,25 @@ def test_interrupted_save_leaves_files_of_one_model(before: int, after: int, tmp
     # There is no model while files of the same names are replaced.
     between = [set()] if before == after > 1 else []
     assert all(versions in [{"old"}, {"new"}, *between] for versions in found)
+
+
+CODE = '__import__("pathlib").Path(__file__).with_name("ran").touch()'
+
+
+@pytest.mark.parametrize("load", [causal_lm, read_config, Tokenizer])
+def test_load_of_folder_with_custom_code_raises(
+    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    names |= {"AutoTokenizer": ["code.Tokenizer", None]}
+    config = {"model_type": "unknown", "auto_map": names, "tokenizer_class": "Unknown"}
+    (tmp_path / "code.py").write_text(CODE)
+    for file in ("config.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+    with pytest.raises(ValueError, match="contains custom code"):
+        load(str(tmp_path))
+    assert questions == []
+    assert not [*tmp_path.rglob("ran")]

@@ -1,14 +1,13 @@
 """Experts and routers of transformers models, and aux losses of their routing."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.support.families import EXPERTS, FAMILIES, build, model_of, outputs, tokens
 from benchmarks.support.processes import run_distributed
-from tests.integrations.transformers.training import prepare
+from tests.integrations.transformers.training import enable_checkpointing, prepare
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty, load_balancing_share
 from toolkit.integrations.transformers import causal_lm, experts_modules, routers, watch_routers
@@ -87,12 +86,6 @@ def test_has_sigmoid_scores_reads_router_weights():
         assert has_sigmoid_scores(logits, normalised, ids) is is_sigmoid
     assert has_sigmoid_scores(torch.zeros_like(logits), torch.full_like(weights, 0.5), ids) is None
     assert has_sigmoid_scores(logits[:0], weights[:0], ids[:0]) is None
-
-
-def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
-    # transformers renamed the method in 5.23.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

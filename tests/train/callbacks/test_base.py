@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.processes import run_distributed
 from tests.traps.toys import toy_data, toy_trainer
 from toolkit.data.batches import EvalBatches
 from toolkit.data.table import TensorTable
@@ -42,8 +41,7 @@ class Fail(Callback):
             raise RuntimeError("step two failed")
 
 
-def calls_of_hooks() -> tuple[list[str], list[str], list[str]]:
-    """Return the calls of two steps, of a run that fails, and with two recorders."""
+def test_hooks_are_called_as_drawn_in_the_order_of_the_list():
     two_steps: list[str] = []
     toy_trainer(max_steps=2, callbacks=[recorder(two_steps), EvaluateAndSave()]).fit()
     failure: list[str] = []
@@ -51,11 +49,6 @@ def calls_of_hooks() -> tuple[list[str], list[str], list[str]]:
         toy_trainer(max_steps=3, callbacks=[recorder(failure), Fail()]).fit()
     both: list[str] = []
     toy_trainer(max_steps=1, callbacks=[recorder(both, "first "), recorder(both, "second ")]).fit()
-    return two_steps, failure, both
-
-
-def test_hooks_are_called_as_drawn_in_the_order_of_the_list():
-    ((two_steps, failure, both),) = run_distributed(calls_of_hooks, 1)
     step = [*STEP, "on_evaluate_end", "on_save"]
     assert two_steps == ["on_fit_start", *step, *step, "on_fit_end"]
     assert base.__doc__ is not None
@@ -105,13 +98,9 @@ def test_trainer_with_invalid_callbacks_raises(callbacks, message):
         toy_trainer(max_steps=1, callbacks=callbacks)
 
 
-def resumed_counts() -> list[int]:
+def test_callbacks_of_one_class_resume_from_their_state_keys():
     trainer = toy_trainer(max_steps=2, callbacks=[Counter(0, "first"), Counter(10, "second"), Counter(20)])
     trainer.fit()
     counters = [Counter(0, "first"), Counter(0, "second"), Counter(0)]
     toy_trainer(max_steps=2, callbacks=counters).load_state_dict(trainer.state_dict())
-    return [counter.count for counter in counters]
-
-
-def test_callbacks_of_one_class_resume_from_their_state_keys():
-    assert run_distributed(resumed_counts, 1) == [[2, 12, 22]]
+    assert [counter.count for counter in counters] == [2, 12, 22]

@@ -12,12 +12,12 @@ import torch
 import toolkit as tk
 from benchmarks.support.processes import run_distributed
 from tests.support.forked_python import run_forked
+from tests.support.trainers import learned
 from tests.train import memory_recipe
 from toolkit.errors import EXIT_PREEMPTED, StepOutOfMemory, UserError, is_out_of_memory
 from toolkit.run.launch import exits
 from toolkit.run.micro_batches import MICRO_BATCH_SIZE
 from toolkit.run.run import Run
-from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.batch_size import SmallerMicroBatches, _shrink, _shrunk
 
 LINE = "restart: step 1 ran out of memory with micro-batches of {} sample(s) on each process: "
@@ -25,14 +25,6 @@ LINE = "restart: step 1 ran out of memory with micro-batches of {} sample(s) on 
 
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return run_forked(memory_recipe.__file__, "--run-dir", str(folder), *flags, timeout_s=120)
-
-
-def learned(folder: Path) -> tuple[list[dict], bytes]:
-    """Return metrics without timings and restarts, and the tensors of the last checkpoint."""
-    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "run/restarts" not in line]
-    lines = [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines]
-    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    return lines, b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors")))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -1,6 +1,8 @@
-"""Evaluation, throughput and progress of a short run."""
+"""Evaluation, throughput, progress and profile of a short run."""
 
+import gzip
 import io
+import json
 import os
 import re
 import time
@@ -11,10 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+import toolkit as tk
 from benchmarks.support.processes import run_distributed
 from tests.run.tracking.toy import train
-from tests.support.trainers import in_hook
+from tests.support.symlinks import symlink_to_file
+from tests.support.trainers import fit, in_hook, metrics
 from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks import progress, throughput
@@ -187,3 +192,35 @@ def test_progress_on_a_terminal_of_80_columns_shows_and_erases_a_bar(tmp_path, c
         assert re.search(r"step +\d+/10 .*0:00:\d\d [-\d]:[-\d]{2}:[-\d]{2}$", frame.rstrip())
     assert drawn.getvalue().endswith("\x1b[2K")
     assert "test acc" in drawn.getvalue() + capsys.readouterr().out
+
+
+TABLE = tk.TensorTable(input=torch.linspace(-1, 1, 512 * 16).view(512, 16), label=torch.arange(512) % 3)
+
+
+def profiled(folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    """Return the metrics of eight steps."""
+    torch.manual_seed(0)
+    fit(folder, tk.MLP(16, 3), TABLE, batch_size=64, log_every=4, **settings)
+    return metrics(folder)
+
+
+def test_profile_writes_traces_and_does_not_change_training(tmp_path, capsys):
+    folder = tmp_path / "with" / "profile"
+    folder.mkdir(parents=True)
+    (tmp_path / "with" / ".lock").touch()  # marks a run folder
+    precious = symlink_to_file(folder / "trace-rank-00000.json.gz")
+    assert profiled(tmp_path / "with", profile=True) == profiled(tmp_path / "without")
+    assert precious.read_text() == "precious"
+    assert "profile in " in capsys.readouterr().out
+    with gzip.open(folder / "trace-rank-00000.json.gz", "rt") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 5
+    assert "aten::addmm" in names
+    assert "aten::addmm" in (folder / "operations-rank-00000.txt").read_text()
+    assert not (tmp_path / "without" / "profile").exists()
+
+
+def test_profile_of_a_short_run_warns(tmp_path, capsys):
+    profiled(tmp_path, profile=True, max_steps=1)
+    assert "the run has too few steps" in capsys.readouterr().out
+    assert not (tmp_path / "profile").exists()

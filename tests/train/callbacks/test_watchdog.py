@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.support.processes import program_environment
 from tests.support.forked_python import run_forked
+from tests.support.trainers import learned
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, _frames, _stacks, what_ranks_do
 
@@ -76,13 +77,6 @@ def run(folder: Path, hangs_in: str, *flags: str) -> subprocess.CompletedProcess
     return run_forked(*words, env=program_environment(WITH=hangs_in), timeout_s=120)
 
 
-def trained(folder: Path) -> tuple[list[dict], bytes]:
-    """Return metrics without restarts, and the weights of the last checkpoint."""
-    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "run/restarts" not in line]
-    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    return lines, b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors")))
-
-
 def test_restart_after_a_hang_is_bitwise_identical(tmp_path):
     expected, folder = tmp_path / "undisturbed", tmp_path / "run"
     done = run(expected, "nothing", "--step-timeout", "60")
@@ -98,7 +92,7 @@ def test_restart_after_a_hang_is_bitwise_identical(tmp_path):
     assert restart["run/restart_reason"].startswith(named)
     assert len(json.loads((folder / "results.json").read_text())["restarts"]) == 1
     assert "restarts" in (folder / "summary.txt").read_text()
-    assert trained(folder) == trained(expected)
+    assert learned(folder) == learned(expected)
 
 
 def test_late_rank_is_named_and_all_stacks_are_written(tmp_path):
