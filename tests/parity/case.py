@@ -90,18 +90,12 @@ HABITS = ("accumulation", "checkpointing", *SWITCHES)
 
 
 def _is_plain(layout: str) -> bool:
-    ranks = LAYOUTS[layout]
-    return ranks.dense == "ddp" and ranks.ranks == "neighbours" and ranks.nodes == 1
+    return LAYOUTS[layout].ranks == "neighbours" and LAYOUTS[layout].nodes == 1
 
 
 UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
     (
-        "With torch only, the loop shards non-expert parameters itself.",
-        ("loop", "layout"),
-        lambda loop, layout: loop == "torch only" and LAYOUTS[layout].dense == "fsdp2",
-    ),
-    (
-        "`expert_trainer` takes the size of EP groups only, and replicates non-expert parameters.",
+        "`expert_trainer` takes the size of EP groups only.",
         ("loop", "layout"),
         lambda loop, layout: loop == "expert_trainer" and not _is_plain(layout),
     ),

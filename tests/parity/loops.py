@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -274,10 +275,18 @@ class TorchLoop(OwnLoop):
 
     def shard(self, placement: Any) -> None:
         spare = self.layout.spare_slots
-        stacks = experts.shard_experts(self.raw, self.layout.groups(), spare_slots=spare, placement=placement)
+        shards = experts.ExpertShards() if self.layout.dense == "fsdp2" else None
+        stacks = experts.shard_experts(
+            self.raw, self.layout.groups(), spare_slots=spare, placement=placement, shards=shards
+        )
+        self.model = self.raw
+        if shards is not None:
+            rows = {parameter for stack in stacks.values() for parameter in stack.parameters.values()}
+            fully_shard(self.raw, ignored_params=rows, reshard_after_forward=True)
+        elif self.world > 1:
+            self.model = DistributedDataParallel(self.raw)
         self.raw_optimizer, self.scheduler = make_optimizer_and_scheduler(self.case, self.raw)
         self.optimizer = self.raw_optimizer
-        self.model = DistributedDataParallel(self.raw) if self.world > 1 else self.raw
         self.replanner = experts.Replanner(stacks, self.layout.replan) if self.layout.replan is not None else None
         rebalance = None if self.replanner is None else self.replanner.after_step
         self.sync = experts.ExpertSync(self.model, self.optimizer, rebalance)
@@ -427,6 +436,7 @@ def train_by_expert_trainer(case: Case, folder: Path) -> Outcome:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "transformers"),
         use_cpu=True,
+        **({"fsdp": True, "fsdp_config": {"version": 2}} if layout.dense == "fsdp2" else {}),
         max_steps=STEPS,
         per_device_train_batch_size=BATCH // world // case.accumulation,
         gradient_accumulation_steps=case.accumulation,
@@ -487,10 +497,11 @@ def train_by_expert_trainer(case: Case, folder: Path) -> Outcome:
             train_dataset=dataset(TRAIN[: transformers_samples(case.accumulation)]),
             eval_dataset=dataset(TEST),
             data_collator=transformers.default_data_collator,
-            optimizers=(optimizer, scheduler or LambdaLR(optimizer, lambda _: 1.0)),
             compute_loss_func=mean_loss,
             callbacks=[Stopping()],
         )
+        trainer.optimizer = optimizer  # under FSDP2, Trainer takes none as an argument
+        trainer.lr_scheduler = scheduler or LambdaLR(optimizer, lambda _: 1.0)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train(resume_from_checkpoint=number > 0)
         outcome.moved += sum(migration.report.cost.experts for migration in trainer.experts.migrations)

@@ -16,6 +16,7 @@ from .parallel.sync import ExpertSync as ExpertSync
 from .placement.placement import ExpertPlacement as ExpertPlacement
 from .placement.planners.registry import register_planner as register_planner
 from .routing.traces import read_trace as read_trace
+from .sharding.fsdp import ExpertShards as ExpertShards
 from .sharding.shard import shard_experts as shard_experts
 from .state.checkpoint_files import load as load
 from .state.checkpoint_files import save as save

@@ -33,7 +33,8 @@ class ExpertShards:
 
     Example:
         >>> stacks = shard_experts(model, make_expert_groups(ep_size=2), shards=ExpertShards())
-        >>> fully_shard(model, ignored_params={p for p in model.parameters() if is_owned(p)})
+        >>> rows = {p for stack in stacks.values() for p in stack.parameters.values()}
+        >>> fully_shard(model, ignored_params=rows, reshard_after_forward=True)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> sync = ExpertSync(model, optimizer)
     """

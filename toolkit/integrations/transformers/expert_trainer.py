@@ -57,7 +57,7 @@ def expert_trainer(
     """Return a subclass of `trainer` that shards the model's experts, and is called as `trainer` is.
 
     Experts are sharded when `train` begins, with the adapters that the model has by then, and stay sharded. Non-expert
-    parameters are replicated. Training logs have the expert load in five numbers over all layers and ranks. Generation
+    parameters are replicated, or sharded by FSDP2 (`TrainingArguments(fsdp=True)`). Training logs have the expert load in five numbers over all layers and ranks. Generation
     runs inside `ExpertParallel.join`, so texts may differ in length between ranks. Call `save_model` on every rank. The
     trainer's `experts` is its `ExpertParallel`, a new one for each model that `model_init` makes.
 
@@ -91,6 +91,8 @@ def expert_trainer(
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            # `experts` saves, loads and clips the shards of FSDP2, on all their meshes.
+            self.is_fsdp_enabled = self._mixed_mesh_grads = False
             self._state = State(self)
             self.add_callback(self._state)
 
