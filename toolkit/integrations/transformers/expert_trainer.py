@@ -57,9 +57,10 @@ def expert_trainer(
     """Return a subclass of `trainer` that shards the model's experts, and is called as `trainer` is.
 
     Experts are sharded when `train` begins, with the adapters that the model has by then, and stay sharded. Non-expert
-    parameters are replicated, or sharded by FSDP2 (`TrainingArguments(fsdp=True)`). Training logs have the expert load in five numbers over all layers and ranks. Generation
-    runs inside `ExpertParallel.join`, so texts may differ in length between ranks. Call `save_model` on every rank. The
-    trainer's `experts` is its `ExpertParallel`, a new one for each model that `model_init` makes.
+    parameters are replicated, or sharded with `TrainingArguments(fsdp=True)`. Training logs have the expert load in
+    five numbers over all layers and ranks. Generation runs inside `ExpertParallel.join`, so texts may differ in length
+    between ranks. Call `save_model` on every rank. The trainer's `experts` is its `ExpertParallel`, a new one for each
+    model that `model_init` makes.
 
     Args:
         trainer: transformers' Trainer, or a class derived from it.
