@@ -33,9 +33,9 @@ from benchmarks.support.peak_memory import peak_bytes
 from benchmarks.support.processes import run_distributed
 from toolkit.experts.layer.moe_layer import MoE, make_moe
 from toolkit.experts.moving.migrate import migrate
+from toolkit.experts.parallel.gradient_average import GradientAverage
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import owned
-from toolkit.experts.parallel.sync import average_gradients
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.placement_options import InitialPlacement
 
@@ -56,7 +56,7 @@ def trained_layer(
     optimizer = torch.optim.AdamW(layer.parameters())
     rows = list(layer.expert_stack.parameters.values())
     layer(torch.randn(64, DIM)).square().mean().backward()
-    average_gradients(owned(rows))
+    GradientAverage(owned(rows)).finish()
     optimizer.step()
     return layer, optimizer, rows
 

@@ -18,8 +18,10 @@ from toolkit import experts
 from toolkit.experts.layer import losses
 from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.moving.migrate import migrate
+from toolkit.experts.parallel.gradient_average import GradientAverage
 from toolkit.experts.parallel.ownership import owned
-from toolkit.experts.parallel.sync import average_gradients, clip_gradients, refresh_replicas
+from toolkit.experts.parallel.replicas import refresh_replicas
+from toolkit.experts.parallel.sync import clip_gradients
 from toolkit.experts.state import checkpoint_files
 from toolkit.integrations.accelerate.prepare import prepare
 
@@ -118,7 +120,7 @@ for step in range(10):
         mine = slice(0, 7) if rank == 0 else slice(7, 12)
     loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + world * penalty()
     accelerator.backward(loss)
-    average_gradients(owned_parameters)  # without the checks of ExpertSync
+    GradientAverage(owned_parameters).finish()  # without the checks of ExpertSync
     for parameter in owned_parameters if fault in ("sum", "twice") else ():
         parameter.grad *= world if fault == "sum" else 1 / world
     clip_gradients(list(model.parameters()), 0.5)

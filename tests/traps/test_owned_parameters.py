@@ -22,9 +22,10 @@ from tests.support.equality import replicas_agree
 from tests.traps.toys import ToyMoE, expert_groups, gradients, local_loss, own_rows, reference_gradients
 from toolkit.errors import UserError
 from toolkit.experts.layer import dispatcher
+from toolkit.experts.parallel.gradient_average import GradientAverage
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import is_owned, mark_owned, owned
-from toolkit.experts.parallel.sync import average_gradients, clip_gradients
+from toolkit.experts.parallel.sync import clip_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 
@@ -37,7 +38,7 @@ def backward_with_toolkit(model: nn.Module) -> tuple[torch.optim.Optimizer, list
     accelerator, parameters = Accelerator(), list(model.parameters())
     prepared, optimizer = prepare(accelerator, model, sgd(model))
     accelerator.backward(local_loss(prepared))
-    average_gradients(owned(parameters))
+    GradientAverage(owned(parameters)).finish()
     return optimizer, parameters
 
 

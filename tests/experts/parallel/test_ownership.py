@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -15,15 +17,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.processes import free_port, run_distributed
-from tests.parity.models import RoutedExperts
+from tests.parity.models import DIM, RoutedExperts
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.parallel import gradient_average
 from toolkit.experts.parallel.collectives import rank, world_size
 from toolkit.experts.parallel.ddp import refuse_late_parameters
+from toolkit.experts.parallel.gradient_average import GradientAverage
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import Ownership, mark_owned
 from toolkit.experts.parallel.penalty import parameter_penalty
-from toolkit.experts.parallel.sync import ExpertSync, average_gradients, clip_gradients
+from toolkit.experts.parallel.sync import ExpertSync, clip_gradients
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state.state_dict import whole_state_dict
@@ -105,21 +109,23 @@ def test_owns_empty_row_is_false():
 
 
 def averaged(ep_size: int) -> list[list[float]]:
-    """Average three owned gradients: (r, 10 r) of rank r, which is not contiguous, none, and (100 r)."""
+    """Average owned gradients: (r, 10 r) of rank r, which is not contiguous, none, (100 r), and (r) of some ranks."""
     rank, groups = dist.get_rank(), make_expert_groups(ep_size)
-    parameters = [parameter(1.0 * rank, 10.0 * rank), parameter(1.0), parameter(100.0 * rank)]
+    parameters = [parameter(1.0 * rank, 10.0 * rank), parameter(1.0), parameter(100.0 * rank), parameter(1.0 * rank)]
     for p in parameters:
         mark_owned(p, row_ids=range(len(p)), groups=groups)
     parameters[0].grad = parameters[0].grad.repeat_interleave(2)[::2]
     parameters[1].grad = None
-    average_gradients(parameters)
+    if rank < 2:  # skipped the layer
+        parameters[3].grad = None
+    GradientAverage(parameters).finish()
     assert parameters.pop(1).grad is None
     return [p.grad.tolist() for p in parameters]
 
 
 def test_before_clip_averages_over_the_expert_data_parallel_group():
     # Groups {0, 2} and {1, 3}.
-    even, odd = [[1, 10], [100]], [[2, 20], [200]]
+    even, odd = [[1, 10], [100], [1]], [[2, 20], [200], [1.5]]
     assert run_distributed(averaged, 4, 2) == [even, odd, even, odd]
 
 
@@ -215,3 +221,26 @@ def test_parameters_added_after_prepare_raise():
     model.append(nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"parameter '2\.weight' was added after the model was prepared"):
         refuse_late_parameters(model, prepared)
+
+
+def begun_in_backward_passes() -> list[int]:
+    """Return how many buckets began during the backward pass of each of three steps, the second without averaging."""
+    model = nn.Sequential(*(RoutedExperts() for _ in range(3)))
+    shard_experts(model, make_expert_groups(2))
+    wrapped, optimizer = prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with mock.patch.object(gradient_average, "BUCKET_BYTES", 0):
+        sync = ExpertSync(model, optimizer, prepared=wrapped)
+    found = []
+    for step in range(3):
+        with wrapped.no_sync() if step == 1 else nullcontext():
+            wrapped(torch.randn(4, DIM)).sum().backward()
+        found.append(sync._average._begun)
+        sync.clip(model.parameters(), None)
+        optimizer.zero_grad()
+    return found
+
+
+def test_expert_gradients_are_averaged_during_the_backward_pass():
+    for first, without, third in run_distributed(begun_in_backward_passes, 4):
+        assert first == without == 0
+        assert third > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from toolkit.errors import UserError, require_type
 from toolkit.experts.compat import call_before_averaging, call_before_clipping, multiply_each_, norm_of_each
 from toolkit.experts.parallel.collectives import together, world_size
+from toolkit.experts.parallel.gradient_average import GradientAverage
 from toolkit.experts.parallel.optimizer_rows import (
     check_optimizer,
     load_only_own_states,
@@ -29,8 +30,9 @@ from toolkit.experts.parallel.optimizer_rows import (
     step_by_only,
     unwrapped,
 )
-from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, is_owned, local_rows, owned, ownership_of
+from toolkit.experts.parallel.ownership import is_owned, local_rows, owned, ownership_of
 from toolkit.experts.parallel.replica_check import ReplicaCheck
+from toolkit.experts.parallel.replicas import refresh_replicas
 from toolkit.experts.parallel.rows_in_use import in_use
 
 if TYPE_CHECKING:
@@ -41,11 +43,14 @@ if TYPE_CHECKING:
 class _Arrivals:
     """State of the parameter hooks; a reference to the `ExpertSync` would keep its parameters alive."""
 
+    average: ref[GradientAverage]
     await_average: bool = False
     await_step: bool = False
 
-    def note(self, _: Tensor) -> None:
+    def note(self, parameter: Tensor) -> None:
         self.await_average = self.await_step = True
+        if (average := self.average()) is not None:
+            average.note(parameter)
 
 
 _SYNC_OF = WeakTensorKeyDictionary()
@@ -103,7 +108,6 @@ class ExpertSync:
             if prepared is None:
                 check_optimizer(self.model, optimizer)
             self.optimizer = ref(unwrapped(optimizer))
-        self._arrivals = _Arrivals()
         self._undo = ExitStack()
         self._has_hooks = False
         self.follow()
@@ -121,6 +125,8 @@ class ExpertSync:
         for former in {_SYNC_OF[p]() for p in experts if p in _SYNC_OF} - {None}:
             former.close()
         self.parameters, self._has_hooks = owned(experts), True
+        self._average = GradientAverage(self.parameters, self.prepared)
+        self._arrivals = _Arrivals(ref(self._average))
         self._states_are_unknown = bool(experts)
         """Whether no step has shown the states of experts."""
         self._check: ReplicaCheck | None = None
@@ -198,7 +204,7 @@ class ExpertSync:
         """
         if self._arrivals.await_average:
             self._arrivals.await_average = False
-            average_gradients(self.parameters)
+            self._average.finish()
         elif not self._arrivals.await_step:
             _refuse_assigned_gradients(self.parameters)
 
@@ -228,26 +234,6 @@ class ExpertSync:
         """Raise UserError on every rank if weights differ between ranks that have them. A collective."""
         if self._check is not None:
             self._check.check(step)
-
-
-@torch.no_grad()
-def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Average gradients of owned parameters over the expert data-parallel group. A collective.
-
-    Token dispatch takes the mean over the EP group's batches. The owner of a row with replicas gets the gradients
-    of all, the others get zero.
-    """
-    _sum_replica_gradients(parameters)
-    for parameter in parameters:
-        groups = _ownership(parameter).groups
-        is_averaged = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1  # by FSDP2
-        if parameter.grad is None or groups.expert_dp_group is None or is_averaged:
-            continue
-        grad = in_use(parameter, local_rows(parameter.grad)).div_(world_size(groups.expert_dp_group))
-        summed = grad.contiguous()
-        dist.all_reduce(summed, group=groups.expert_dp_group)
-        if summed is not grad:
-            grad.copy_(summed)
 
 
 @torch.no_grad()
@@ -297,16 +283,6 @@ def clip_gradients(
         elif not factor >= 1:  # also NaN; a host sync elsewhere, but on a CPU it saves a pass over the gradients
             multiply_each_(grads, factor)
     return norm
-
-
-@torch.no_grad()
-def refresh_replicas(parameters: Iterable[Tensor]) -> None:
-    """Copy each row's weights from its owner to the replicas. A collective of the EP group."""
-    # The optimizer also steps a parameter that was frozen after its gradient arrived.
-    for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad or p.grad is not None):
-        borrowed, lent = ownership.replicas_on(parameter.device)
-        rows = local_rows(parameter.detach())
-        rows.index_copy_(0, borrowed.rows, _exchange_rows(rows, lent, borrowed, ownership))
 
 
 @cache
@@ -374,46 +350,12 @@ def _refuse_assigned_gradients(parameters: Iterable[Tensor]) -> None:
         )
 
 
-def _sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
-    """Add the gradients of a row's replicas to its owner's gradient, and zero the replicas' gradients.
-
-    Frozen parameters keep no gradient: weight decay changes parameters whose gradient is zero.
-    """
-    for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        grad = local_rows(parameter.grad)
-        borrowed, lent = ownership.replicas_on(grad.device)
-        received = _exchange_rows(grad, borrowed, lent, ownership)
-        grad.index_fill_(0, borrowed.rows, 0).index_add_(0, lent.rows, received)
-
-
 def _groups_with_parts(parameter: Tensor) -> list[dist.ProcessGroup]:
     """Return the groups over which ranks have other parts of `parameter`; none if it is replicated."""
-    ep_group = _ownership(parameter).groups.ep_group if is_owned(parameter) else None
+    ownership = ownership_of(parameter)
+    ep_group = None if ownership is None else ownership.groups.ep_group
     groups = [] if ep_group is None else [ep_group]
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         groups += [mesh.get_group(dim) for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
     return groups
-
-
-def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ownership]]:
-    for parameter in parameters:
-        ownership = _ownership(parameter)
-        if ownership.rows_of_ranks is not None:
-            yield parameter, ownership
-
-
-def _ownership(parameter: Tensor) -> Ownership:
-    ownership = ownership_of(parameter)
-    assert ownership is not None
-    return ownership
-
-
-def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, ownership: Ownership) -> Tensor:
-    """Send rows to each rank of the EP group and return the received rows, in order of rank."""
-    result = rows.new_empty(len(received.rows), *rows.shape[1:])
-    out = rows.index_select(0, sent.rows)
-    dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)
-    return result

@@ -8,8 +8,8 @@ import torch
 from small import MoEModel, batch, begin, saving
 from torch import nn
 
+from toolkit.experts.parallel.gradient_average import GradientAverage
 from toolkit.experts.parallel.ownership import owned
-from toolkit.experts.parallel.sync import average_gradients
 from toolkit.integrations.accelerate.prepare import prepare
 
 accelerator, buggy = begin()
@@ -25,6 +25,6 @@ experts = owned(model.parameters())
 for step in range(5):
     x, y = batch(step, accelerator)
     accelerator.backward(nn.functional.cross_entropy(wrapped(x), y))
-    average_gradients(experts)
+    GradientAverage(experts).finish()
     optimizer.step()
     optimizer.zero_grad()
