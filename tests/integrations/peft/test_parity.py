@@ -58,7 +58,12 @@ CASES += [Case(2, 2, family, "shuffled", dense="fsdp2") for family in ("qwen3_mo
 CASES += [Case(2, 2, "qwen3_moe", kind=kind) for kind in ADAPTERS if kind != "plain"]
 CASES += [Case(2, 2, "qwen3_moe", "shuffled", trains_base=True), Case(2, 2, "gpt_oss", "copies", trains_base=True)]
 CASES += [Case(2, 2, "qwen3_moe", "moving", trains_base=True, dense="fsdp2"), Case(2, 1, "mixtral")]
-CASES += [Case(4, 2, "mixtral"), Case(4, 4, "deepseek_v3", "copies"), Case(4, 4, "olmoe", "moving", dense="fsdp2")]
+CASES += [
+    Case(4, 2, "mixtral"),
+    Case(4, 2, "qwen3_moe", "shuffled", dense="fsdp2"),
+    Case(4, 4, "deepseek_v3", "copies"),
+    Case(4, 4, "olmoe", "moving", dense="fsdp2"),
+]
 CASES += [Case(4, 4, "mixtral", "moving", trains_base=True), Case(4, 4, "nemotron_h", "copies", trains_base=True)]
 
 

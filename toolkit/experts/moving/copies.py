@@ -30,10 +30,13 @@ def full_copy(model: Model) -> Model:
     The copy is frozen, computes without communication, and needs the memory of the whole model on each rank.
 
     Args:
-        model: As prepared, or the model within. FSDP2 does not support copies.
+        model: As prepared, or the model within.
 
     Returns:
         The copy of the model within.
+
+    Raises:
+        UserError: FSDP2 shards the model.
 
     Example:
         >>> teacher = experts.full_copy(model).eval()
@@ -41,6 +44,8 @@ def full_copy(model: Model) -> Model:
         >>> experts.ema_update(teacher, model, decay=0.99)
     """
     original = _inner(model)
+    if any(isinstance(parameter, DTensor) for parameter in original.parameters()):
+        raise UserError("model: FSDP2 does not support copies. Copy the model before prepare, and call ema_update.")
     copied = copy.deepcopy(original).requires_grad_(False)
     for name, stack in expert_stacks(copied).items():
         for key, parameter in stack.parameters.items():
