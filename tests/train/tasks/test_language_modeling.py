@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from benchmarks.support.families import VOCAB, config, tiny_config
+from benchmarks.support.precision import in_float64
+from toolkit.integrations.peft.adapter_options import AdapterOptions
+from toolkit.integrations.peft.adapters import add_adapters
+from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
+from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
 
@@ -66,3 +73,49 @@ def test_empty_batch_has_zero_loss_and_gradients(uniform):
     assert not uniform.table.weight.grad.any()
     assert uniform.training
     assert int(task.evaluate(uniform, batch).count) == 0
+
+
+def loss_and_gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = LanguageModeling().loss(model, {"tokens": tokens})
+    loss.sum.backward()
+    return [loss.sum.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_chunked_loss_equals_whole_loss(family, lora_rank, monkeypatch):
+    torch.manual_seed(0)
+    scaled = family == "granitemoe"
+    own = tiny_config(family, logits_scaling=8.0) if scaled else config(family)
+    tokens = torch.randint(3, 60, (3, 12))
+    tokens[1, 6:] = -1
+    task, batch, chunks = LanguageModeling(), {"tokens": tokens}, []
+    module = "toolkit.train.tasks.language_modeling"
+    monkeypatch.setattr(f"{module}.checkpoint", lambda *a, **kw: chunks.append(a) or checkpoint(*a, **kw))
+    with in_float64():
+        model = add_adapters(
+            causal_lm(own, dtype=torch.float64, experts_implementation=use_toolkit_kernel()),
+            AdapterOptions(lora_rank=lora_rank),
+        )
+        whole = loss_and_gradients(model, tokens)
+        assert not chunks
+        monkeypatch.setattr(f"{module}.LOGITS_AT_ONCE", 5 * VOCAB)
+        found = loss_and_gradients(model, tokens)
+        assert len(chunks) == (0 if scaled else 7)
+        with torch.no_grad():
+            found += [task.evaluate(model, batch).sum]
+    torch.testing.assert_close(found, [*whole, whole[0]], rtol=1e-12, atol=1e-12)
+    assert model(input_ids=tokens[:, :4].clamp(min=0)).logits.shape == (3, 4, VOCAB)
+
+
+def test_chunked_loss_holds_logits_of_one_chunk(monkeypatch):
+    def step(at_once: int) -> int:
+        monkeypatch.setattr("toolkit.train.tasks.language_modeling.LOGITS_AT_ONCE", at_once)
+        layout = Layout(ep_size=1, sequences=1, context=1024, dtype=torch.float32)
+        return fine_tuning_memory(tiny_config("mixtral", vocab_size=32_768), layout, lambda model: model).step
+
+    logits = 1024 * 32_768 * 4
+    whole, chunked = step(2**26), step(64 * 32_768)
+    assert whole > 2 * logits
+    assert chunked < logits
