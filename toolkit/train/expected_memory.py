@@ -38,6 +38,12 @@ class ExpectedMemory:
     """Memory of loading besides the weights, before there is an optimizer."""
     host: int = 0
     """Memory of a GPU's host, which is not in `total`."""
+    gradients: int = 0
+    """Gradients at the end of the backward pass. These and the following two are parts of `step`."""
+    gathered: int = 0
+    """Parameters that FSDP2 has gathered at a time."""
+    activations: tuple[int, ...] = ()
+    """Activations that each block keeps for the backward pass."""
 
     @property
     def total(self) -> int:
@@ -45,7 +51,11 @@ class ExpectedMemory:
 
 
 def expected_memory(
-    model: nn.Module, task: Task, batch: Batch, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    model: nn.Module,
+    task: Task,
+    batch: Batch,
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    blocks: Sequence[nn.Module] = (),
 ) -> ExpectedMemory:
     """Returns what a step of `model` on `batch` takes, and what stays between steps.
 
@@ -54,18 +64,25 @@ def expected_memory(
         task: Its loss is computed.
         batch: Tensors of the shapes of a micro-batch; values are not looked at.
         build_optimizer: Called with the model.
+        blocks: Modules of the model, whose activations are counted one by one.
     """
+    begins: list[int] = []
+    ends: list[int] = []
     with without_values(), _Allocated() as allocated:
         _give_memory(model)
         optimizer = build_optimizer(model)
         weights = allocated.now
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *_: begins.append(allocated.now))
+            block.register_forward_hook(lambda *_: ends.append(allocated.now))
         batch = {name: torch.empty(column.shape, dtype=column.dtype) for name, column in batch.items()}
         task.loss(model, batch).total.backward()
         step = allocated.most - weights
         before = allocated.now
         optimizer.step()
         state = allocated.now - before
-        return ExpectedMemory(weights, state, max(step, allocated.most - weights - state))
+        activations = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return ExpectedMemory(weights, state, max(step, allocated.most - weights - state), activations=activations)
 
 
 def _give_memory(model: nn.Module) -> None:

@@ -98,7 +98,7 @@ def _chunked_loss(head: Any, targets: Sequence[Tensor]) -> Iterator[None]:
 
     Inside the model's forward pass, because FSDP2 gathers the weights of the head there only.
     """
-    own, compute = {name: value for name, value in vars(head).items() if name == "forward"}, head.forward
+    compute = head.forward
 
     def loss(hidden: Tensor, targets: Tensor) -> Tensor:
         return _cross_entropy(compute(hidden), targets)
@@ -111,8 +111,7 @@ def _chunked_loss(head: Any, targets: Sequence[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        del head.forward
-        vars(head).update(own)
+        head.forward = compute
 
 
 def _last_head(model: nn.Module) -> Any:
