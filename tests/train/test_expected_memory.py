@@ -93,10 +93,10 @@ def test_memory_by_block_is_within_a_tenth_of_the_exact_run(family, lora_rank):
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 3} if family == "gpt_oss" else {}
     deep.update({"num_hidden_layers": 6, "hidden_size": 128} | kinds)
     adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))
-    blocks = block_memory(deep, layout(context=64), adapt)
-    for ep_size, recomputes in product((1, 2, 4), (False, True)):
+    blocks = [block_memory(deep, layout(context=64, gradient_checkpointing=each), adapt) for each in (False, True)]
+    for ep_size, recomputes in product((1, 4), (False, True)):
         asked = layout(context=64, ep_size=ep_size, gradient_checkpointing=recomputes)
-        found = fine_tuning_memory(deep, asked, adapt, blocks=blocks)
+        found = fine_tuning_memory(deep, asked, adapt, blocks=blocks[recomputes])
         exact = exact_memory(deep, asked, adapt)
         assert found.weights == exact.weights
         assert found.total == pytest.approx(exact.total, rel=0.1)

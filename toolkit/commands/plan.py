@@ -67,13 +67,14 @@ def plan(
     from toolkit.train.fine_tuning_memory import block_memory, exact_memory, fine_tuning_memory
 
     adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))
-    blocks = {each.quantize: each for each in ways}
-    memory = {quantize: block_memory(config, layout, adapt) for quantize, layout in blocks.items()}
+    kinds = {(each.quantize, each.gradient_checkpointing): each for each in ways}
+    memory = {kind: block_memory(config, layout, adapt) for kind, layout in kinds.items()}
     rows = []
     for layout in tqdm(ways, disable=None if exact else True, leave=False):
-        if memory[layout.quantize].experts % layout.ep_size or (exact and layout.shards):
+        blocks = memory[layout.quantize, layout.gradient_checkpointing]
+        if blocks.experts % layout.ep_size or (exact and layout.shards):
             continue
-        found = fine_tuning_memory(config, layout, adapt, blocks=memory[layout.quantize])
+        found = fine_tuning_memory(config, layout, adapt, blocks=blocks)
         if exact:
             found = replace(found, step=exact_memory(config, layout, adapt).step)
         parts = {name: getattr(found, name) for name in ("weights", "optimizer", "gradients", "gathered", "step")}

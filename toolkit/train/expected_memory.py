@@ -44,6 +44,10 @@ class ExpectedMemory:
     """Parameters that FSDP2 has gathered at a time."""
     activations: tuple[int, ...] = ()
     """Activations that each block keeps for the backward pass."""
+    head: int = 0
+    """The most that a step takes until the backward pass of the last block."""
+    backward: int = 0
+    """The most after that."""
 
     @property
     def total(self) -> int:
@@ -68,21 +72,39 @@ def expected_memory(
     """
     begins: list[int] = []
     ends: list[int] = []
+    peaks: list[int] = []
     with without_values(), _Allocated() as allocated:
         _give_memory(model)
         optimizer = build_optimizer(model)
         weights = allocated.now
+
+        def end_peak(_: Any = None) -> None:
+            peaks.append(allocated.most - weights)
+            allocated.most = allocated.now
+
+        def end_forward(_: nn.Module, __: Any, hidden: Any) -> None:
+            ends.append(allocated.now)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+            if hidden.requires_grad:
+                hidden.register_hook(end_peak)
+
         for block in blocks:
             block.register_forward_pre_hook(lambda *_: begins.append(allocated.now))
-            block.register_forward_hook(lambda *_: ends.append(allocated.now))
+            block.register_forward_hook(end_forward)
         batch = {name: torch.empty(column.shape, dtype=column.dtype) for name, column in batch.items()}
         task.loss(model, batch).total.backward()
-        step = allocated.most - weights
+        end_peak()
         before = allocated.now
         optimizer.step()
         state = allocated.now - before
-        activations = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return ExpectedMemory(weights, state, max(step, allocated.most - weights - state), activations=activations)
+        return ExpectedMemory(
+            weights,
+            state,
+            max(*peaks, allocated.most - weights - state),
+            activations=tuple(end - begin for begin, end in zip(begins, ends[: len(blocks)], strict=False)),
+            head=peaks[0],
+            backward=max(peaks[1:], default=0),
+        )
 
 
 def _give_memory(model: nn.Module) -> None:

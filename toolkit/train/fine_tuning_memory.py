@@ -69,7 +69,11 @@ class _Part(NamedTuple):
     unpacked: float
     """Experts as they are in files."""
     activations: float
-    """Kept by a block for its backward pass; outside of the blocks, the most that the step takes."""
+    """Kept by a block for its backward pass."""
+    head: float
+    """The most that the step takes until the backward pass of the last block."""
+    backward: float
+    """The most after that."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def block_memory(
 ) -> BlockMemory:
     """Return the memory of each kind of block, from a step of one block of each kind on fake tensors.
 
-    Of `layout`, only `sequences`, `context`, `dtype` and `quantize` count. For the other arguments and errors, see
+    `ep_size`, `shards`, `spare_slots` and `offload` of `layout` are not used. For the other arguments and errors, see
     `fine_tuning_memory`.
     """
     with torch.device("meta"):
@@ -111,13 +115,13 @@ def block_memory(
     first = {kind: kinds.index(kind) for kind in kinds}
     ends = []
     for ep_size in (experts, 1):
-        traced = replace(layout, ep_size=ep_size, spare_slots=0, gradient_checkpointing=False)
+        traced = replace(layout, ep_size=ep_size, spare_slots=0)
         model = _rank_of_model(config, traced, adapt, list(first.values()))
         blocks = list(_blocks(model))
         sizes = _sizes([model, *blocks])
         found = expected_memory(model, LanguageModeling(), _batch(layout), build_optimizer or _adamw, blocks)
-        activations = found.step, *found.activations
-        ends.append([_Part._make((*size, kept)) for size, kept in zip(sizes, activations, strict=True)])
+        activations = [(0, found.head, found.backward), *((kept, 0, 0) for kept in found.activations)]
+        ends.append([_Part(*np.append(size, each)) for size, each in zip(sizes, activations, strict=True)])
     states = found.optimizer / sum(part.trained + part.trained_experts for part in ends[1])
     return BlockMemory(experts, [0, *(list(first).index(kind) + 1 for kind in kinds)], (ends[0], ends[1]), states)
 
@@ -152,7 +156,7 @@ def fine_tuning_memory(
         layout: How the model is trained.
         adapt: Adds adapters, and returns the model that has them.
         build_optimizer: Called with the model. Default: AdamW.
-        blocks: From `block_memory`, for several layouts. Default: that of this layout.
+        blocks: From `block_memory`, for several layouts. Default: from this layout.
 
     Raises:
         UserError: The model has no experts that can be sharded, or `use_toolkit_kernel()` does not compute them.
@@ -166,7 +170,6 @@ def fine_tuning_memory(
     shards, world = layout.shards or 1, layout.ep_size * layout.shards if layout.shards else 1
     slots = -(-blocks.experts // layout.ep_size) + layout.spare_slots
     parts = blocks.parts(slots)
-    step = parts[0][-1]
     once, most = _Part(*parts.sum(axis=0)), _Part(*parts[1:].max(axis=0))
     whole, dense = (_Part(*each[blocks.kinds].sum(axis=0)) for each in (parts, blocks.parts(0)))
     # Adapters of experts are not sharded over the expert data-parallel group.
@@ -174,20 +177,16 @@ def fine_tuning_memory(
     gradients = whole.trained - dense.trained * (1 - 1 / world) + whole.trained_experts / shards
     # FSDP2 keeps what is outside of the blocks, and prefetches a block.
     gathered = (parts[0][0] + 2 * most.weights) * (world > 1) + 2 * most.experts * (shards > 1)
-    kept, recomputed = whole.activations - step, 0.0
-    if layout.gradient_checkpointing:
-        outputs = len(blocks.kinds) * layout.sequences * layout.context * config.hidden_size * layout.dtype.itemsize
-        kept, recomputed = outputs, most.activations
-    # The peak is at the begin of the backward pass, or at its end, when FSDP2 still has whole gradients of a block.
-    transient = 2 * step - once.activations
-    begin = kept + recomputed + transient
-    end = gradients + most.activations + transient - (0 if world > 1 else once.trained + once.trained_experts)
+    # FSDP2 still has whole gradients of a block at the end of the backward pass.
+    traced = 0 if world > 1 else once.trained + once.trained_experts
+    head, backward = once.head - once.activations, once.backward - once.activations
+    begin, end = whole.activations + max(head, backward), gradients + most.activations + backward - traced
     frozen, offloaded = whole.experts * (not whole.trained_experts), layout.offload is not None
     on_host = frozen * (layout.offload == "host")
     weights += 2 * most.experts * (on_host > 0) - frozen * offloaded
     loading = _loading_bytes(round(most.unpacked), slots)
     found = [weights, gradients * blocks.states, max(begin, end) + gathered, loading, on_host, gradients, gathered]
-    return replace(ExpectedMemory(*map(round, found)), activations=(round(kept),))
+    return replace(ExpectedMemory(*map(round, found)), activations=(round(whole.activations),))
 
 
 def exact_memory(
