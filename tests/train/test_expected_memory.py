@@ -1,6 +1,7 @@
 """Expected memory of fine-tuning against the measured memory of the same step."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from toolkit.integrations.peft.adapters import add_adapters
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import recompute_blocks
 from toolkit.train.expected_memory import ExpectedMemory, _Allocated, expected_memory
-from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
+from toolkit.train.fine_tuning_memory import Layout, block_memory, exact_memory, fine_tuning_memory
 from toolkit.train.tasks.language_modeling import LanguageModeling
 
 ADAPT = partial(add_adapters, options=AdapterOptions(lora_rank=2))
@@ -55,9 +56,13 @@ def measured(asked: Layout, family: str) -> ExpectedMemory:
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_expected_memory_equals_measured_memory(family, gradient_checkpointing):
     asked = layout(gradient_checkpointing=gradient_checkpointing)
-    expected, found = fine_tuning_memory(config(family), asked, ADAPT, adamw), measured(asked, family)
+    expected, found = exact_memory(config(family), asked, ADAPT, adamw), measured(asked, family)
     assert (expected.weights, expected.optimizer) == (found.weights, found.optimizer)
     assert expected.step == pytest.approx(found.step, rel=0.02)
+    closed = fine_tuning_memory(config(family), asked, ADAPT, adamw)
+    assert closed.weights == found.weights
+    assert closed.optimizer == pytest.approx(found.optimizer, rel=0.01)
+    assert closed.total == pytest.approx(found.total, rel=0.1)
 
 
 def test_expected_memory_by_ep_size_quantization_and_offload():
@@ -81,16 +86,35 @@ def test_expected_memory_by_ep_size_quantization_and_offload():
     assert expect(layout=layout(spare_slots=1)).weights > full.weights
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])  # a dense first layer; alternating layer types
-def test_expected_memory_extrapolates_from_few_layers(family, monkeypatch):
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])  # dense first layer; alternating layer types
+def test_memory_by_block_is_within_a_tenth_of_the_exact_run(family, lora_rank):
     deep = config(family)
-    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 6} if family == "gpt_oss" else {}
-    deep.update({"num_hidden_layers": 12} | kinds)
-    few = fine_tuning_memory(deep, layout(), ADAPT, adamw)
-    monkeypatch.setattr("toolkit.train.fine_tuning_memory.FEW_LAYERS", (4, 12))
-    full = fine_tuning_memory(deep, layout(), ADAPT, adamw)
-    assert (few.weights, few.optimizer, few.loading) == (full.weights, full.optimizer, full.loading)
-    assert few.step == pytest.approx(full.step, rel=0.01)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 3} if family == "gpt_oss" else {}
+    deep.update({"num_hidden_layers": 6, "hidden_size": 128} | kinds)
+    adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))
+    blocks = [block_memory(deep, layout(context=64, gradient_checkpointing=each), adapt) for each in (False, True)]
+    for ep_size, recomputes in product((1, 4), (False, True)):
+        asked = layout(context=64, ep_size=ep_size, gradient_checkpointing=recomputes)
+        found = fine_tuning_memory(deep, asked, adapt, blocks=blocks[recomputes])
+        exact = exact_memory(deep, asked, adapt)
+        assert found.weights == exact.weights
+        assert found.total == pytest.approx(exact.total, rel=0.1)
+
+
+def test_expert_bytes_fall_with_the_world():
+    adapt = partial(add_adapters, options=AdapterOptions(lora_rank=0))
+    model = causal_lm(config("qwen3_moe"))
+    whole = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    trained = sum(parameter.nbytes for parameter in model.parameters())
+    expect = partial(fine_tuning_memory, config("qwen3_moe"), adapt=adapt)
+    for ep_size, shards in ((1, 4), (2, 2), (4, 1), (2, 4), (8, 8)):
+        found = expect(layout=layout(ep_size=ep_size, shards=shards))
+        assert found.weights == pytest.approx(whole / ep_size / shards, rel=0.02)
+        assert found.gradients == pytest.approx(trained / ep_size / shards, rel=0.02)
+        assert found.optimizer == pytest.approx(2 * trained / ep_size / shards, rel=0.02)
+    assert expect(layout=layout(ep_size=2, shards=2)).gathered > expect(layout=layout(ep_size=4, shards=2)).gathered > 0
+    assert expect(layout=layout(ep_size=4)).gathered == 0
 
 
 def test_shared_weights_count_once():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sequences", type=count, default=1, metavar="B", help="in a GPU's micro-batch (1)")
     parser.add_argument("--offload", action="store_true", help="experts stay in the host's memory, and come by layers")
     parser.add_argument("--lora-rank", type=int, default=8, metavar="R", help="of adapters; 0: train all weights (8)")
+    parser.add_argument("--exact", action="store_true", help="also run a step of all layers without values (minutes)")
     args = parser.parse_args(argv)
 
     from toolkit.data.hub import model_folder
@@ -41,27 +43,47 @@ def main(argv: Sequence[str]) -> int:
         args.gpus, sequences=args.sequences, context=args.context, trains_all=trains_all, offload=args.offload
     )
     with reading(args.model, "Give a model folder or Hub name."):
-        rows = plan(read_config(model_folder(args.model, weights=False)), ways, args.lora_rank)
-    for row in rows:
-        row["fits"] = "yes" if float(row["GiB"]) <= args.memory else "no"
-    sys.stdout.write(table(rows))
+        config = read_config(model_folder(args.model, weights=False))
+        for exact in (False, True)[: 1 + args.exact]:
+            rows = plan(config, ways, args.lora_rank, exact=exact)
+            for row in rows:
+                row["fits"] = "yes" if float(row["GiB"]) <= args.memory else "no"
+            sys.stdout.write(table(rows))
+            sys.stdout.flush()
     return EXIT_DONE
 
 
-def plan(config: PreTrainedConfig, ways: Iterable[Layout], lora_rank: int) -> list[dict[str, Any]]:
-    """Return a row for each of `ways`: GPU memory of a process with adapters of `lora_rank`."""
+def plan(
+    config: PreTrainedConfig, ways: Sequence[Layout], lora_rank: int, *, exact: bool = False
+) -> list[dict[str, Any]]:
+    """Return a row for each of `ways` that divides the experts: GPU memory of a process with adapters of `lora_rank`.
+
+    With `exact`, only layouts of DDP, whose step is run without values.
+    """
+    from tqdm import tqdm
+
     from toolkit.integrations.peft.adapter_options import AdapterOptions
     from toolkit.integrations.peft.adapters import add_adapters
-    from toolkit.train.fine_tuning_memory import fine_tuning_memory
+    from toolkit.train.fine_tuning_memory import block_memory, exact_memory, fine_tuning_memory
 
     adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))
+    kinds = {(each.quantize, each.gradient_checkpointing): each for each in ways}
+    memory = {kind: block_memory(config, layout, adapt) for kind, layout in kinds.items()}
     rows = []
-    for layout in ways:
-        found = fine_tuning_memory(config, layout, adapt)
-        parts = {"weights": found.weights, "optimizer": found.optimizer, "step": found.step}
+    for layout in tqdm(ways, disable=None if exact else True, leave=False):
+        blocks = memory[layout.quantize, layout.gradient_checkpointing]
+        if blocks.experts % layout.ep_size or (exact and layout.shards):
+            continue
+        found = fine_tuning_memory(config, layout, adapt, blocks=blocks)
+        if exact:
+            found = replace(found, step=exact_memory(config, layout, adapt).step)
+        parts = {name: getattr(found, name) for name in ("weights", "optimizer", "gradients", "gathered", "step")}
+        parts["activations"] = sum(found.activations)
         rows.append(
             {
                 "experts over": layout.ep_size,
+                "shards over": layout.shards or 1,
+                "parallel": "fsdp2" if layout.shards else "ddp",
                 "experts in": layout.quantize or str(layout.dtype).removeprefix("torch."),
                 "checkpointing": "yes" if layout.gradient_checkpointing else "no",
                 **{name: f"{value / GIB:.1f}" for name, value in parts.items()},
@@ -74,22 +96,29 @@ def plan(config: PreTrainedConfig, ways: Iterable[Layout], lora_rank: int) -> li
 
 def layouts(
     gpus: int, *, sequences: int, context: int, trains_all: bool = False, offload: bool = False
-) -> Iterator[Layout]:
-    """Yield every layout on `gpus`, by EP size, then quantization. 4-bit experts are frozen, so `trains_all` skips
-    them."""
+) -> list[Layout]:
+    """Return every layout on `gpus`: by EP size, DDP and FSDP2, quantization and checkpointing.
+
+    4-bit experts are frozen, so `trains_all` skips them. FSDP2 shards neither these nor offloaded experts.
+    """
     import torch
 
     from toolkit.train.fine_tuning_memory import Layout
 
-    for ep_size in (each for each in range(1, gpus + 1) if gpus % each == 0):
-        for quantize in (None,) if trains_all else (None, "4bit"):
-            for recomputes in (False, True):
-                yield Layout(
-                    ep_size=ep_size,
-                    sequences=sequences,
-                    context=context,
-                    dtype=torch.bfloat16,
-                    quantize=quantize,
-                    offload="host" if offload else None,
-                    gradient_checkpointing=recomputes,
-                )
+    return [
+        Layout(
+            ep_size=ep_size,
+            shards=shards,
+            sequences=sequences,
+            context=context,
+            dtype=torch.bfloat16,
+            quantize=quantize,
+            offload="host" if offload else None,
+            gradient_checkpointing=recomputes,
+        )
+        for ep_size in range(1, gpus + 1)
+        if gpus % ep_size == 0
+        for shards in ((None,) if gpus == 1 or offload else (None, gpus // ep_size))
+        for quantize in ((None,) if trains_all or (shards or 1) > 1 else (None, "4bit"))
+        for recomputes in (False, True)
+    ]

@@ -38,6 +38,16 @@ class ExpectedMemory:
     """Memory of loading besides the weights, before there is an optimizer."""
     host: int = 0
     """Memory of a GPU's host, which is not in `total`."""
+    gradients: int = 0
+    """Gradients at the end of the backward pass. These and the following two are parts of `step`."""
+    gathered: int = 0
+    """Parameters that FSDP2 has gathered at a time."""
+    activations: tuple[int, ...] = ()
+    """Activations that each block keeps for the backward pass."""
+    head: int = 0
+    """The most that a step takes until the backward pass of the last block."""
+    backward: int = 0
+    """The most after that."""
 
     @property
     def total(self) -> int:
@@ -45,7 +55,11 @@ class ExpectedMemory:
 
 
 def expected_memory(
-    model: nn.Module, task: Task, batch: Batch, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    model: nn.Module,
+    task: Task,
+    batch: Batch,
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    blocks: Sequence[nn.Module] = (),
 ) -> ExpectedMemory:
     """Returns what a step of `model` on `batch` takes, and what stays between steps.
 
@@ -54,18 +68,43 @@ def expected_memory(
         task: Its loss is computed.
         batch: Tensors of the shapes of a micro-batch; values are not looked at.
         build_optimizer: Called with the model.
+        blocks: Modules of the model, whose activations are counted one by one.
     """
+    begins: list[int] = []
+    ends: list[int] = []
+    peaks: list[int] = []
     with without_values(), _Allocated() as allocated:
         _give_memory(model)
         optimizer = build_optimizer(model)
         weights = allocated.now
+
+        def end_peak(_: Any = None) -> None:
+            peaks.append(allocated.most - weights)
+            allocated.most = allocated.now
+
+        def end_forward(_: nn.Module, __: Any, hidden: Any) -> None:
+            ends.append(allocated.now)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+            if hidden.requires_grad:
+                hidden.register_hook(end_peak)
+
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *_: begins.append(allocated.now))
+            block.register_forward_hook(end_forward)
         batch = {name: torch.empty(column.shape, dtype=column.dtype) for name, column in batch.items()}
         task.loss(model, batch).total.backward()
-        step = allocated.most - weights
+        end_peak()
         before = allocated.now
         optimizer.step()
         state = allocated.now - before
-        return ExpectedMemory(weights, state, max(step, allocated.most - weights - state))
+        return ExpectedMemory(
+            weights,
+            state,
+            max(*peaks, allocated.most - weights - state),
+            activations=tuple(end - begin for begin, end in zip(begins, ends[: len(blocks)], strict=False)),
+            head=peaks[0],
+            backward=max(peaks[1:], default=0),
+        )
 
 
 def _give_memory(model: nn.Module) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,8 +27,6 @@ from toolkit.train.tasks.language_modeling import LanguageModeling
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FEW_LAYERS = 4, 8
-"""Layers that deeper models are extrapolated from; kinds of layers that alternate do so in a period that divides 4."""
 TIMES_HELD = 2
 """Copies in memory of experts that are being read: as tensors of files, and as the rows made of them."""
 
@@ -38,7 +36,10 @@ class Layout:
     """Settings of fine-tuning that memory depends on."""
 
     ep_size: int
-    """Expert-parallel group size. Non-expert parameters are replicated."""
+    """Expert-parallel group size."""
+    shards: int | None = None
+    """Ranks of the expert data-parallel group, over which FSDP2 shards experts. It shards non-expert parameters over
+    all ranks. Default: DDP, with replicas."""
     spare_slots: int = 0
     """Empty slots of each process, for replicas."""
     sequences: int
@@ -56,11 +57,97 @@ class Layout:
     """Activation checkpointing."""
 
 
+class _Part(NamedTuple):
+    """Bytes of a block, or of what is outside of the blocks, on a rank."""
+
+    weights: float
+    trained: float
+    """Of `weights`: trainable ones."""
+    experts: float
+    """Expert matrices, which are not in `weights`."""
+    trained_experts: float
+    unpacked: float
+    """Experts as they are in files."""
+    activations: float
+    """Kept by a block for its backward pass."""
+    head: float
+    """The most that the step takes until the backward pass of the last block."""
+    backward: float
+    """The most after that."""
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Memory of a model with one block of each kind, from which the memory of every layout follows."""
+
+    experts: int
+    """Experts of a layer."""
+    kinds: list[int]
+    """0, which is outside of the blocks, and the kind of each block from 1."""
+    ends: tuple[list[_Part], list[_Part]]
+    """The part outside of the blocks and each kind of block, with one slot per rank and with all."""
+    states: float
+    """Bytes of the optimizer's state per byte of trainable parameters."""
+
+    def parts(self, slots: int) -> Any:
+        """Return the parts of a rank with `slots`, whose bytes are linear in slots: (1 + kinds, fields of `_Part`)."""
+        one, every = np.array(self.ends)
+        return one + (every - one) * (slots - 1) / max(1, self.experts - 1)
+
+
+def block_memory(
+    config: PreTrainedConfig,
+    layout: Layout,
+    adapt: Callable[[Any], nn.Module],
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+) -> BlockMemory:
+    """Return the memory of each kind of block, from a step of one block of each kind on fake tensors.
+
+    `ep_size`, `shards`, `spare_slots` and `offload` of `layout` are not used. For the other arguments and errors, see
+    `fine_tuning_memory`.
+    """
+    with torch.device("meta"):
+        model = causal_lm(copy.deepcopy(config))
+    experts = max(found.num_experts for found in require_experts(model).values())
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in _blocks(model)]
+    kinds = list(zip(types, map(tuple, shapes), strict=True))
+    first = {kind: kinds.index(kind) for kind in kinds}
+    ends = []
+    for ep_size in (experts, 1):
+        traced = replace(layout, ep_size=ep_size, spare_slots=0)
+        model = _rank_of_model(config, traced, adapt, list(first.values()))
+        blocks = list(_blocks(model))
+        sizes = _sizes([model, *blocks])
+        found = expected_memory(model, LanguageModeling(), _batch(layout), build_optimizer or _adamw, blocks)
+        activations = [(0, found.head, found.backward), *((kept, 0, 0) for kept in found.activations)]
+        ends.append([_Part(*np.append(size, each)) for size, each in zip(sizes, activations, strict=True)])
+    states = found.optimizer / sum(part.trained + part.trained_experts for part in ends[1])
+    return BlockMemory(experts, [0, *(list(first).index(kind) + 1 for kind in kinds)], (ends[0], ends[1]), states)
+
+
+def _sizes(parts: Sequence[nn.Module]) -> list[list[int]]:
+    """Return the first five fields of `_Part` of a model without its blocks, and of its blocks."""
+    model, *blocks = parts
+    matrices = {p for module in experts_modules(model).values() for p in _expert_matrices(module)}
+    inside = {tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())}
+    found = []
+    for part in parts:
+        own: set[Any] = {*part.parameters(), *part.buffers()} - (inside if part is model else set())
+        trained = {tensor for tensor in own if tensor.requires_grad}
+        chosen = own - matrices, trained - matrices, own & matrices, trained & matrices
+        unpacked = max(map(_unpacked_bytes, experts_modules(part).values()), default=0)
+        found.append([*(sum(tensor.nbytes for tensor in tensors) for tensors in chosen), unpacked])
+    return found
+
+
 def fine_tuning_memory(
     config: PreTrainedConfig,
     layout: Layout,
     adapt: Callable[[Any], nn.Module],
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    *,
+    blocks: BlockMemory | None = None,
 ) -> ExpectedMemory:
     """Return the memory of each process under an even load, with experts loaded by `experts_in_files`.
 
@@ -69,6 +156,7 @@ def fine_tuning_memory(
         layout: How the model is trained.
         adapt: Adds adapters, and returns the model that has them.
         build_optimizer: Called with the model. Default: AdamW.
+        blocks: From `block_memory`, for several layouts. Default: from this layout.
 
     Raises:
         UserError: The model has no experts that can be sharded, or `use_toolkit_kernel()` does not compute them.
@@ -78,45 +166,61 @@ def fine_tuning_memory(
         >>> adapt = partial(add_adapters, options=AdapterOptions())
         >>> fine_tuning_memory(AutoConfig.from_pretrained("Qwen/Qwen3-30B-A3B"), layout, adapt).total / 2**30
     """
-    build = build_optimizer or (
-        lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-    )
-    of_layers = partial(_expect, config, layout, adapt, build)
-    few, more = FEW_LAYERS
-    layers = config.num_hidden_layers
-    if layers <= more:
-        return of_layers(layers)
-    one, other = of_layers(few), of_layers(more)
-    times = (layers - few) / (more - few)
-    parts = [x + round((y - x) * times) for x, y in zip(astuple(one), astuple(other), strict=True)]
-    return replace(ExpectedMemory(*parts), loading=max(one.loading, other.loading))
+    blocks = blocks or block_memory(config, layout, adapt, build_optimizer)
+    shards, world = layout.shards or 1, layout.ep_size * layout.shards if layout.shards else 1
+    slots = -(-blocks.experts // layout.ep_size) + layout.spare_slots
+    parts = blocks.parts(slots)
+    once, most = _Part(*parts.sum(axis=0)), _Part(*parts[1:].max(axis=0))
+    whole, dense = (_Part(*each[blocks.kinds].sum(axis=0)) for each in (parts, blocks.parts(0)))
+    # Adapters of experts are not sharded over the expert data-parallel group.
+    weights = whole.weights - dense.weights * (1 - 1 / world) + whole.experts / shards
+    gradients = whole.trained - dense.trained * (1 - 1 / world) + whole.trained_experts / shards
+    # FSDP2 keeps what is outside of the blocks, and prefetches a block.
+    gathered = (parts[0][0] + 2 * most.weights) * (world > 1) + 2 * most.experts * (shards > 1)
+    # FSDP2 still has whole gradients of a block at the end of the backward pass.
+    traced = 0 if world > 1 else once.trained + once.trained_experts
+    head, backward = once.head - once.activations, once.backward - once.activations
+    begin, end = whole.activations + max(head, backward), gradients + most.activations + backward - traced
+    frozen, offloaded = whole.experts * (not whole.trained_experts), layout.offload is not None
+    on_host = frozen * (layout.offload == "host")
+    weights += 2 * most.experts * (on_host > 0) - frozen * offloaded
+    loading = _loading_bytes(round(most.unpacked), slots)
+    found = [weights, gradients * blocks.states, max(begin, end) + gathered, loading, on_host, gradients, gathered]
+    return replace(ExpectedMemory(*map(round, found)), activations=(round(whole.activations),))
 
 
-def _expect(
+def exact_memory(
     config: PreTrainedConfig,
     layout: Layout,
     adapt: Callable[[Any], nn.Module],
-    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    layers: int,
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> ExpectedMemory:
-    """Return the memory of the first `layers` layers."""
-    model = _rank_of_model(config, layout, adapt, layers)
-    batch = {"tokens": torch.empty(layout.sequences, layout.context + 1, dtype=torch.int64, device="meta")}
-    experts = experts_modules(model).values()
-    loading, frozen = max(map(_loading_bytes, experts)), list(map(_frozen_bytes, experts))
-    found = replace(expected_memory(model, LanguageModeling(), batch, build_optimizer), loading=loading)
-    if layout.offload is None:
-        return found
-    weights = found.weights - sum(frozen)
-    if layout.offload == "file":
-        return replace(found, weights=weights)
-    return replace(found, weights=weights + 2 * max(frozen), host=sum(frozen))
+    """Return the weights, optimizer state and step of all layers, without offload, from a step on fake tensors.
+
+    For the arguments and errors, see `fine_tuning_memory`. FSDP2 is not supported.
+    """
+    model = _rank_of_model(config, layout, adapt, range(config.num_hidden_layers))
+    return expected_memory(model, LanguageModeling(), _batch(layout), build_optimizer or _adamw)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+
+def _batch(layout: Layout) -> dict[str, torch.Tensor]:
+    return {"tokens": torch.empty(layout.sequences, layout.context + 1, dtype=torch.int64, device="meta")}
+
+
+def _blocks(model: Any) -> nn.ModuleList:
+    """Return the list of blocks."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return next(module for module in lists if len(module) == model.config.num_hidden_layers)
 
 
 def _rank_of_model(
-    config: PreTrainedConfig, layout: Layout, adapt: Callable[[Any], nn.Module], layers: int
-) -> nn.Module:
-    """Return the first `layers` layers on the meta device, with the number of experts that a rank has.
+    config: PreTrainedConfig, layout: Layout, adapt: Callable[[Any], nn.Module], layers: Sequence[int]
+) -> Any:
+    """Return these layers of a model on the meta device, with the number of experts that a rank has.
 
     The forward pass sends each token to as many of them as in the whole model, so under an even load it computes the
     rows of a rank.
@@ -128,8 +232,10 @@ def _rank_of_model(
         for module in model.modules():
             for name, child in module.named_children():
                 if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
-                    setattr(module, name, child[:layers])
-        model.config.num_hidden_layers = layers
+                    setattr(module, name, nn.ModuleList(child[number] for number in layers))
+        if getattr(model.config, "layer_types", None):
+            model.config.layer_types = [model.config.layer_types[number] for number in layers]
+        model.config.num_hidden_layers = len(layers)
         for name, found in require_experts(model).items():
             if library_that_multiplies(found.module) is None:
                 raise UserError(
@@ -151,30 +257,31 @@ def _rank_of_model(
     return model
 
 
-def _loading_bytes(module: nn.Module) -> int:
-    """Return the bytes that reading the experts of a layer takes in addition to all rows."""
-    slots, total = cast("int", module.num_experts), 0
+def _unpacked_bytes(module: nn.Module) -> int:
+    """Return the bytes of the experts of a layer as they are in files."""
     packed = packed_rows(module)
-    for name, parameter in module.named_parameters(recurse=False):
-        if name in packed:
-            total += len(parameter) * packed[name].shape.numel() * packed[name].dtype.itemsize
-        elif not name.endswith(SCALES):
-            total += parameter.nbytes
+    return sum(
+        len(parameter) * packed[name].shape.numel() * packed[name].dtype.itemsize
+        if name in packed
+        else parameter.nbytes
+        for name, parameter in module.named_parameters(recurse=False)
+        if not name.endswith(SCALES)
+    )
+
+
+def _loading_bytes(total: int, slots: int) -> int:
+    """Return the bytes that reading `total` bytes of experts of a layer takes in addition to all rows."""
     step = experts_at_a_time(total // slots)
     # Rows that are not read yet take no memory of a CPU. On a GPU they do, which is less than twice a part.
     beside = (TIMES_HELD * min(step, slots - begin) - (slots - begin) for begin in range(0, slots, step))
     return max(0, *beside) * total // slots
 
 
-def _frozen_bytes(module: nn.Module) -> int:
-    """Return the bytes of the frozen expert matrices of a layer, as they are kept."""
+def _expert_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return the expert matrices of a layer, as they are kept."""
     library = library_that_multiplies(module)
-    matrices = () if library is None else library.projections(module)
-    return sum(
-        parameter.nbytes
-        for name, parameter in module.named_parameters(recurse=False)
-        if name.removesuffix(SCALES) in matrices and not parameter.requires_grad
-    )
+    names = () if library is None else library.projections(module)
+    return [p for name, p in module.named_parameters(recurse=False) if name.removesuffix(SCALES) in names]
 
 
 def check_memory(
