@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -348,12 +349,13 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 
 
 def _experts_on_ranks(stack: ExpertStack) -> str:
-    """Return how many experts a layer has, and how many of them each rank has, as `128 experts, 64 on each of 2
-    ranks`."""
+    """Return how many experts a layer has, and where, as `128 experts, 64 on each of 2 ranks, each over 4 shards`."""
     found = sorted({sum(expert != EMPTY_ROW for expert in slots) for slots in stack.placement.slots})
     here = str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
     ranks = stack.placement.ranks
-    return f"{stack.num_experts} experts, {f'{here} on each of {ranks} ranks' if ranks > 1 else 'all on each rank'}"
+    where = f"{here} on each of {ranks} ranks" if ranks > 1 else "all on each rank"
+    shards = max(p.device_mesh.shape[-1] if isinstance(p, DTensor) else 1 for p in stack.parameters.values())
+    return f"{stack.num_experts} experts, {where}{f', each over {shards} shards' if shards > 1 else ''}"
 
 
 def _optimizers_of(model: nn.Module, objects: Iterable[Any]) -> list[Optimizer]:
