@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import toolkit as tk
 from benchmarks.support.precision import IN_FLOAT64, in_float64
@@ -24,7 +23,7 @@ from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving import replan
-from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.parallel.ownership import ownership_of, whole
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.state.manifest import read_manifest
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -171,9 +170,10 @@ def contents(trainer: tk.Trainer) -> dict[str, Any]:
     tensors = weights_of(trainer.raw_model) | {name: b.clone() for name, b in trainer.raw_model.named_buffers()}
     for name, parameter in trainer.raw_model.named_parameters():
         ownership = ownership_of(parameter)
-        for key, value in trainer.optimizer.optimizer.state[parameter].items():
+        for key, shard in trainer.optimizer.optimizer.state[parameter].items():
+            value = whole(shard)
             if ownership is None:
-                tensors[f"{name}.{key}"] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+                tensors[f"{name}.{key}"] = value.clone()
                 continue
             for row, row_id in enumerate(ownership.row_ids):
                 if ownership.owns[row]:
