@@ -251,7 +251,10 @@ class FullyShard(OneProcess):
 
 class AccelerateFSDP2(OneProcess):
     name = "Accelerate, FSDP2"
-    note = "on a CPU it ignores its plugin: `fsdp2_prepare_model` is called, as it is on GPUs"
+    note = (
+        "it drops its plugin on CPUs ([9](upstream/README.md#9-the-fsdp-plugin-is-dropped-on-cpus)), so "
+        "`fsdp2_prepare_model` is called, as on GPUs"
+    )
     shares_batch = False
 
     def shard(self) -> tuple[Any, Any]:
@@ -502,7 +505,7 @@ class Toolkit(AccelerateDDP):
 
 class ToolkitFSDP2(Toolkit):
     name = "toolkit, FSDP2"
-    note = '`ExpertParallel(accelerator, dense="fsdp2")`'
+    note = "`ExpertParallel(Accelerator(fsdp_plugin=...))`"
     dense = "fsdp2"
 
 

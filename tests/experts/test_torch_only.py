@@ -1,4 +1,4 @@
-"""Expert parallelism in a loop on torch only: imports, the example script, and its changes for Fabric."""
+"""Expert parallelism in a loop on torch only: imports, the example script, and its changes for FSDP2 and Fabric."""
 
 from __future__ import annotations
 
@@ -28,18 +28,30 @@ def test_public_names_of_experts_import_torch_only():
     assert done.stdout.split() == ["torch"]
 
 
-def run_example(script: Path, folder: Path) -> list[tuple[str, str]]:
-    """Return the last loss of each of two ranks, before and after loading."""
-    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    environments = [program_environment(**launched, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+def run_example(script: Path, folder: Path, world: int = 2) -> list[tuple[str, str]]:
+    """Return the last loss of each rank, before and after loading."""
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    environments = [program_environment(**launched, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
     ranks = [ForkedPython(str(script), str(folder), env=environment) for environment in environments]
     try:
-        (first, first_error), (second, second_error) = [rank.communicate(timeout=300) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], first_error + second_error
+        outputs, errors = zip(*(rank.communicate(timeout=300) for rank in ranks), strict=True)
+        assert [rank.returncode for rank in ranks] == [0] * world, "".join(errors)
     finally:
         for rank in ranks:
             rank.kill()
-    return sorted(re.findall(r"loss ([\d.]+), again ([\d.]+)", first + second))
+    return sorted(re.findall(r"loss ([\d.]+), again ([\d.]+)", "".join(outputs)))
+
+
+def write_changed(script: Path, block: str) -> Path:
+    """Write the example to `script`, changed by the page's block of this kind."""
+    text = EXAMPLE.read_text()
+    (diff,) = re.findall(rf"```{block}\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
+    for hunk in diff.split("\n\n"):
+        before, after = ("\n".join(re.findall(f"^[{sign}](.*)", hunk, re.MULTILINE)) for sign in ("-", "+"))
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    script.write_text(text)
+    return script
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +66,10 @@ def test_example_repeats_its_losses_after_loading(losses: list[tuple[str, str]])
 
 def test_example_under_fabric_has_equal_losses(losses: list[tuple[str, str]], tmp_path: Path):
     pytest.importorskip("lightning.fabric")
-    text = EXAMPLE.read_text()
-    (diff,) = re.findall(r"```diff\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
-    for hunk in diff.split("\n\n"):
-        before, after = ("\n".join(re.findall(f"^[{sign}](.*)", hunk, re.MULTILINE)) for sign in ("-", "+"))
-        assert text.count(before) == 1
-        text = text.replace(before, after)
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    assert run_example(script, tmp_path / "saved") == losses
+    assert run_example(write_changed(tmp_path / "script.py", "diff"), tmp_path / "saved") == losses
+
+
+def test_example_with_fsdp2_repeats_its_losses_after_loading(tmp_path: Path):
+    losses = run_example(write_changed(tmp_path / "script.py", "diff fsdp2"), tmp_path / "saved", world=4)
+    assert len(losses) == 4
+    assert all(before == after for before, after in losses)

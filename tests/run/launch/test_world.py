@@ -39,7 +39,6 @@ def world(monkeypatch):
     [
         (0, RANK_1_OF_2, {"num_processes": 4}, "num_processes=4: the launcher started 2"),
         (1, RANK_1_OF_2, {"num_processes": 2}, "starts 2 processes, and this machine has only 1 GPUs"),
-        (0, RANK_1_OF_2 | {"ACCELERATE_USE_DEEPSPEED": "true"}, {"cpu": True}, "asks for DEEPSPEED"),
         (0, {"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "asks for DEEPSPEED"),
         (2, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, {}, "each process would train by itself"),
         (0, RANK_1_OF_2, {"cpu": True, "max_restarts": 3}, "max_restarts=3: the launcher has to restart"),

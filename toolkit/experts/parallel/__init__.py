@@ -1,1 +1,1 @@
-"""Process groups of expert parallelism, parameters that are owned by ranks, and parameters that FSDP2 shards."""
+"""Process groups of expert parallelism, and parameters that are owned by ranks."""

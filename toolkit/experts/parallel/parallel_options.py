@@ -1,4 +1,4 @@
-"""Options of EP groups, and of how parameters that are not the experts' are trained."""
+"""Options of EP groups, and of how they are repeated: by DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.experts.options import Options
 from toolkit.experts.placement.placement_options import ExpertExchange
 
 Dense = Literal["ddp", "fsdp2"]
-"""How parameters that are not the experts' are trained: replicated by DDP, or sharded by FSDP2."""
+"""Replicas of EP groups and non-expert parameters (DDP), or shards of both (FSDP2)."""
 
 
 class GroupOptions(Options):
@@ -26,10 +26,10 @@ class GroupOptions(Options):
 
 
 class DenseOptions(Options):
-    """Parameters that are not the experts'."""
+    """DDP or FSDP2, on several processes."""
 
     dense_parallel: Dense = "ddp"
-    """On several processes, replicate (DDP) or shard (FSDP2) all parameters except the experts'."""
+    """On several processes, replicate parameters and EP groups (DDP), or shard all over all processes (FSDP2)."""
     fsdp_size: Annotated[int, Field(ge=2)] | None = None
     """Neighbouring processes that share one set of shards with FSDP2 (HSDP); none: all."""
 
