@@ -252,7 +252,7 @@ class FullyShard(OneProcess):
 class AccelerateFSDP2(OneProcess):
     name = "Accelerate, FSDP2"
     note = (
-        "it drops its plugin on CPUs ([9](upstream/README.md#9-the-fsdp-plugin-is-dropped-on-cpus)), so "
+        "it drops its plugin on CPUs ([10](upstream/README.md#10-the-fsdp-plugin-is-dropped-on-cpus)), so "
         "`fsdp2_prepare_model` is called, as on GPUs"
     )
     shares_batch = False

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import DataLoader
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 
 def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
@@ -156,13 +153,6 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
 def without_compile_prefix(name: str) -> str:
     """The name that a parameter or module has without `torch.compile`."""
     return name.replace("_orig_mod.", "")
-
-
-def awaits_all_reduce(module: FSDPModule) -> bool:
-    """Return whether gradients of `module` are summed within a set of shards only; torch 2.15 sums them over sets."""
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # a list since torch 2.12
-    return any(group is not None and group._partial_reduce_output is not None for group in groups)
 
 
 class MovesParameters(nn.Module):

@@ -89,7 +89,9 @@ def bytes_of_experts(ep_size: int) -> tuple[int, int]:
     experts = ExpertParallel(accelerator, ep_size=ep_size)
     everything = sum(p.nbytes for stack in expert_stacks(model).values() for p in stack.parameters.values())
     everything += sum(p.nbytes for p in model[1].experts.parameters())
+    made_with = [p for name, p in model.named_parameters() if ".experts." in name]
     model, optimizer = experts.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert not any(p.nbytes for p in made_with), "the optimizer would hold them until all layers are read"
     accelerator.backward(model(torch.randn(4, 8)).sum())
     optimizer.step()
     parameters = [p for stack in experts.stacks.values() for p in stack.parameters.values()]

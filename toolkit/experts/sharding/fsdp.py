@@ -74,6 +74,8 @@ class ExpertShards:
             ignored_params=set(module.parameters()) - names.keys(),
         )
         stack.replace_parameters({parameter: module.get_parameter(name) for parameter, name in names.items()})
+        for parameter in names:
+            parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it
 
     def _mesh_of(self, stack: ExpertStack) -> DeviceMesh | None:
         if stack.groups not in self._meshes:
