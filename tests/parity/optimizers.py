@@ -35,7 +35,7 @@ def lion(groups: Any) -> Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1),
-    "AMSGrad": lambda groups: torch.optim.Adam(groups, lr=0.02, amsgrad=True),
+    "AMSGrad, fused": lambda groups: torch.optim.Adam(groups, lr=0.02, amsgrad=True, fused=True),
     "Nesterov": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
     "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=5e-3, momentum=0.5, centered=True, eps=1e-4),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1),

@@ -156,6 +156,10 @@ def _shard_all(
     with only_names_are_read(model):
         model, *prepared = accelerator.prepare(model, *optimizers)
     plugin.ignored_modules = ignored
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+            # The kernels of several tensors take no replicas, such as adapters, together with shards.
+            group |= {name: False for name in ("fused", "foreach") if group.get(name)}
     model.register_forward_hook(_reshard_after_evaluation)
     return model, *prepared
 
