@@ -10,9 +10,9 @@ also of DDP and FSDP2. Bytes and messages are of ring algorithms: an all-gather 
 (n-1)/n of the whole tensor in n-1 messages, an all-reduce twice as much. An all-to-all sends directly. The formula has
 to equal the counts of every rank by kind and group.
 
-Step times are ratios to DDP with the same `ep_size` in the same round, median and quartiles over interleaved rounds.
-`in before_clip` is the share of a step in `ExpertSync.before_clip`, the average over ranks. `experts, MB` are weights,
-gradients and optimizer states.
+Step times are ratios to DDP in the same round, with the same `ep_size` or the smallest (transformers): median and
+quartiles over interleaved rounds. `in before_clip` is the share of a step in `ExpertSync.before_clip`, the average over
+ranks. `experts, MB` are weights, gradients and optimizer states.
 
 The table of clusters applies the formula to bf16 and nodes of 8 GPUs, with rings and EP groups of neighbours, flat
 all-to-all, uniform routing, no activation checkpointing and one micro-batch per step. GB are sent per GPU and step, the
