@@ -17,6 +17,7 @@ SCRIPTS = sorted(
 SMALLEST = {
     "learning/lmu_psmnist.py": "--work runs --report",
     "placement/planners.py": "",
+    "speed/ep_traffic.py": "--plan",
     "speed/gpu_layer.py": "--rehearse --rounds 1",
     "speed/trainer_overhead.py": "--rounds 1 --steps 2 --warmup 1 --threads 1 --samples 128",
 }
