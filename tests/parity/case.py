@@ -110,6 +110,15 @@ UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
         lambda optimizer, layout: optimizer == "Adagrad" and LAYOUTS[layout].dense == "fsdp2",
     ),
     (
+        "Fused optimizers of torch take no experts without shards in a group with shards of FSDP2.",
+        ("optimizer", "loop", "layout"),
+        lambda optimizer, loop, layout: (
+            "fused" in optimizer
+            and loop == "torch only"
+            and (LAYOUTS[layout].dense, LAYOUTS[layout].world) == ("fsdp2", 2)
+        ),
+    ),
+    (
         "The penalty is for layers of `make_moe`.",
         ("model", "penalty"),
         lambda model, penalty: penalty and model not in WITH_MOE_LAYERS,
