@@ -52,6 +52,7 @@ from benchmarks.report import write_report
 from benchmarks.speed import ep_speed
 from benchmarks.support.accelerators import make_accelerator
 from benchmarks.support.processes import run_distributed
+from toolkit.experts.parallel.gradient_average import BUCKET_BYTES
 from toolkit.experts.parallel.ownership import local_rows
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
@@ -182,7 +183,9 @@ def formula(model: Model, world: int, ep_size: int, tokens: int, name: str, size
             found.add("all-reduce of norms", ranks, stride, 4)
     else:
         found.add("all-reduce", world, 1, rest, 1 + math.ceil((rest - 2**20) / (25 * 2**20)))  # DDP's buckets
-        found.add("all-reduce", copies, ep_size, experts, 2 * layers)
+        # Two matrices of a layer in buckets, and whether each has a gradient.
+        most = max(1, int(BUCKET_BYTES // (experts / layers)))
+        found.add("all-reduce", copies, ep_size, experts + 4 * 2 * layers, math.ceil(layers / most) + 1)
         found.add("broadcast", world, 1, 128)  # buffers
     return found
 
