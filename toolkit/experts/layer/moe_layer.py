@@ -101,7 +101,8 @@ class MoE(ExpertLayer):
             )
         shared_TD: Tensor | None = None
         weights: tuple[Weights, ...] = ()
-        # So that weight gradients are computed while the gradients of rows are in flight.
+        # So that weight gradients are computed while the gradients of rows are in flight. Not with the class that FSDP2
+        # makes, which gathers its parameters when it is called.
         later = torch.is_grad_enabled() and type(self.experts) is GroupedExperts and self.placement.ranks > 1
 
         def meanwhile() -> None:

@@ -152,8 +152,6 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         self.optimizers = optimizers
         groups = self.groups if self.ep_size is None else make_expert_groups(self.ep_size)
         shards, before = expert_shards(self.accelerator) if optimizers else None, dict(model.named_parameters())
-        if shards is not None:
-            refuse_unfit(optimizers, before)
         self.stacks = shard_experts(
             model, groups, spare_slots=self.spare_slots, placement=self.placement, shards=shards
         )
@@ -200,6 +198,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             )
         for each in optimizers:
             refuse_foreign_parameters(model, each)
+        if optimizers and self.accelerator.is_fsdp2:
+            refuse_unfit(optimizers, dict(model.named_parameters()))
         if optimizers and has_stepped(optimizers[0]):
             raise UserError(
                 "optimizer: it has stepped, with states of all experts. Call prepare before its first step."
