@@ -362,17 +362,16 @@ def _check_values(
             whole = {expert: summary for expert, summary in of.items() if _is_matrix(checkpoint, matrix.places[expert])}
             zero = [expert for expert, summary in whole.items() if summary.is_zero]
             partly = [expert for expert, summary in whole.items() if _is_partly_zero(summary)]
-            if bad:
-                message = (
-                    f"{layer}: {matrix.name} has {' and '.join(sorted(set(bad.values())))} in {_named(sorted(bad))}"
-                )
-                yield Finding("values", message, _tensors(matrix, bad))
-            if zero and len(zero) < len(of):  # all may be, such as new adapters
-                message = f"{layer}: {matrix.name} is zero in {_named(sorted(zero))}"
-                yield Finding("values", message, _tensors(matrix, zero))
-            if partly:
-                message = f"{layer}: {matrix.name} has half or more of its rows zero in {_named(sorted(partly))}"
-                yield Finding("values", message, _tensors(matrix, partly))
+            if len(zero) == len(of):  # all may be, such as new adapters
+                zero = []
+            for experts, said in (
+                (list(bad), f"has {' and '.join(sorted(set(bad.values())))}"),
+                (zero, "is zero"),
+                (partly, "has half or more of its rows zero"),
+            ):
+                if experts:
+                    message = f"{layer}: {matrix.name} {said} in {_named(sorted(experts))}"
+                    yield Finding("values", message, _tensors(matrix, experts))
     yield "no NaN, no infinity, no expert of zeros"
 
 
