@@ -138,13 +138,13 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
             )
         common = {place for matrix in of_base.values() for place in matrix.places.values()}
         checks += [iter(cut), _check_order(layers, summaries, of_base, summarize(base, common, sketches=True))]
-    for each in itertools.chain(*checks):
-        if isinstance(each, str):
-            found.facts.append(each)
-        elif isinstance(checkpoint, AdapterFiles):
-            found.findings.append(replace(each, tensors=sorted(map(checkpoint.key, each.tensors))))
-        else:
-            found.findings.append(each)
+    for results in map(list, checks):
+        findings = [each for each in results if isinstance(each, Finding)]
+        found.findings += findings
+        if not findings:
+            found.facts += [each for each in results if isinstance(each, str)]
+    if isinstance(checkpoint, AdapterFiles):
+        found.findings = [replace(each, tensors=sorted(map(checkpoint.key, each.tensors))) for each in found.findings]
     return found
 
 
@@ -220,6 +220,7 @@ def _sketch(value: Tensor) -> NDArray[Any] | None:
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
+# A check yields its findings, and a fact that holds if it has none.
 
 
 def _count(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> int:
@@ -229,7 +230,6 @@ def _count(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> int:
 def _check_complete(
     checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], counts: Mapping[str, int]
 ) -> Iterator[str | Finding]:
-    complete = True
     usual = _usual(layers.values())
     forms = {form for matrices in layers.values() for form in _forms(matrices).values()}
     for layer, matrices in layers.items():
@@ -248,13 +248,10 @@ def _check_complete(
             if beyond:
                 said = f"{matrix.name} of experts beyond {len(ids):,}: {_named(beyond)}"
                 yield Finding("experts", f"{layer}: {said}", tensors)
-            complete = complete and not lacking and not beyond
         for name in sorted(usual - {matrix.name for matrix in matrices}):
-            if _stored_otherwise(checkpoint, matrices, name, forms):
-                continue
-            complete = False
-            yield Finding("experts", f"{layer}: lacks {name}, which most layers have", [])
-    if layers and complete:
+            if not _stored_otherwise(checkpoint, matrices, name, forms):
+                yield Finding("experts", f"{layer}: lacks {name}, which most layers have", [])
+    if layers:
         counted = ", ".join(map(str, sorted(set(counts.values()))))
         yield f"{len(layers)} layers with {counted} experts, none missing"
 
@@ -315,19 +312,16 @@ def _check_routers(
     extra = max(
         (n for key, n in checkpoint.config.items() if key == "zero_expert_num" and isinstance(n, int)), default=0
     )
-    wrong = False
     for layer, tensor in routers:
         shape = checkpoint.tensors[tensor].shape
         if counts[layer] + extra not in shape:
-            wrong = True
             yield Finding("router", f"{tensor}: has shape {shape} for {counts[layer]} experts", [tensor])
-    if routers and not wrong:
+    if routers:
         yield f"{len(routers)} routers have a row for each expert"
 
 
 def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]]) -> Iterator[str | Finding]:
     """Find experts with other types or shapes than the experts that have the same tensors, quantized or not."""
-    mixed = False
     for layer, matrices in layers.items():
         forms = _forms(matrices)
         for matrix, form in itertools.product(matrices, set(forms.values())):
@@ -339,12 +333,11 @@ def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]])
             }
             for of, values in (("types", types), ("shapes", shapes)):
                 if more := Counter(values.values()).most_common()[1:]:
-                    mixed = True
                     odd = sorted(expert for expert, value in values.items() if value in {value for value, _ in more})
                     said = ", ".join(map(str, dict.fromkeys(values.values())))
                     message = f"{layer}: {matrix.name} has several {of}, {said}: {_named(odd)}"
                     yield Finding("types", message, _tensors(matrix, odd))
-    if layers and not mixed:
+    if layers:
         yield "one type and shape for each matrix of a layer"
 
 
@@ -356,14 +349,11 @@ def _is_partly_zero(summary: Summary) -> bool:
 def _check_values(
     checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], others: Iterable[str], summaries: Summaries
 ) -> Iterator[str | Finding]:
-    wrong = False
     for name in sorted(others):
         summary = summaries[Place(name)]
         if summary.broken:
-            wrong = True
             yield Finding("values", f"{name}: has {summary.broken}", [name])
         if len(checkpoint.tensors[name].shape) > 1 and _is_partly_zero(summary):
-            wrong = True
             yield Finding("values", f"{name}: has {summary.zero_rows:,} of {summary.rows:,} rows zero", [name])
     for layer, matrices in layers.items():
         for matrix in matrices:
@@ -372,22 +362,17 @@ def _check_values(
             whole = {expert: summary for expert, summary in of.items() if _is_matrix(checkpoint, matrix.places[expert])}
             zero = [expert for expert, summary in whole.items() if summary.is_zero]
             partly = [expert for expert, summary in whole.items() if _is_partly_zero(summary)]
-            if bad:
-                wrong = True
-                message = (
-                    f"{layer}: {matrix.name} has {' and '.join(sorted(set(bad.values())))} in {_named(sorted(bad))}"
-                )
-                yield Finding("values", message, _tensors(matrix, bad))
-            if zero and len(zero) < len(of):  # all may be, such as new adapters
-                wrong = True
-                message = f"{layer}: {matrix.name} is zero in {_named(sorted(zero))}"
-                yield Finding("values", message, _tensors(matrix, zero))
-            if partly:
-                wrong = True
-                message = f"{layer}: {matrix.name} has half or more of its rows zero in {_named(sorted(partly))}"
-                yield Finding("values", message, _tensors(matrix, partly))
-    if not wrong:
-        yield "no NaN, no infinity, no expert of zeros"
+            if len(zero) == len(of):  # all may be, such as new adapters
+                zero = []
+            for experts, said in (
+                (list(bad), f"has {' and '.join(sorted(set(bad.values())))}"),
+                (zero, "is zero"),
+                (partly, "has half or more of its rows zero"),
+            ):
+                if experts:
+                    message = f"{layer}: {matrix.name} {said} in {_named(sorted(experts))}"
+                    yield Finding("values", message, _tensors(matrix, experts))
+    yield "no NaN, no infinity, no expert of zeros"
 
 
 def _check_repeats(
@@ -469,23 +454,19 @@ def _check_tied(checkpoint: Checkpoint, summaries: Summaries) -> Iterator[str | 
 
 def _check_moments(checkpoint: Checkpoint) -> Iterator[str | Finding]:
     """Find states of an optimizer that do not fit their weight, or each other."""
-    wrong = False
     for weight, states in checkpoint.states.items():
         shape = checkpoint.tensors[weight].shape if weight in checkpoint.tensors else None
         if shape is None:
-            wrong = True
             yield Finding("moments", f"{weight}: has optimizer states and no weight", [weight])
             continue
         for state, listed in states.items():
             if len(listed.shape) == len(shape) > 0 and state in MOMENTS and listed.shape != shape:
-                wrong = True
                 yield Finding("moments", f"{weight}: {state} has shape {listed.shape}, the weight {shape}", [weight])
         if all(state in states and states[state].shape == shape for state in MOMENTS) and shape:
             mean, square = (checkpoint.rows(weight, state, 0, shape[0]).double() for state in MOMENTS)
             if (square < 0).any() or (mean.abs() > MOMENT_BOUND * square.sqrt() + 1e-12).any():
-                wrong = True
                 yield Finding("moments", f"{weight}: exp_avg and exp_avg_sq are not of the same gradients", [weight])
-    if checkpoint.states and not wrong:
+    if checkpoint.states:
         yield f"optimizer states of {len(checkpoint.states):,} weights fit them"
 
 
@@ -493,7 +474,7 @@ def _check_adapters(
     checkpoint: AdapterFiles, layers: Mapping[str, Sequence[Matrix]], summaries: Summaries
 ) -> Iterator[str | Finding]:
     """Find half pairs, other ranks, adapters that were never trained, and differences from the record at saving."""
-    wrong, trained, zeros = False, False, []
+    trained, zeros = False, []
     for layer, matrices in layers.items():
         for name, pair in _pairs(matrices).items():
             rank = checkpoint.settings.rank(f"{layer}.{name}")
@@ -501,7 +482,6 @@ def _check_adapters(
             experts = [set(pair[matrix].places if matrix in pair else ()) for matrix in ("lora_A", "lora_B")]
             halves = sorted(experts[0] ^ experts[1]) if not shared or len(pair) < 2 else []
             if halves:
-                wrong = True
                 tensors = [tensor for each in pair.values() for tensor in _tensors(each, each.places.keys() & halves)]
                 yield Finding("pairs", f"{layer}: {name} has lora_A or lora_B alone in {_named(halves)}", tensors)
             for matrix, each in pair.items():
@@ -509,7 +489,6 @@ def _check_adapters(
                 side = -2 if matrix == "lora_A" else -1
                 other = [tensor for tensor in tensors if checkpoint.tensors[tensor].shape[side:][:1] != (rank,)]
                 if other and not checkpoint.has_patterns:
-                    wrong = True
                     said = f"{layer}: {each.name} has another rank than {rank} of adapter_config.json"
                     yield Finding("pairs", said, other)
                 if all(summaries[place].is_zero for place in each.places.values()):
@@ -520,12 +499,10 @@ def _check_adapters(
         said = "lora_B is zero in every expert: they were frozen, or not in the optimizer"
         zeros = [(said, sorted({tensor for _, tensors in zeros for tensor in tensors}))]
     for said, tensors in zeros:
-        wrong = True
         yield Finding("values", said, tensors)
     for check, message in checkpoint.differences():
-        wrong = True
         yield Finding(check, message, [])
-    if layers and not wrong:
+    if layers:
         ranks = "the ranks in adapter_config.json" if checkpoint.has_patterns else f"rank {checkpoint.settings.r}"
         recorded = ", as the ranks had them at saving" if checkpoint.has_record else ""
         yield f"each expert has lora_A and lora_B of {ranks}{recorded}"
@@ -556,7 +533,6 @@ def _check_base(
         sizes = known.setdefault((_number(matrix.layer), parameter), set())
         if len(size := listed.shape[-2:]) == 2 and "F" in listed.dtype.upper():
             sizes |= {(size[0] * count, size[1])} if name in parts else {size, size[::-1]}
-    wrong = False
     for layer, matrices in layers.items():
         of_layer = {parameter: sizes for (number, parameter), sizes in known.items() if number == _number(layer)}
         for name, pair in _pairs(matrices).items():
@@ -577,9 +553,8 @@ def _check_base(
                     None,
                 )
             if said:
-                wrong = True
                 yield Finding("base", f"{layer}: {said}", sorted(set().union(*tensors)))
-    if layers and not wrong:
+    if layers:
         yield f"{len(layers)} layers fit the base"
 
 
@@ -611,7 +586,7 @@ def _check_order(
     layers: Mapping[str, Sequence[Matrix]], summaries: Summaries, of_base: Matrices, base: Summaries
 ) -> Iterator[str | Finding]:
     """Find experts that are nearer to another expert of the base, and gates that are nearer to its other half."""
-    compared, wrong = 0, False
+    compared = 0
     for layer, matrices in layers.items():
         pairs: dict[int, list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
         for matrix in matrices:
@@ -628,18 +603,15 @@ def _check_order(
         moved = [i for i in range(len(experts)) if distance_EE[i, nearest_E[i]] < NEAR * own_E[i]]
         alien = [experts[i] for i in range(len(experts)) if distance_EE[i].min() > FAR * np.linalg.norm(y_ED[i])]
         if alien:
-            wrong = True
             yield Finding("order", f"{layer}: {_named(alien)} are like no expert of the base", [])
         if moved:
-            wrong = True
             said = ", ".join(f"{experts[i]} is {experts[nearest_E[i]]}" for i in moved[:MOST_NAMED])
             more = f" and {len(moved) - MOST_NAMED} more" if len(moved) > MOST_NAMED else ""
             yield Finding("order", f"{layer}: experts are in another order than in the base: {said}{more}", [])
             continue
         if swapped := _swapped_halves(matrices, summaries, of_base, base):
-            wrong = True
             yield Finding("halves", f"{layer}: gate and up are swapped in {_named(swapped)}", [])
-    if compared and not wrong:
+    if compared:
         yield f"experts, gates and ups of {compared} layers are in the order of the base"
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -59,6 +59,9 @@ class Checkpoint(ABC):
         config: Its `config.json`, empty without one.
     """
 
+    kind: ClassVar[str]
+    """The format, in words."""
+
     folder: Path
     config: Mapping[str, Any]
     tensors: dict[str, Listed] = field(default_factory=dict)
@@ -69,11 +72,6 @@ class Checkpoint(ABC):
     """The experts of a parameter, if the checkpoint lists them; their ids may have gaps."""
     problems: list[str] = field(default_factory=list)
     """Faults of the files, found when they are listed."""
-
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """The format, in words."""
 
     @abstractmethod
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
@@ -151,6 +149,8 @@ class _Files:
 class SafetensorsFiles(Checkpoint):
     """A model in safetensors files, with an index if there are several."""
 
+    kind = "safetensors"
+
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         super().__init__(folder, config)
         self._files = _Files(folder)
@@ -162,10 +162,6 @@ class SafetensorsFiles(Checkpoint):
                 self.tensors[key] = listed
         for path in sorted(folder.glob("*.safetensors.index.json")):
             self._check_index(path, names)
-
-    @property
-    def kind(self) -> str:
-        return "safetensors"
 
     def _check_index(self, path: Path, files: Sequence[str]) -> None:
         index = read_json(path)
@@ -195,6 +191,8 @@ class AdapterFiles(Checkpoint):
     Expert adapters are listed as `<experts>.<parameter>.lora_A`, shape (E, r, I), and `.lora_B`, shape (E, O, r), or as
     `<experts>.<expert>.<linear layer>.lora_A`, shape (r, I), and `.lora_B`, shape (O, r).
     """
+
+    kind = "adapters"
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         super().__init__(folder, config)
@@ -255,10 +253,6 @@ class AdapterFiles(Checkpoint):
         self.tensors[name], self._keys[name] = listed, key
         if len(listed.shape) == 3 and listed.shape[0] == 1:
             self.ids[name] = {0}  # all experts share it
-
-    @property
-    def kind(self) -> str:
-        return "adapters"
 
     @property
     def has_record(self) -> bool:
@@ -322,6 +316,8 @@ class AdapterFiles(Checkpoint):
 class RunCheckpoint(Checkpoint):
     """A checkpoint of a run, whose files have a SHA-256 each."""
 
+    kind = "a checkpoint of a run"
+
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         super().__init__(folder, config)
         with reading(folder / manifest.NAME, REMEDY):
@@ -341,10 +337,6 @@ class RunCheckpoint(Checkpoint):
                     self.tensors[weight] = listed
                 elif not state.endswith(NUMBER):
                     self.states.setdefault(weight, {})[state] = listed
-
-    @property
-    def kind(self) -> str:
-        return "a checkpoint of a run"
 
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
         file = (self.tensors[name] if state is None else self.states[name][state]).file
@@ -406,6 +398,8 @@ class _Reader(FileSystemReader):
 class DistributedCheckpoint(Checkpoint):
     """A checkpoint of `torch.distributed.checkpoint`, read by torch, a tensor at a time."""
 
+    kind = "torch.distributed.checkpoint"
+
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         super().__init__(folder, config)
         self._reader = _Reader(folder)
@@ -427,10 +421,6 @@ class DistributedCheckpoint(Checkpoint):
                     self.tensors[key] = listed
                 self._keys[weight, state] = key
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
-
-    @property
-    def kind(self) -> str:
-        return "torch.distributed.checkpoint"
 
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
         key = self._keys[name, state]

@@ -91,7 +91,19 @@ class BatchOrder:
             epoch, skip = epoch + 1, 0
 
 
-class TrainBatches:
+class _OfTable:
+    """Batches of this rank, on its device, of the samples of a table."""
+
+    def __init__(self, table: TensorTable, rank: int, world_size: int, device: torch.device | str, num_workers: int):
+        self.table, self.rank, self.world_size = table, rank, world_size
+        self.device, self.num_workers = torch.device(device), num_workers
+
+    def identity(self) -> Identity:
+        """The identity of the table, see `toolkit.data.identity`."""
+        return identity_of(self.table)
+
+
+class TrainBatches(_OfTable):
     """This rank's micro-batches of each step, on its device.
 
     A global batch is split into micro-batches first, and each micro-batch over ranks, so that the samples of a
@@ -113,17 +125,11 @@ class TrainBatches:
         augment: Augment | None = None,
         order: Order | None = None,
     ):
-        self.table = table
+        super().__init__(table, rank, world_size, device, num_workers)
         self.source = AccessedTable(table, augment)
         self.order: Order = order or BatchOrder(num_samples=len(table), batch_size=batch_size, seed=seed)
         self.steps_per_epoch = self.order.steps_per_epoch
-        self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
-        self.device = torch.device(device)
-        self.num_workers = num_workers
-
-    def identity(self) -> Identity:
-        """The identity of the table, see `toolkit.data.identity`."""
-        return identity_of(self.table)
+        self.accumulation = accumulation
 
     def samples_of(self, step: int) -> int:
         """Samples of the global batch of `step`."""
@@ -163,7 +169,7 @@ class TrainBatches:
             yield [next(micro_batches) for _ in range(self.accumulation)]
 
 
-class EvalBatches:
+class EvalBatches(_OfTable):
     """Full table in its own order, each example on exactly one rank.
 
     `batch_size` counts the examples of all ranks. Every rank gets the same number of batches, some of them short or
@@ -180,14 +186,8 @@ class EvalBatches:
         device: torch.device | str = "cpu",
         num_workers: int = 0,
     ):
-        self.table, self.batch_size = table, batch_size
-        self.rank, self.world_size = rank, world_size
-        self.device = torch.device(device)
-        self.num_workers = num_workers
-
-    def identity(self) -> Identity:
-        """The identity of the table, see `toolkit.data.identity`."""
-        return identity_of(self.table)
+        super().__init__(table, rank, world_size, device, num_workers)
+        self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         batches = torch.arange(len(self.table)).split(self.batch_size)

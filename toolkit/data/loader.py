@@ -70,7 +70,20 @@ class _Iterated(IterableDataset[Any]):
         return iter(self.samples)
 
 
-class LoaderBatches:
+class _OfLoader:
+    """Batches of this rank, on its device, from a loader of global batches."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, rank: int, world_size: int, device: torch.device | str):
+        self.loader, self.seed, self.rank, self.world_size = loader, seed, rank, world_size
+        self.device = torch.device(device)
+
+    def identity(self) -> Identity | None:
+        """Return the number of samples as a fingerprint, if it is known. Samples are not read."""
+        sized = not isinstance(self.loader.dataset, IterableDataset)
+        return identity_of_length(len(self.loader.dataset)) if sized else None  # type: ignore[arg-type]
+
+
+class LoaderBatches(_OfLoader):
     """This rank's micro-batches of each step, on its device, from a loader of global batches.
 
     The loader restarts after `steps_per_epoch` batches. With `endless` it restarts when it is exhausted, and
@@ -89,9 +102,8 @@ class LoaderBatches:
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ):
-        self.loader, self.steps_per_epoch, self.endless, self.seed = loader, steps_per_epoch, endless, seed
-        self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
-        self.device = torch.device(device)
+        super().__init__(loader, seed, rank, world_size, device)
+        self.steps_per_epoch, self.endless, self.accumulation = steps_per_epoch, endless, accumulation
         self._size = 0
         """Number of samples in the last global batch."""
 
@@ -135,10 +147,6 @@ class LoaderBatches:
                 )
             epoch += 1
 
-    def identity(self) -> Identity | None:
-        """Return the number of samples as a fingerprint, if it is known. Samples are not read."""
-        return identity_of_loader(self.loader)
-
     def empty(self) -> Batch:
         """Return a batch without samples."""
         return cut(next(read_once(self.loader, self.seed, 0, 0)), 0, 0, self.device)
@@ -149,24 +157,8 @@ class LoaderBatches:
         raise AttributeError(name)
 
 
-class LoaderEvalBatches:
+class LoaderEvalBatches(_OfLoader):
     """Global batches of a loader, split over ranks so that each sample is on exactly one rank."""
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: torch.device | str = "cpu",
-    ):
-        self.loader, self.seed, self.rank, self.world_size = loader, seed, rank, world_size
-        self.device = torch.device(device)
-
-    def identity(self) -> Identity | None:
-        """Return the number of samples as a fingerprint, if it is known. Samples are not read."""
-        return identity_of_loader(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in read_once(self.loader, self.seed, 0, 0):
@@ -175,11 +167,6 @@ class LoaderEvalBatches:
 
 
 AnyEvalBatches = EvalBatches | LoaderEvalBatches
-
-
-def identity_of_loader(loader: DataLoader[Any]) -> Identity | None:
-    sized = not isinstance(loader.dataset, IterableDataset)
-    return identity_of_length(len(loader.dataset)) if sized else None  # type: ignore[arg-type]
 
 
 def samplers_of(loader: DataLoader[Any]) -> tuple[Any, ...]:

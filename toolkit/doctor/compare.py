@@ -191,11 +191,11 @@ class Evidence:
         losses = [value for record in self.records for value in record.steps[step].balance_losses]
         return _mean(losses) if losses else None
 
-    def counts(self, step: int) -> dict[str, list[int]]:
+    def counts(self, step: int) -> dict[Key, Tensor]:
+        """Return the pairs per expert of each layer, over ranks."""
         layers = self.first.steps[step].counts
         return {
-            name: [sum(n) for n in zip(*(r.steps[step].counts[name] for r in self.records), strict=True)]
-            for name in layers
+            (name, WHOLE): torch.tensor([r.steps[step].counts[name] for r in self.records]).sum(0) for name in layers
         }
 
     def norms(self, step: int) -> list[float]:
@@ -246,7 +246,7 @@ class Comparison:
 
     def _checks(self) -> Iterable[Check]:
         many, tolerance = self.many, self.tolerance
-        yield self._over("initial weights", 0, self._initial, range(1), first=0)
+        yield self._over("initial weights", 0, self._weights, range(1), first=0)
         yield self._over("samples", 0, self._samples)
         if self.one.first.steps[0].counts:
             # With coarse rounding of hidden states, a token between two experts can go to either.
@@ -284,9 +284,6 @@ class Comparison:
 
     # --- one quantity at one step -----------------------------------------------------------------------------
 
-    def _initial(self, _: int) -> Distance:
-        return worst_of(self.many.tensors(0, "weight", self.split), self.one.tensors(0, "weight", self.split))
-
     def _samples(self, step: int) -> Distance:
         one = self.one.samples(step)
         many = self.many.samples(step)
@@ -294,12 +291,7 @@ class Comparison:
         return missing / max(1, one.total() + many.total()), f"{one.total()} in one process, {many.total()} in several"
 
     def _counts(self, step: int) -> Distance:
-        one = self.one.counts(step)
-        many = self.many.counts(step)
-        return worst_of(
-            {(name, WHOLE): torch.tensor(load) for name, load in many.items()},
-            {(name, WHOLE): torch.tensor(load) for name, load in one.items()},
-        )
+        return worst_of(self.many.counts(step), self.one.counts(step))
 
     def _balance(self, step: int) -> Distance:
         one, many = self.one.balance_loss(step), self.many.balance_loss(step)

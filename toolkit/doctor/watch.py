@@ -141,70 +141,53 @@ def _replace(original: Any, replacement: Any, owner: Any) -> None:
 
 
 def _attach_sampler(recorder: Recorder) -> None:
-    def iterating(original: Callable[..., Any]) -> Callable[..., Any]:
-        def iterate(self: Any) -> Iterator[int]:
-            ended = vars(self).setdefault("_ended_epochs", set())
-            if self.shuffle and self.epoch in ended:
-                recorder.record.see("order of epochs", type(self).__name__)
-            yield from original(self)
-            ended.add(self.epoch)
+    def iterate(original: Callable[..., Any], self: Any) -> Iterator[int]:
+        ended = vars(self).setdefault("_ended_epochs", set())
+        if self.shuffle and self.epoch in ended:
+            recorder.record.see("order of epochs", type(self).__name__)
+        yield from original(self)
+        ended.add(self.epoch)
 
-        return iterate
-
-    wrap_method(DistributedSampler, "__iter__", iterating)
+    wrap_method(DistributedSampler, "__iter__", iterate)
 
 
 def _attach_accelerator(recorder: Recorder) -> None:
-    def starting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, *args: Any, **settings: Any) -> None:
-            loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
-            recorder.script_splits = loading.split_batches
-            loading.split_batches = loading.use_seedable_sampler = True
-            if loading.data_seed is None:
-                loading.data_seed = 0
-            original(self, *args, **(settings | {"dataloader_config": loading}))
+    def init(original: Callable[..., Any], self: Any, *args: Any, **settings: Any) -> None:
+        loading = settings.get("dataloader_config") or accelerate.DataLoaderConfiguration()
+        recorder.script_splits = loading.split_batches
+        loading.split_batches = loading.use_seedable_sampler = True
+        if loading.data_seed is None:
+            loading.data_seed = 0
+        original(self, *args, **(settings | {"dataloader_config": loading}))
 
-        return init
+    def prepare(original: Callable[..., Any], self: Any, *args: Any, **settings: Any) -> Any:
+        models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, DistributedDataParallel)]
+        if not recorder.script_splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
+            recorder.note(SPLIT_NOTE)
+        result = recorder.prepare(self, models, lambda: original(self, *args, **settings))
+        for wrapper in result if isinstance(result, tuple) else (result,):
+            if isinstance(wrapper, DistributedDataParallel) and not recorder.is_preparing:
+                wrapper.register_forward_pre_hook(Hook(recorder.before_wrapped_forward))
+        return result
 
-    def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare(self: Any, *args: Any, **settings: Any) -> Any:
-            models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, DistributedDataParallel)]
-            if not recorder.script_splits and any(isinstance(part, torch.utils.data.DataLoader) for part in args):
-                recorder.note(SPLIT_NOTE)
-            result = recorder.prepare(self, models, lambda: original(self, *args, **settings))
-            for wrapper in result if isinstance(result, tuple) else (result,):
-                if isinstance(wrapper, DistributedDataParallel) and not recorder.is_preparing:
-                    wrapper.register_forward_pre_hook(Hook(recorder.before_wrapped_forward))
-            return result
+    def backward(original: Callable[..., Any], self: Any, loss: Any, **settings: Any) -> Any:
+        return recorder.backward(loss, lambda: original(self, loss, **settings))
 
-        return prepare
+    def step(original: Callable[..., Any], self: Any, *args: Any, **settings: Any) -> None:
+        by_doctor = SPLIT_NOTE in recorder.record.notes and recorder.variant != "stepped for each process"
+        self.split_batches = recorder.script_splits or by_doctor
+        if not self.split_batches and SPLIT_NOTE in recorder.record.notes:
+            recorder.note("the scheduler makes a step for each process, as Accelerate's default is")
+        original(self, *args, **settings)
 
-    def scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Any, *args: Any, **settings: Any) -> None:
-            by_doctor = SPLIT_NOTE in recorder.record.notes and recorder.variant != "stepped for each process"
-            self.split_batches = recorder.script_splits or by_doctor
-            if not self.split_batches and SPLIT_NOTE in recorder.record.notes:
-                recorder.note("the scheduler makes a step for each process, as Accelerate's default is")
-            original(self, *args, **settings)
-
-        return step
-
-    wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-        "__init__": starting,
-        "prepare": preparing,
-        "prepare_model": preparing,
-        "backward": lambda backward: (
-            lambda self, loss, **kw: recorder.backward(loss, lambda: backward(self, loss, **kw))
-        ),
-        "clip_grad_norm_": functools.partial(_clipping, recorder),
-    }
-    for name, wrap in wrappers.items():
-        wrap_method(accelerate.Accelerator, name, wrap)
-    wrap_method(AcceleratedScheduler, "step", scheduling)
+    for name, call in {"__init__": init, "prepare": prepare, "prepare_model": prepare, "backward": backward}.items():
+        wrap_method(accelerate.Accelerator, name, call)
+    wrap_method(accelerate.Accelerator, "clip_grad_norm_", functools.partial(_clip, recorder))
+    wrap_method(AcceleratedScheduler, "step", step)
 
 
-def _clipping(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *args, **kw: recorder.clip(lambda: original(self, *args, **kw))
+def _clip(recorder: Recorder, original: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    return recorder.clip(lambda: original(*args, **settings))
 
 
 def _attach_ours(recorder: Recorder) -> None:
@@ -217,44 +200,40 @@ def _attach_ours(recorder: Recorder) -> None:
     exits.leave = sys.exit  # type: ignore[assignment]  # which would end the process before the record is written
 
     def remember(cls: Any, save: Callable[[Any], Any], load: Callable[[Any], Any], name: str) -> None:
-        start = cls.__init__
-
-        @functools.wraps(start)
-        def init(self: Any, *args: Any, **settings: Any) -> None:
-            start(self, *args, **settings)
+        def init(original: Callable[..., Any], self: Any, *args: Any, **settings: Any) -> None:
+            original(self, *args, **settings)
             recorder.save = save(self)
             recorder.load = load(self)
             recorder.record.saved_by = name
 
-        cls.__init__ = init
+        wrap_method(cls, "__init__", init)
 
-    remember(Trainer, lambda t: lambda _: t.save(), lambda t: t.restore, "Trainer.save and restore")
-    remember(ExpertParallel, lambda e: e.save, lambda e: e.load, "ExpertParallel.save and load")
-    penalty = RouterPenalty.__call__
-
-    def call(self: Any) -> Any:
-        value = penalty(self)
+    def note_penalty(original: Callable[..., Any], self: Any) -> Any:
+        value = original(self)
         if value is not None and torch.is_grad_enabled():
             recorder.step.penalties.append(float(value.detach()))
         return value
 
-    RouterPenalty.__call__ = call  # type: ignore[method-assign]
+    def note_sync(original: Callable[..., Any], self: ExpertSync, *args: Any, **settings: Any) -> None:
+        recorder.syncs.append(self)
+        original(self, *args, **settings)
 
-    def averaging(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: ExpertSync, *args: Any, **kwargs: Any) -> None:
-            recorder.syncs.append(self)
-            original(self, *args, **kwargs)
-
-        return init
-
-    wrap_method(ExpertSync, "__init__", averaging)
-    wrap_method(sync, "clip_gradients", functools.partial(_clipping, recorder))
+    remember(Trainer, lambda t: lambda _: t.save(), lambda t: t.restore, "Trainer.save and restore")
+    remember(ExpertParallel, lambda e: e.save, lambda e: e.load, "ExpertParallel.save and load")
+    wrap_method(RouterPenalty, "__call__", note_penalty)
+    wrap_method(ExpertSync, "__init__", note_sync)
+    wrap_method(sync, "clip_gradients", functools.partial(_clip, recorder))
 
 
-def wrap_method(cls: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of a class, or a function of a module, by `wrap(method)`, for the rest of this process."""
+def wrap_method(cls: Any, name: str, call: Callable[..., Any]) -> None:
+    """Have a method of a class, or a function of a module, be `call(original, *args)`, for the rest of this process."""
     original = getattr(cls, name)
-    setattr(cls, name, functools.wraps(original)(wrap(original)))
+
+    @functools.wraps(original)
+    def called(*args: Any, **settings: Any) -> Any:
+        return call(original, *args, **settings)
+
+    setattr(cls, name, called)
 
 
 if __name__ == "__main__":

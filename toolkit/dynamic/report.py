@@ -70,11 +70,12 @@ class LifecycleReport(Callback):
         if self.layers and (step % trainer.batches.steps_per_epoch == 0 or step == trainer.max_steps):
             self._close_epoch(trainer)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._close_file()
+    def on_fit_end(self, *_: Any, **__: Any) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        self._close_file()
+    on_exception = on_fit_end
 
     def observe(self, step: int) -> None:
         """Update the graphs with the routing since the last update. A collective."""
@@ -131,11 +132,6 @@ class LifecycleReport(Callback):
     def _seconds_so_far(self) -> float:
         """Returns the seconds of training in this epoch, without evaluations."""
         return self._seconds + (0.0 if self._clock is None else time.perf_counter() - self._clock)
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def state_dict(self) -> dict[str, Any]:
         """A collective."""

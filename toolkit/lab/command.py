@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from toolkit.lab.simulate import Machine
 from toolkit.lab.workloads import WORKLOADS, Sizes
 from toolkit.run.arguments import Parser, count, regular_file
 from toolkit.run.markdown import markdown_table
-from toolkit.run.pictures.plots import draw_imbalances
+from toolkit.run.pictures.plots import draw_imbalances, save_figure
 from toolkit.version import __version__
 
 USUAL = ["round_robin", "lpt", "swap", "replicate"]
@@ -112,4 +113,4 @@ def _write(folder: Path, report: str, cases: Sequence[Case], rows: Sequence[dict
     for row in rows:
         if row["guarded"] or row["planner"] == STAY:
             panels[row["case"]][row["planner"]] = row["series"]
-    draw_imbalances(folder / "imbalance.png", panels, first_step=rules.every)
+    save_figure(folder / "imbalance.png", partial(draw_imbalances, panels=panels, first_step=rules.every))

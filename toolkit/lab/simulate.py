@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from toolkit.experts.options import Options
-from toolkit.experts.placement.cost_model import Cores, CostModel
+from toolkit.experts.placement.cost_model import Cores, CostModel, LayerSeconds
 from toolkit.experts.placement.loads import Floats
 from toolkit.experts.placement.placement import ExpertPlacement
 
@@ -41,14 +41,10 @@ class Machine(Options):
 
 
 @dataclass(frozen=True)
-class StepSeconds:
-    """Seconds of each step, in parts of shape (steps,)."""
+class StepSeconds(LayerSeconds):
+    """Seconds of each step, of all layers and outside of them, in parts of shape (steps,)."""
 
     dense: Floats
-    router: Floats
-    experts: Floats
-    exchanges: Floats
-    replicas: Floats
     optimizer: Floats
 
     @property

@@ -8,8 +8,22 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.run.tracking.metric_names import is_share
+
 WIDTH = 100
 """Maximum columns of a log line, also on a wider terminal."""
+PARTS = {
+    "train/epoch": "epoch {:5.2f}",
+    "train/loss": "loss {:.4f}",
+    "train/accuracy": "acc {:5.2f} %",
+    "train/learning_rate": "lr {:.1e}",
+    "perf/samples_per_second": "{:>7,.0f} samples/s",
+    "validation/loss": "val loss {:.4f}",
+    "validation/accuracy": "val acc {:5.2f} %",
+    "eval/loss": "test loss {:.4f}",
+    "eval/accuracy": "test acc {:5.2f} %",
+}
+"""Metrics of a log line, in order."""
 
 
 def columns() -> int:
@@ -45,19 +59,14 @@ def metrics_line(
     Unknown values are left out, and the least important values if the line is longer than `width`.
     """
     parts = {"step": f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}"}
-    if (epoch := values.get("train/epoch")) is not None:
-        parts["epoch"] = f"epoch {epoch:5.2f}"
-    parts |= _loss_and_accuracy(values, "train", "")
-    if (rate := values.get("train/learning_rate")) is not None:
-        parts["rate"] = f"lr {rate:.1e}"
-    if (speed := values.get("perf/samples_per_second")) is not None:
-        parts["speed"] = f"{speed:>7,.0f} samples/s"
-    parts |= _loss_and_accuracy(values, "validation", "val ")
-    parts |= _loss_and_accuracy(values, "eval", "test ")
+    for name, form in PARTS.items():
+        if (value := values.get(name)) is not None:
+            parts[name] = form.format(100 * value if is_share(name) else value)
     if seconds_left is not None:
         parts["eta"] = f"eta {clock(seconds_left)}"
     evaluated = ("validation/accuracy", "eval/accuracy", "validation/loss", "eval/loss")
-    for least in ("rate", "speed", "epoch", "train/accuracy", "train/loss", *evaluated):
+    of_training = ("train/learning_rate", "perf/samples_per_second", "train/epoch", "train/accuracy", "train/loss")
+    for least in (*of_training, *evaluated):
         if len("  ".join(parts.values())) > width:
             parts.pop(least, None)
     return "  ".join(parts.values())
@@ -68,12 +77,3 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _loss_and_accuracy(values: Mapping[str, Any], group: str, label: str) -> dict[str, str]:
-    parts = {}
-    if (loss := values.get(f"{group}/loss")) is not None:
-        parts[f"{group}/loss"] = f"{label}loss {loss:.4f}"
-    if (accuracy := values.get(f"{group}/accuracy")) is not None:
-        parts[f"{group}/accuracy"] = f"{label}acc {100 * accuracy:5.2f} %"
-    return parts

@@ -7,6 +7,7 @@ import platform
 import resource
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,9 +44,9 @@ def memory_limit_bytes() -> int | None:
         # In a container, the path is the host's path, and the container's group is the root.
         for place in (folder, *folder.parents):
             if place.is_relative_to(root):
-                limits.append(_limit(place / name))
-    found = [limit for limit in limits if limit is not None and limit < psutil.virtual_memory().total]
-    return min(found, default=None)
+                with suppress(OSError, ValueError):  # no such group, or "max"
+                    limits.append(int((place / name).read_text()))
+    return min((limit for limit in limits if limit < psutil.virtual_memory().total), default=None)
 
 
 def free_memory(device: torch.device, processes: int) -> int:
@@ -103,10 +104,3 @@ def hardware() -> str:
     """Format as `AMD EPYC 7B13, 16 cores, 125.8 GiB`."""
     memory = memory_limit_bytes() or psutil.virtual_memory().total
     return f"{processor()}, {usable_cores()} cores, {memory / 2**30:.1f} GiB"
-
-
-def _limit(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such group, or "max"
-        return None

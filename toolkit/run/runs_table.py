@@ -58,10 +58,6 @@ class Table:
         ]
         return [[*self.axes, "runs", *self.metrics], *rows]
 
-    def markdown(self) -> str:
-        """Return `cells` as a Markdown table."""
-        return markdown_table(self.cells())
-
 
 def gather(
     folder: Path, axes: Iterable[str] = (), metric: str | None = None, *, metrics: Sequence[str] | None = None
@@ -117,7 +113,7 @@ def write_tables(table: Table, folder: Path) -> None:
     """Write runs.csv, table.csv and table.md to `folder`, each atomically."""
     write_text(folder / "runs.csv", _csv(table.runs))
     write_text(folder / "table.csv", _csv(table.means()))
-    write_text(folder / "table.md", table.markdown())
+    write_text(folder / "table.md", markdown_table(table.cells()))
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -182,20 +184,15 @@ def first_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
     """The first module of `model` whose output is not finite when `forward` runs it, on any rank. A collective."""
     names: list[str] = []
 
-    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if any(value.is_floating_point() and not value.isfinite().all() for value in _tensors(output)):
-                names.append(name)
+    def look(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if any(value.is_floating_point() and not value.isfinite().all() for value in _tensors(output)):
+            names.append(name)
 
-        return hook
-
-    hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            if name:
+                hooks.callback(module.register_forward_hook(partial(look, name)).remove)
+        forward()
     return next((found[0] for found in together(lambda: names) if found), None)
 
 

@@ -315,11 +315,7 @@ def bytes_of_slot(rows: Tensor) -> int:
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
     """The expert stacks of `model` by the name of their module, in the order of modules."""
-    stacks: dict[str, ExpertStack] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, ExpertLayer):
-            stacks[name] = module.expert_stack
-    return stacks
+    return {name: module.expert_stack for name, module in model.named_modules() if isinstance(module, ExpertLayer)}
 
 
 # --- state dicts ----------------------------------------------------------------------------------------------------

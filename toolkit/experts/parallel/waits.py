@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,9 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def seconds_between(begin: Mark, end: Mark) -> float:
-    """Both of one device, which has come to the second."""
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float)
-        assert isinstance(end, float)
-        return end - begin
-    return begin.elapsed_time(end) / 1e3
+def seconds_between(begin: Any, end: Any) -> float:
+    """Both marks are of one device, which has come to the second."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
 def seconds_per_byte(group: dist.ProcessGroup | None, device: torch.device) -> float:

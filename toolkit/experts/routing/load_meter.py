@@ -134,7 +134,7 @@ class LoadMeter:
         layers = len(self.stacks)
         none_LE = np.zeros((layers, self.forwards.num_experts), dtype=np.int64)
         sent_LWR = np.zeros((layers, self.world_size, group), dtype=np.int64)
-        return Window(none_LE, none_LE, np.zeros((0, layers)), sent_LWR, sent_LWR, sent_LWR)
+        return Window(none_LE, none_LE, sent_LWR, sent_LWR, sent_LWR, np.zeros((0, layers)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"line": self.window.to_dict(), "line_began": self.began}

@@ -23,8 +23,21 @@ from toolkit.experts.placement.traffic import Traffic, hierarchical_rows, rows_b
 PER_FORWARD = {"received_FLW", "imbalance_FL"}
 
 
+@dataclass(frozen=True)
 class _Sums:
-    """Base of dataclasses with array fields: sums over forward passes, except for the fields in `PER_FORWARD`."""
+    """Counts of forward passes. Fields are arrays: sums over forward passes, except for the fields in `PER_FORWARD`."""
+
+    load_LE: Ints
+    """Assignments per expert, over all forwards, dropped ones included."""
+    dropped_LE: Ints
+    """Assignments that a capacity dropped."""
+    sent_LWR: Ints
+    """Assignments of each rank to each rank of its EP group, over all forwards."""
+    visits_LWR: Ints
+    """Rows that they send for these: one for each token and rank that has experts of it; 0 if they were not counted."""
+    crossings_LWR: Ints
+    """Distinct tokens from each rank to each other node, numbered within the EP group, of which there are at most as
+    many as ranks; over all forwards; 0 if they were not counted."""
 
     def then(self, later: Self) -> Self:
         """Return these forward passes and `later` ones."""
@@ -41,19 +54,8 @@ class _Sums:
 class DispatchCounts(_Sums):
     """Rows sent by some source ranks. Counts of different sources in the same forward passes add up element-wise."""
 
-    load_LE: Ints
-    """Assignments per expert, over all forwards, dropped ones included."""
-    dropped_LE: Ints
-    """Assignments that a capacity dropped."""
     received_FLW: Ints
     """Rows from these sources that each rank's experts compute."""
-    sent_LWR: Ints
-    """Assignments of each rank to each rank of its EP group, over all forwards."""
-    visits_LWR: Ints
-    """Rows that they send for these: one for each token and rank that has experts of it; 0 if they were not counted."""
-    crossings_LWR: Ints
-    """Distinct tokens from each rank to each other node, numbered within the EP group, of which there are at most as
-    many as ranks; over all forwards; 0 if they were not counted."""
 
     def flat(self) -> Ints:
         """Return all numbers in one array, for one reduction over ranks."""
@@ -108,27 +110,22 @@ def count(
             first = source // group * group
             received_FLW[:, layer, first : first + group] += rows_FSR[:, index]
     load_LE = sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE
-    return DispatchCounts(load_LE, dropped_LE, received_FLW, sent_LWR, visits_LWR, crossings_LWR)
+    return DispatchCounts(load_LE, dropped_LE, sent_LWR, visits_LWR, crossings_LWR, received_FLW)
 
 
 @dataclass(frozen=True)
 class Window(_Sums):
     """Sums over all ranks in a window of steps. Consecutive windows add up with `then`."""
 
-    load_LE: Ints
-    dropped_LE: Ints
     imbalance_FL: Floats
     """Maximum over mean of the rows per rank of the world; 0 for a layer without rows."""
-    sent_LWR: Ints
-    visits_LWR: Ints
-    crossings_LWR: Ints
 
     @classmethod
     def of(cls, counts: DispatchCounts) -> Window:
         """Return the window of `counts` that are summed over all ranks."""
         imbalance_FL = max_over_mean(counts.received_FLW) * counts.received_FLW.any(-1)
         traffic = counts.sent_LWR, counts.visits_LWR, counts.crossings_LWR
-        return cls(counts.load_LE, counts.dropped_LE, imbalance_FL, *traffic)
+        return cls(counts.load_LE, counts.dropped_LE, *traffic, imbalance_FL)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sums as JSON values."""

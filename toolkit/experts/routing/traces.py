@@ -7,7 +7,6 @@ A trace is one `.npz` file: a ZIP of arrays, `load_<n>` int32 (F, L, S, E) and `
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import zipfile
 from collections.abc import Sequence
@@ -90,9 +89,8 @@ class TraceFile:
         self._part.replace(self.path)
 
     def _write(self, name: str, array: NDArray[Any]) -> None:
-        buffer = io.BytesIO()
-        np.lib.format.write_array(buffer, array, allow_pickle=False)
-        self._zip.writestr(f"{name}.npy", buffer.getvalue())
+        with self._zip.open(f"{name}.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array(file, array, allow_pickle=False)
 
 
 def read_trace(path: str | Path) -> Trace:

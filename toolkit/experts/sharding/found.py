@@ -13,7 +13,7 @@ from toolkit.experts.layer.stack import ExpertStack, RowsInFiles, hook_state_dic
 from toolkit.experts.parallel.collectives import broadcast_from_main, together
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.adapt import KnownLayout
-from toolkit.experts.sharding.layout import CalledByIds, Layout, extend, extended
+from toolkit.experts.sharding.layout import CalledByIds, Layout, extend
 from toolkit.experts.sharding.libraries import libraries
 from toolkit.experts.sharding.sharded_experts import LazyExperts, ShardedExperts, forward_arguments, own_type
 
@@ -91,10 +91,6 @@ class FoundExperts:
         shapes = ((name, value.shape, value.dtype, value.device) for name, value in tensors)
         children = (type(child) for child in module.modules())
         return self.own_type, self.layout, *settings, *shapes, *children
-
-    @property
-    def class_with_layout(self) -> type[Any]:
-        return self.own_type if self.layout is None else extended(self.own_type, self.layout)
 
     @property
     def takes_ids(self) -> bool:
@@ -183,26 +179,18 @@ class FoundExperts:
 class FoundMoE(FoundExperts):
     """Our `MoE`, whose `experts` have the parameters."""
 
+    is_tried = False
+    shared_parameter = None
+    takes_ids = True
+
     def __init__(self, name: str, layer: MoE, adapters: Adapters | None):
         self.name, self.module, self.adapters, self.layer, self.router = name, layer, adapters, layer, layer.router
         self.is_sharded = layer.expert_stack.groups.ep_size > 1
         self.num_experts = layer.expert_stack.num_experts
 
     @property
-    def is_tried(self) -> bool:
-        return False
-
-    @property
     def path(self) -> str:
         return f"{self.name}.experts"
-
-    @property
-    def shared_parameter(self) -> str | None:
-        return None
-
-    @property
-    def takes_ids(self) -> bool:
-        return True
 
     def parameters(self) -> Parameters:
         return _parameters_of(self.stack)

@@ -15,6 +15,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
+from toolkit.integrations.accelerate.patches import Patches
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -69,14 +71,12 @@ def models_of(accelerator: Accelerator) -> list[nn.Module]:
 def without_states(accelerator: Accelerator, *objects: Any) -> Iterator[None]:
     """Have `save_state` and `load_state` skip `objects`: models, as returned by `models_of`, and unwrapped
     optimizers."""
-    models, optimizers = accelerator._models, accelerator._optimizers
     left_out = {id(each) for each in objects}
-    accelerator._models = [each for each in models if id(each) not in left_out]
-    accelerator._optimizers = [each for each in optimizers if id(each.optimizer) not in left_out]
-    try:
+    optimizers = [each for each in accelerator._optimizers if id(each.optimizer) not in left_out]
+    with Patches() as meanwhile:
+        meanwhile.replace(accelerator, "_models", [each for each in accelerator._models if id(each) not in left_out])
+        meanwhile.replace(accelerator, "_optimizers", optimizers)
         yield
-    finally:
-        accelerator._models, accelerator._optimizers = models, optimizers
 
 
 def undo_prepare_for_evaluation(model: nn.Module) -> None:

@@ -413,12 +413,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.replace("/", ".").split(".")]
 
 
-def draw_imbalances(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]], *, first_step: int) -> None:
+def draw_imbalances(figure: Figure, panels: Mapping[str, Mapping[str, Sequence[float]]], *, first_step: int) -> None:
     """Draw imbalance over steps, a panel per case and a line per planner, smoothed over a fortieth of the steps."""
-    save_figure(path, lambda figure: _draw_imbalances(figure, panels, first_step))
-
-
-def _draw_imbalances(figure: Figure, panels: Mapping[str, Mapping[str, Sequence[float]]], first_step: int) -> None:
     planners = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     colours = dict(zip(planners, [GREY, *palette(max(1, len(planners) - 1))], strict=False))
     columns = min(3, len(panels))

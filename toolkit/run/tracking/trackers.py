@@ -60,10 +60,11 @@ class WandB:
     """W&B tracker: online with an API key and a reachable server, else offline. Never prompts."""
 
     name = "W&B"
+    _tracker: WandBTracker
+    """From `start` on."""
 
     def __init__(self, labels: Labels, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]):
         self.labels, self.folder, self.config, self.say = labels, folder, config, say
-        self._tracker: WandBTracker | None = None
 
     def start(self) -> str | None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -121,17 +122,14 @@ class WandB:
         return path.read_text().strip()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        assert self._tracker is not None
         # Log the step as a value: W&B's own step cannot go back when a run is continued.
         self._tracker.log({**values, "step": step})
 
     def log_images(self, images: Mapping[str, Path]) -> None:
-        assert self._tracker is not None
         self._tracker.log_images({name: [_pixels(path)] for name, path in images.items()})
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         """Log to the W&B summary, which compares runs, and as tables."""
-        assert self._tracker is not None
         numbers = {name: value for name, value in results.items() if isinstance(value, (int, float))}
         self._tracker.tracker.summary.update(numbers)
         self._tracker.log_table("results", ["name", "value"], [[name, str(value)] for name, value in results.items()])
@@ -142,7 +140,6 @@ class WandB:
             self._tracker.log_table(name, ["true class", *names], data)
 
     def finish(self, *, failed: bool) -> None:
-        assert self._tracker is not None
         self._tracker.tracker.finish(exit_code=int(failed))
 
     def abandon(self) -> None:

@@ -53,6 +53,9 @@ class Callback:
     """Callbacks of these classes, if the list has any, must come earlier in it."""
     state_key: str = ""
     """The key of `state_dict` in checkpoints; "" takes the class name. Set it on an instance to use two of a class."""
+    state_attributes: ClassVar[tuple[str, ...]] = ()
+    """Attributes that must survive a restart, as plain JSON values equal on all ranks. `state_dict` names them without
+    a leading underscore."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """The model is prepared and any checkpoint is loaded."""
@@ -84,10 +87,12 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must survive a restart, as plain JSON values. Called on all ranks, saved from the main
         process."""
-        return {}
+        return {name.removeprefix("_"): getattr(self, name) for name in self.state_attributes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict`."""
+        for name in self.state_attributes:
+            setattr(self, name, state[name.removeprefix("_")])
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
@@ -139,4 +144,4 @@ def _key(callback: Callback) -> str:
 
 
 def _has_state(callback: Callback) -> bool:
-    return type(callback).state_dict is not Callback.state_dict
+    return bool(callback.state_attributes) or type(callback).state_dict is not Callback.state_dict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.metric_names import is_share
@@ -27,6 +27,8 @@ class EarlyStopping(Callback):
     runs_after = (Checkpointing,)
     """A run that stopped early and is continued loads that before it would train another step."""
 
+    state_attributes = ("_best", "_waited")
+
     def __init__(self, patience: int | None, metric: str):
         self.patience, self.metric = patience, metric
         self._sign = -1 if is_share(metric) else 1
@@ -39,9 +41,6 @@ class EarlyStopping(Callback):
         others."""
         usual = "validation/loss" if validates else "eval/loss"
         return cls(config.early_stopping.patience, config.checkpoint.best or usual)
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self._stop_if_due(trainer)
 
     def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:
         if self.patience is None or name != self.metric.partition("/")[0]:
@@ -60,9 +59,4 @@ class EarlyStopping(Callback):
             trainer.run.print(f"stopping at step {trainer.state.step:,}: {reason}")
             trainer.request_stop(reason)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best = state["best"]
-        self._waited = state["waited"]
+    on_fit_start = _stop_if_due

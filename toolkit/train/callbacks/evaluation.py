@@ -35,6 +35,7 @@ class Evaluation(Callback):
 
     runs_after = (Throughput,)
     """The time that an evaluation takes would be counted as training."""
+    state_attributes = ("_last_step", "_results")
 
     def __init__(
         self,
@@ -110,10 +111,3 @@ class Evaluation(Callback):
         better = value > best if is_share(name) else value < best
         if better or math.isnan(best):
             self._results[f"best_{name}"] = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last_step": self._last_step, "results": self._results}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last_step = state["last_step"]
-        self._results = dict(state["results"])

@@ -89,9 +89,6 @@ class Preemption(Callback):
         code = EXIT_INTERRUPTED if reason == signal.SIGINT.name else EXIT_PREEMPTED
         raise Preempted(f"stopped by {reason} at step {step:,}; {run.how_to_continue} to continue{saved}.", code)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._restore_handlers()
-
     def _start_reduction(self) -> None:
         number = torch.tensor(self._received)
         work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -109,7 +106,9 @@ class Preemption(Callback):
         work.wait()
         return int(number)
 
-    def _restore_handlers(self) -> None:
+    def _restore_handlers(self, *_: Any, **__: Any) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
+
+    on_exception = _restore_handlers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, schedule
 from torch.profiler import profile as torch_profile
@@ -48,13 +48,12 @@ class Profile(Callback):
         if self.profiler is not None:
             self.profiler.step()
 
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+    def on_fit_end(self, *_: Any, **__: Any) -> None:
         if self.profiler is not None:
             self.profiler.on_trace_ready = None
             self.profiler.stop()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self.on_fit_end(trainer)
+    on_exception = on_fit_end
 
     def _write(self, trainer: Trainer, profiler: torch_profile) -> None:
         run = trainer.run

@@ -84,13 +84,9 @@ class Progress(Callback):
             return None
         return (now - began) / (step - first) * (self._max_steps - step)
 
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._stop()
-
-    def _stop(self) -> None:
+    def on_fit_end(self, *_: Any, **__: Any) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    on_exception = on_fit_end

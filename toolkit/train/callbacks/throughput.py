@@ -6,7 +6,6 @@ import math
 import time
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +42,8 @@ class Throughput(Callback):
     process since training began, evaluations included: of this rank in a line, of the rank with most in the results.
     """
 
+    state_attributes = ("_samples", "_seconds")
+
     def __init__(self) -> None:
         self._begin_at = (0.0, 0, 0)
         """Begin of the window: seconds on the host's clock, step and samples; 0 seconds before the first step."""
@@ -65,12 +66,6 @@ class Throughput(Callback):
         if self._begin_at[0] == 0.0:
             # A checkpoint may be loaded after `on_fit_start`.
             self._begin(trainer)
-
-    def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:  # noqa: ARG002
-        self._begin(trainer)
-
-    def on_save(self, trainer: Trainer, folder: Path) -> None:  # noqa: ARG002
-        self._begin(trainer)
 
     def _note_gradient(self, parameter: Tensor) -> None:
         self._gradient_done = mark(parameter.device)
@@ -123,14 +118,13 @@ class Throughput(Callback):
         trainer.record("perf/collectives_ms", (sum(steps_ms) - sum(own_ms)) / self._world_size)
         trainer.record("perf/exchange_ms", sum(exchange_ms) / self._world_size)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._end_waits()
-
-    def _end_waits(self) -> None:
+    def _end_waits(self, *_: Any, **__: Any) -> None:
         waits.on = False
         waits.take()
         if self._hook is not None:
             self._hook.remove()
+
+    on_exception = _end_waits
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._end_waits()
@@ -144,13 +138,9 @@ class Throughput(Callback):
             "peak_memory_bytes": int(peak),
         }
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         self._begin_at = (time.perf_counter(), trainer.state.step, trainer.state.samples)
         self._ends = []
         waits.take()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._samples, "seconds": self._seconds}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._samples, self._seconds = state["samples"], state["seconds"]
+    on_evaluate_end = on_save = _begin

@@ -83,7 +83,7 @@ class TraceRecorder(Callback):
                 self._file = self._file or TraceFile(self.path)
                 self._file.add(torch.stack(sources, dim=2).cpu().numpy(), steps, placements)
 
-    def _seal(self) -> None:
+    def _seal(self, *_: Any, **__: Any) -> None:
         if self._file is None:
             return
         stacks = self.forwards.stacks
@@ -113,8 +113,7 @@ class TraceRecorder(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         self.step_done(trainer.state.step - 1)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._seal()
+    on_exception = _seal
 
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self.close()

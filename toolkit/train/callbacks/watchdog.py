@@ -93,14 +93,13 @@ class Watchdog(Callback):
     def on_step_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         self._seconds.append(time.monotonic() - self._ended)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002
-        self._end()
-
-    def _end(self) -> None:
+    def _end(self, *_: Any, **__: Any) -> None:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
             self._thread = None
+
+    on_exception = _end
 
     # --- the thread -------------------------------------------------------------------------------------------
 
