@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lion_pytorch import Lion
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -47,10 +46,8 @@ OPTIMIZATIONS: dict[str, Any] = {
     "tensor rates": tensor_rates,
     "schedule-free": lambda model: (ScheduleFreeSGD(model.parameters(), lr=0.5), constant()),
     "Prodigy-like": lambda model: (GrowingRates(model.parameters(), lr=1e-2), constant()),
-    "Lion": lambda model: (Lion(model.parameters(), lr=1e-3), constant()),
     "Adafactor": lambda model: (torch.optim.Adafactor(model.parameters(), lr=1e-2), constant()),
     "NAdam": lambda model: (torch.optim.NAdam(model.parameters(), lr=1e-2), constant()),
-    "Muon": lambda model: (experts.Muon(experts.muon_groups(model), lr=1e-2), constant()),
     "ASGD": lambda model: (torch.optim.ASGD(model.parameters(), lr=1e-1, t0=2), constant()),
 }
 LAYOUTS: list[Layout] = [(2, 2, "replicas"), (1, 1, "contiguous"), (4, 2, "uneven")]

@@ -170,20 +170,6 @@ def in_background(folder: Path, **settings: Any) -> Any:
     return small_config(folder, checkpoint=CheckpointOptions(every_steps=4, in_background=True), **settings)
 
 
-def train_both_ways(folder: Path) -> None:
-    at_once = train(small_config(folder / "at_once", checkpoint=CheckpointOptions(every_steps=4)), ep_size=2)
-    outcome = train(in_background(folder / "background"), ep_size=2)
-    outcome.assert_equals(at_once)
-    for name in ("step-00000016", "step-00000020"):
-        files = [bytes_of(folder / how / "checkpoints" / name) for how in ("at_once", "background")]
-        assert files[0].keys() == files[1].keys()
-        assert all(files[0][file] == files[1][file] for file in files[0] if file.endswith(".safetensors"))
-
-
-def test_background_saves_change_neither_run_nor_checkpoints(tmp_path):
-    run_distributed(train_both_ways, 2, tmp_path)
-
-
 def test_exception_waits_for_the_checkpoint_in_progress(tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         train(in_background(tmp_path / "run"), Stop(9, "exception"))

@@ -13,7 +13,7 @@ from tests.support.placements import by_slot
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.loads import Load
-from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
+from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous, with_spare_slots
 from toolkit.experts.placement.planners import replicate
 
 
@@ -86,9 +86,12 @@ MORE_LAYOUTS = {
 def place(name: str, experts: int, ranks: int) -> ExpertPlacement:
     """Return a placement by name.
 
-    "one rank": all on rank 0. "shuffled": equal counts in any order. "uneven": one more than half on rank 0.
+    "spare": two empty slots per rank. "one rank": all on rank 0. "shuffled": equal counts in any order. "uneven": one
+    more than half on rank 0.
     "replicas": experts 0 and 1 on every rank, an empty slot per rank, and the last expert owned by rank 0.
     """
+    if name == "spare":
+        return with_spare_slots(contiguous(experts, ranks), 2)
     if name == "contiguous" or ranks == 1:
         return contiguous(experts, ranks)
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(3)).tolist()

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -152,7 +153,8 @@ class OwnLoop(ABC):
 
     @abstractmethod
     def shard(self, placement: Any) -> None:
-        """Set `model`, which is called, `optimizer`, which steps, and `raw_optimizer`."""
+        """Set `model`, which is called, `optimizer`, which steps, `raw_optimizer`, and functions for the experts:
+        `write` and `read` a checkpoint, and list `migrations`."""
 
     @abstractmethod
     def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
@@ -164,17 +166,16 @@ class OwnLoop(ABC):
         nats = summed_loss(self.model(input_ids=ids)["logits"], ids)
         return (nats + count * self.penalty() if self.penalty else nats) / total
 
-    def use_weights_for(self, mode: str) -> None:
-        use_weights_for(mode, self.optimizer)
+    def save(self) -> None:
+        self.write({} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()})
 
-    @abstractmethod
-    def save(self) -> None: ...
+    def load(self) -> None:
+        extra = self.read()
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(extra["scheduler"])
 
-    @abstractmethod
-    def load(self) -> None: ...
-
-    @abstractmethod
-    def count_moves(self) -> int: ...
+    def count_moves(self) -> int:
+        return sum(migration.report.cost.experts for migration in self.migrations())
 
     def train(self) -> Outcome:
         for step in range(STEPS):
@@ -184,7 +185,7 @@ class OwnLoop(ABC):
                 self.set_up(self.layout.resumed)
                 self.load()
                 self.outcome.moved += moved
-            self.use_weights_for("train")
+            use_weights_for("train", self.optimizer)
             self.model.train()
             counts = list(map(targets, split_of(self.case, 0, 1)[step]))
             loss = self.learn(split_of(self.case, self.rank, self.world)[step], counts)
@@ -192,12 +193,12 @@ class OwnLoop(ABC):
             if self.scheduler is not None:
                 self.scheduler.step()
             if self.case.evaluation:
-                self.use_weights_for("eval")
+                use_weights_for("eval", self.optimizer)
                 self.model.eval()
                 with torch.no_grad():
                     test = self.evaluate()
                 self.outcome.evaluations.append(sum_over_ranks(test).item() / targets(TEST))
-        self.use_weights_for("eval")
+        use_weights_for("eval", self.optimizer)
         self.outcome.moved += self.count_moves()
         self.outcome.finish(self.raw, self.raw_optimizer)
         return self.outcome
@@ -231,6 +232,9 @@ class ExpertParallelLoop(OwnLoop):
         )
         self.raw_optimizer, self.scheduler = make_optimizer_and_scheduler(self.case, self.raw)
         self.model, self.optimizer = self.experts.prepare(self.raw, self.raw_optimizer)
+        self.write = lambda extra: self.experts.save(self.folder / "half", **extra)
+        self.read = lambda: self.experts.load(self.folder / "half")
+        self.migrations = lambda: self.experts.migrations
 
     def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
         losses = []
@@ -255,18 +259,6 @@ class ExpertParallelLoop(OwnLoop):
                 total += summed_loss(self.model(input_ids=row[None])["logits"], row[None])
         return total
 
-    def save(self) -> None:
-        extra = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
-        self.experts.save(self.folder / "half", **extra)
-
-    def load(self) -> None:
-        extra = self.experts.load(self.folder / "half")
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(extra["scheduler"])
-
-    def count_moves(self) -> int:
-        return sum(migration.report.cost.experts for migration in self.experts.migrations)
-
 
 class TorchLoop(OwnLoop):
     """A loop on torch only, with DDP."""
@@ -290,6 +282,9 @@ class TorchLoop(OwnLoop):
         self.replanner = experts.Replanner(stacks, self.layout.replan) if self.layout.replan is not None else None
         rebalance = None if self.replanner is None else self.replanner.after_step
         self.sync = experts.ExpertSync(self.model, self.optimizer, rebalance)
+        self.write = lambda extra: experts.save(self.folder / "half", self.raw, self.optimizer, extra)
+        self.read = lambda: experts.load(self.folder / "half", self.raw, self.optimizer)
+        self.migrations = lambda: [] if self.replanner is None else self.replanner.migrations
 
     def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
         losses = []
@@ -305,19 +300,6 @@ class TorchLoop(OwnLoop):
         self.sync.after_step(self.steps, self.optimizer)
         self.optimizer.zero_grad()
         return torch.stack(losses).sum()
-
-    def save(self) -> None:
-        extra = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
-        experts.save(self.folder / "half", self.raw, self.optimizer, extra)
-
-    def load(self) -> None:
-        extra = experts.load(self.folder / "half", self.raw, self.optimizer)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(extra["scheduler"])
-
-    def count_moves(self) -> int:
-        found = [] if self.replanner is None else self.replanner.migrations
-        return sum(migration.report.cost.experts for migration in found)
 
 
 class LanguageTask:
@@ -521,5 +503,5 @@ def train(case: Case, folder: Path) -> Outcome:
         "Trainer": partial(train_by_trainer, case, folder),
         "expert_trainer": partial(train_by_expert_trainer, case, folder),
     }
-    with in_float64_throughout(case.model):
+    with mock.patch.dict(os.environ), in_float64_throughout(case.model):  # transformers sets variables of Accelerate
         return by_loop[case.loop]()

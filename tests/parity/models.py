@@ -26,9 +26,9 @@ class StackedExperts(nn.Module):
     def __init__(self, experts: int = EXPERTS, dim: int = DIM) -> None:
         super().__init__()
         self.num_experts = experts
-        self.up = nn.Parameter(torch.randn(experts, dim, 12) * 0.3)
-        self.up_bias = nn.Parameter(torch.randn(experts, 12) * 0.1)
-        self.down = nn.Parameter(torch.randn(experts, 12, dim) * 0.3)
+        self.up = nn.Parameter(torch.randn(experts, dim, 13) * 0.3)
+        self.up_bias = nn.Parameter(torch.randn(experts, 13) * 0.1)
+        self.down = nn.Parameter(torch.randn(experts, 13, dim) * 0.3)
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)

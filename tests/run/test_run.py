@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import toolkit as tk
 from benchmarks.support.processes import run_distributed
+from tests.integrations.accelerate.toy import error_of
 from tests.support.small_run import small_config, small_trainer, train
 from tests.support.symlinks import symlink_to_file
 from tests.support.trainers import preempted_at
@@ -379,11 +380,7 @@ def errors_of_differences(folder):
             changes, changed_versions, revision = {}, {}, "abc"
         provenance.versions = partial(dict, versions | changed_versions)
         provenance.git_revision = partial(str, revision)
-        errors.append("")
-        try:
-            start(**changes).close()
-        except UserError as error:
-            errors[-1] = str(error)
+        errors.append(error_of(lambda changes=changes: start(**changes).close()))
     return errors
 
 

@@ -11,11 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.processes import run_distributed
 from tests.support.trainers import in_hook
-from tests.traps.toys import CLASSES, DIM, ToyMoE, toy_data, toy_run, toy_trainer
+from tests.traps.toys import CLASSES, DIM, toy_data, toy_run, toy_trainer
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import Batch, TensorTable
 from toolkit.errors import UserError
-from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.integrations.accelerate.prepare import prepare
 from toolkit.run.config.run import RunConfig
 from toolkit.train.callbacks.base import Callback
@@ -106,19 +105,6 @@ def test_loss_is_divided_once_by_the_count_over_ranks_and_micro_batches(world_si
         # Each micro-batch has a penalty of 2 w over all ranks, weighted by its share of the targets.
         assert [with_penalty, penalized["train/penalty"]] == pytest.approx([55 / 15 + 2, 6.0], rel=1e-12)
         assert [metrics["train/loss"], penalized["train/loss"]] == pytest.approx([11.0, 11.0], rel=1e-12)
-
-
-def test_gradient_accumulation_equals_one_batch():
-    """Seven AdamW steps with clipping and short last batches, by micro-batches per step."""
-    models = []
-    for accumulation in (1, 2, 4, 8):
-        models.append(ToyMoE(ExpertGroups()))
-        settings = {"max_steps": 7, "samples": 21, "batch_size": 8, "max_grad_norm": 0.1}
-        toy_trainer(models[-1], accumulation=accumulation, **settings).fit()
-    for model in models[1:]:
-        for name, parameter in models[0].named_parameters():
-            # Adam divides small gradients, with their rounding errors, by their size.
-            torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-11)
 
 
 def test_batches_with_other_accumulation_than_the_run_raise():

@@ -1,11 +1,9 @@
-"""Migration between processes, and between slots of one device (on a GPU with `-m gpu`)."""
+"""Migration between processes and between slots of one process. `tests/parity` trains with it, also on GPUs."""
 
 import random
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,16 +15,13 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from benchmarks.support.peak_memory import peak_bytes
 from benchmarks.support.processes import run_distributed
 from tests.experts.placement.placements import random_placement
-from tests.parity.outcome import Rows, rows_by_id
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.layer.stack import ExpertStack, expert_stacks, optimizer_bytes, weight_bytes
+from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
 from toolkit.experts.moving.migrate import migrate, place_experts
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
-from toolkit.experts.parallel.sync import clip_gradients
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost
-from toolkit.experts.state import checkpoint_files
 
 OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, foreach=True),
@@ -220,60 +215,3 @@ def test_place_experts_without_a_matching_layer_raises() -> None:
         place_experts(model, contiguous(4, 1, slots_per_rank=5), None)
     with pytest.raises(UserError, match="has no experts that can move"):
         place_experts(nn.Linear(2, 2), contiguous(4, 1), None)
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def shuffled(seed: int) -> ExpertPlacement:
-    slots = [*range(6), *[EMPTY_ROW] * 3]
-    random.Random(seed).shuffle(slots)
-    return ExpertPlacement((tuple(slots),))
-
-
-def build(device: str, dtype: torch.dtype, placement: Any) -> tuple[nn.Module, Optimizer]:
-    torch.manual_seed(0)
-    layer = make_moe(16, 24, 6, 2, placement=placement, activation="swiglu")
-    model = nn.Sequential(nn.Linear(16, 16), layer, nn.Linear(16, 3)).to(device, dtype)
-    return model, AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
-
-
-def train(model: nn.Module, optimizer: Optimizer, *, migrates: bool) -> list[Tensor]:
-    """Return losses and clipped norms; with `migrates` experts change slots after each step."""
-    draws, parameter = torch.Generator().manual_seed(1), next(model.parameters())
-    found = []
-    for step in range(6):
-        x = torch.randn(40, 16, generator=draws, dtype=torch.float64).to(parameter)
-        loss = model(x).square().mean()
-        loss.backward()
-        found += [loss.detach(), clip_gradients(model.parameters(), 0.05)]
-        optimizer.step()
-        optimizer.zero_grad()
-        for stack in expert_stacks(model).values() if migrates else ():
-            migrate(stack, shuffled(100 + step), optimizer)
-    return found
-
-
-def values_by_id(model: nn.Module, optimizer: Optimizer) -> list[tuple[Rows, Rows]]:
-    """Return weights and both moments, by parameter and row id."""
-    moments = [rows_by_id(model, lambda p, key=key: optimizer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")]
-    return [rows_by_id(model, lambda p: p.detach()), *moments]
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
-def test_training_with_migration_after_every_step_equals_fixed_slots(device, dtype, tolerance):
-    fixed, migrating = build(device, dtype, "contiguous"), build(device, dtype, shuffled(0))
-    expected, found = train(*fixed, migrates=False), train(*migrating, migrates=True)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(values_by_id(*migrating), values_by_id(*fixed), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_checkpoint_loaded_into_other_slots_is_bitwise_identical(device: str, tmp_path: Path) -> None:
-    model, optimizer = build(device, torch.float32, shuffled(1))
-    train(model, optimizer, migrates=True)
-    checkpoint_files.save(tmp_path / "saved", model, optimizer)
-    other, other_optimizer = build(device, torch.float32, shuffled(2))
-    checkpoint_files.load(tmp_path / "saved", other, other_optimizer)
-    torch.testing.assert_close(values_by_id(other, other_optimizer), values_by_id(model, optimizer), rtol=0, atol=0)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.support.processes import run_distributed
+from tests.parity.layouts import place
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
 from toolkit.experts.layer import dispatcher, rows
@@ -42,7 +43,7 @@ from toolkit.train.optim import build_optimizer, warmup_cosine
 from toolkit.train.tasks.classification import Classification
 from toolkit.train.trainer import Trainer
 
-DIM, EXPERTS, BATCH, STEPS, LOG_EVERY, PLAN_EVERY = 8, 6, 32, 9, 3, 4
+DIM, EXPERTS, BATCH, STEPS, LOG_EVERY, PLAN_EVERY = 8, 8, 32, 9, 3, 4
 
 CASES = [
     (2, 2, 1, 1, "uneven", "lpt", False),
@@ -53,15 +54,6 @@ CASES = [
 """(world size, ep_size, ep_stride, accumulation, placement, planner, recompute)."""
 HIERARCHICAL = len(CASES)
 BYTES = ("all_to_all", "cross_node")
-
-
-def place(name: str, ranks: int) -> ExpertPlacement:
-    """Return four experts and two; contiguous with spare slots; or with a replica of expert 0 in one of these."""
-    if name == "uneven":
-        return ExpertPlacement(((2, 3, 4, 5), (0, 1)))
-    rows = contiguous(EXPERTS, ranks, slots_per_rank=-(-EXPERTS // ranks)).slots
-    filler = 0 if name == "replicas" else EMPTY_ROW
-    return ExpertPlacement((*(((*row, EMPTY_ROW)) for row in rows[:1]), *((*row, filler) for row in rows[1:])))
 
 
 class TwoLayers(nn.Module):
@@ -119,7 +111,7 @@ def train(folder, ep_size, stride, accumulation, placement, planner, recompute, 
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
             groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange)
         torch.manual_seed(0)
-        model = TwoLayers(groups, place(placement, ep_size), recompute)
+        model = TwoLayers(groups, place(placement, EXPERTS, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
         table = TensorTable(
             input=torch.randn(BATCH * STEPS, DIM, generator=draws),

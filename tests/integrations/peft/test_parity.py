@@ -9,20 +9,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.support.accelerators import make_accelerator
-from benchmarks.support.families import model_of, tokens
+from benchmarks.support.families import EXPERTS, model_of, tokens
 from benchmarks.support.precision import in_float64, relative_difference
 from benchmarks.support.processes import run_distributed
 from tests.integrations.peft.models import adapted, add_adapters, rows, together
 from tests.integrations.transformers.training import adamw, train_step
+from tests.parity.layouts import place
 from tests.support.equality import assert_equal_rows
-from tests.support.placements import by_slot
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.transformers import recompute_blocks, save_pretrained
 
 STEPS, SAMPLES, TOLERANCE = 2, 8, 1e-6
-ORDER = (5, 0, 7, 2, 6, 1, 4, 3)
 
 
 class Case(NamedTuple):
@@ -56,25 +54,15 @@ CASES = [Case(1, 1, "mixtral"), Case(1, 1, "gpt_oss")]
 CASES += [Case(2, 2, family, "shuffled") for family in ("gpt_oss", "glm4_moe", "dots1")]
 CASES += [Case(2, 2, family, "shuffled", dense="fsdp2") for family in ("qwen3_moe", "qwen2_moe")]
 CASES += [Case(2, 2, "qwen3_moe", kind=kind) for kind in ADAPTERS if kind != "plain"]
-CASES += [Case(2, 2, "qwen3_moe", "shuffled", trains_base=True), Case(2, 2, "gpt_oss", "copies", trains_base=True)]
+CASES += [Case(2, 2, "qwen3_moe", "shuffled", trains_base=True), Case(2, 2, "gpt_oss", "replicas", trains_base=True)]
 CASES += [Case(2, 2, "qwen3_moe", "moving", trains_base=True, dense="fsdp2"), Case(2, 1, "mixtral")]
 CASES += [
     Case(4, 2, "mixtral"),
     Case(4, 2, "qwen3_moe", "shuffled", dense="fsdp2"),
-    Case(4, 4, "deepseek_v3", "copies"),
+    Case(4, 4, "deepseek_v3", "replicas"),
     Case(4, 4, "olmoe", "moving", dense="fsdp2"),
 ]
-CASES += [Case(4, 4, "mixtral", "moving", trains_base=True), Case(4, 4, "nemotron_h", "copies", trains_base=True)]
-
-
-def place(name: str, ranks: int) -> ExpertPlacement:
-    """Return a contiguous or shuffled placement, or one with a replica of expert 3 on each rank without it."""
-    if name in ("contiguous", "moving"):
-        return contiguous(len(ORDER), ranks)
-    shuffled = by_slot(ORDER, ranks)
-    if name == "copies":
-        return ExpertPlacement(tuple((*row, EMPTY_ROW if 3 in row else 3) for row in shuffled.slots))
-    return shuffled
+CASES += [Case(4, 4, "mixtral", "moving", trains_base=True), Case(4, 4, "nemotron_h", "replicas", trains_base=True)]
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -93,7 +81,7 @@ def train(case: Case) -> dict[str, Any]:
         experts = ExpertParallel(
             accelerator,
             ep_size=case.ep_size,
-            placement=lambda *_: place(case.placement, case.ep_size),
+            placement=lambda *_: place("contiguous" if moving else case.placement, EXPERTS, case.ep_size),
             **moving,
         )
         model, optimizer = experts.prepare(model, optimizer)

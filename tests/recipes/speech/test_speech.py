@@ -37,20 +37,16 @@ def texts(data, split="train"):
     return [Characters().decode(row[:n]) for row, n in rows]
 
 
-def write_wav(path, seconds=0.5, seed=0):
+def write(path, seconds=0.5, seed=0):
+    rate = 16000 if path.suffix == ".flac" else RATE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode_wav(noise(seconds, seed), RATE))
-
-
-def write_flac(path, seconds, seed=0):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    soundfile.write(path, noise(seconds, seed, rate=16000), 16000)
+    soundfile.write(path, noise(seconds, seed, rate), rate)
 
 
 def write_fsdd(folder):
     """Write the layout of the Free Spoken Digit Dataset's repository: recordings 0 to 4 are test data."""
     for digit, speaker, index in [(7, "theo", 0), (7, "theo", 5), (3, "lucas", 12), (0, "lucas", 4), (1, "lucas", 49)]:
-        write_wav(folder / "recordings" / f"{digit}_{speaker}_{index}.wav", 0.3 + digit / 20, index)
+        write(folder / "recordings" / f"{digit}_{speaker}_{index}.wav", 0.3 + digit / 20, index)
     return folder
 
 
@@ -71,7 +67,7 @@ def write_librispeech(folder):
     ]:
         chapter = folder / "LibriSpeech" / split / speaker / "1240"
         for number in range(len(lines)):
-            write_flac(chapter / f"{speaker}-1240-{number:04d}.flac", 0.6, number)
+            write(chapter / f"{speaker}-1240-{number:04d}.flac", 0.6, number)
         transcript = [f"{speaker}-1240-{number:04d} {line}\n" for number, line in enumerate(lines)]
         (chapter / f"{speaker}-1240.trans.txt").write_text("".join(transcript))
     return folder
@@ -92,13 +88,13 @@ def write_gigaspeech(folder):
         {"path": "audio/youtube/P0001/YOU1.flac", "segments": [segment(0.5, 1.5, "A TEST <QUESTIONMARK>", "TEST")]},
     ]
     for audio in audios:
-        write_flac(folder / audio["path"], 2.0)
+        write(folder / audio["path"], 2.0)
     (folder / "GigaSpeech.json").write_text(json.dumps({"audios": audios}))
     return folder
 
 
 def write_manifest(folder, *train):
-    write_wav(folder / "a.wav")
+    write(folder / "a.wav")
     good = {"audio": "a.wav", "text": "Hello world", "speaker": 3}
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (train or [good])))
     (folder / "test.jsonl").write_text(json.dumps(good) + "\n")
@@ -121,7 +117,7 @@ def test_fsdd_is_read_with_published_split(tmp_path):
 
 def test_fsdd_validation_is_part_of_training_split(tmp_path):
     for digit, speaker, index in itertools.product((1, 2), ("theo", "lucas"), (0, 4, *range(10, 17))):
-        write_wav(tmp_path / "recordings" / f"{digit}_{speaker}_{index}.wav", 0.3 + index / 100)
+        write(tmp_path / "recordings" / f"{digit}_{speaker}_{index}.wav", 0.3 + index / 100)
     data = load("fsdd:validation", tmp_path)
     assert data.name == "fsdd validation"
     # A frame per hundredth of a second identifies the recording; 0 and 4 are test data and are not read.
@@ -151,7 +147,7 @@ def test_connected_digits_are_three_to_seven_of_one_speaker(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("write", "dataset", "name", "train", "test"),
+    ("write_set", "dataset", "name", "train", "test"),
     [
         (write_fsdd_parquet, "auto", "fsdd", ["SEVEN", "THREE"], ["ZERO"]),
         (write_librispeech, "librispeech", "librispeech", ["CHAPTER ONE", "IT'S", "TWO"], ["THREE"]),
@@ -160,8 +156,8 @@ def test_connected_digits_are_three_to_seven_of_one_speaker(tmp_path, monkeypatc
         (write_manifest, "manifest", "manifest", ["HELLO WORLD"], ["HELLO WORLD"]),
     ],
 )
-def test_dataset_is_read_from_published_layout(tmp_path, write, dataset, name, train, test):
-    data = load(dataset, write(tmp_path))
+def test_dataset_is_read_from_published_layout(tmp_path, write_set, dataset, name, train, test):
+    data = load(dataset, write_set(tmp_path))
     assert (data.name, sorted(texts(data)), texts(data, "test")) == (name, train, test)
     assert dataset != "librispeech" or set(data.speakers) == {"103", "14", "61"}
 
@@ -228,7 +224,7 @@ def test_own_recordings_with_table_of_texts(tmp_path):
     for split, count in {"train": 3, "test": 1, "validation": 1}.items():
         lines = ["file_name,text"]
         for number in range(count):
-            write_wav(tmp_path / split / f"{number}.wav", 0.6, number)
+            write(tmp_path / split / f"{number}.wav", 0.6, number)
             lines.append(f"{number}.wav,{split} one")
         (tmp_path / split / "metadata.csv").write_text("\n".join(lines))
     data = load(str(tmp_path), validation=True)
@@ -241,7 +237,7 @@ def test_own_recordings_with_table_of_texts(tmp_path):
 
 def test_own_recordings_in_folder_per_word(tmp_path):
     for word, number in itertools.product(("no", "yes"), range(10)):
-        write_wav(tmp_path / "words" / word / f"{number}.wav", seed=number)
+        write(tmp_path / "words" / word / f"{number}.wav", seed=number)
     data = load(str(tmp_path / "words"), validation=True)
     assert (data.num_digits(), sorted(set(texts(data)))) == (2, ["NO", "YES"])
     assert [len(table) for table in (data.train, data.test, data.validation)] == [17, 2, 1]

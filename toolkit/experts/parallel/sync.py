@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -124,7 +125,9 @@ class ExpertSync:
         experts = [p for p in self.model.parameters() if ownership_of(p) is not None]
         for former in {_SYNC_OF[p]() for p in experts if p in _SYNC_OF} - {None}:
             former.close()
-        self.parameters, self._has_hooks = owned(experts), True
+        # FSDP2 leaves experts that it cannot shard to this class, also those of every rank.
+        self.parameters = experts if isinstance(self.prepared, FSDPModule) else owned(experts)
+        self._has_hooks = True
         self._average = GradientAverage(self.parameters, self.prepared)
         self._arrivals = _Arrivals(ref(self._average))
         self._states_are_unknown = bool(experts)
@@ -145,7 +148,7 @@ class ExpertSync:
                 if hasattr(optimizer, mode):
                     self._refresh_after(optimizer, mode)
             if world_size() > 1:
-                self._check = ReplicaCheck(self.prepared, self.parameters)
+                self._check = ReplicaCheck(self.prepared, owned(experts))
                 if self.parameters:
                     hooks.append(self._check.watch_forwards(self.model))
         for hook in hooks:
