@@ -242,6 +242,7 @@ SINGLE = [
     Case("our MoE", "ExpertParallel", "EP 4, moving replicas", dtype=torch.float32, accumulation=2),
     Case("Qwen3-MoE", "ExpertParallel", "shards 2", dtype=torch.bfloat16),
     Case("own experts", "ExpertParallel", "EP 2, moves, FSDP2", dtype=torch.bfloat16),
+    Case("own experts", "ExpertParallel", "shards 2", dtype=torch.bfloat16),
 ]
 """Cases of layouts and precisions that are not combined with everything, and cases that failed once."""
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.experts.parallel.collectives import world_size
-from toolkit.experts.parallel.ownership import local_rows, ownership_of
+from toolkit.experts.parallel.ownership import is_shard, local_rows, ownership_of
 from toolkit.experts.parallel.replicas import sum_replica_gradients
 from toolkit.experts.parallel.rows_in_use import in_use
 
@@ -135,7 +134,7 @@ def _buckets(parameters: Iterable[Tensor]) -> list[_Bucket]:
     for parameter in reversed(list(parameters)):
         ownership = ownership_of(parameter)
         group = None if ownership is None else ownership.groups.expert_dp_group
-        if group is None or (isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1):
+        if group is None or is_shard(parameter):
             continue
         bytes_here = local_rows(parameter).nbytes
         last = buckets[-1] if buckets else None

@@ -145,6 +145,11 @@ def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in parameters if is_owned(p)]
 
 
+def is_shard(tensor: Tensor) -> bool:
+    """Whether FSDP2 has sharded `tensor` over several ranks, instead of only casting it on one."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a `DTensor`, gathered over its mesh, or `tensor` itself. A collective of the mesh."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

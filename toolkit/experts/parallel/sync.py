@@ -31,7 +31,7 @@ from toolkit.experts.parallel.optimizer_rows import (
     step_by_only,
     unwrapped,
 )
-from toolkit.experts.parallel.ownership import is_owned, local_rows, owned, ownership_of
+from toolkit.experts.parallel.ownership import is_owned, is_shard, local_rows, owned, ownership_of
 from toolkit.experts.parallel.replica_check import ReplicaCheck
 from toolkit.experts.parallel.replicas import refresh_replicas
 from toolkit.experts.parallel.rows_in_use import in_use
@@ -263,7 +263,7 @@ def clip_gradients(
     """Replicas, rows, shards, and shards of rows."""
     for parameter in parameters:
         if parameter.grad is not None:
-            kinds[2 * isinstance(parameter, DTensor) + is_owned(parameter)].append(parameter)
+            kinds[2 * is_shard(parameter) + is_owned(parameter)].append(parameter)
     listed = list(itertools.chain.from_iterable(kinds))
     grads = [in_use(p, local_rows(p.grad)) for p in listed if p.grad is not None]
     if not grads:
@@ -358,7 +358,7 @@ def _groups_with_parts(parameter: Tensor) -> list[dist.ProcessGroup]:
     ownership = ownership_of(parameter)
     ep_group = None if ownership is None else ownership.groups.ep_group
     groups = [] if ep_group is None else [ep_group]
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor) and is_shard(parameter):
         mesh = parameter.device_mesh
         groups += [mesh.get_group(dim) for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
     return groups

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from toolkit.experts.layer.stack import ExpertLayer, ExpertStack
+from toolkit.experts.layer.stack import ExpertLayer
 from toolkit.experts.parallel.collectives import rank, world_size
 from toolkit.experts.parallel.groups import ExpertGroups, new_group_of_each
 
@@ -23,7 +23,8 @@ class ExpertShards:
     """Shards experts over the ranks that have the same ones, by FSDP2.
 
     Each row of an expert parameter is sharded along its first dimension that the number of these ranks divides. Rows
-    without such a dimension, adapters, quantized experts and experts with CPU offload stay replicated.
+    without such a dimension, adapters, quantized experts and experts with CPU offload stay replicated. In mixed
+    precision, so do all experts of a layer with such rows, which FSDP2 then only casts.
 
     Args:
         dp_shard_size: Number of neighbouring ranks that hold one set of shards (HSDP). Default: all ranks.
@@ -51,18 +52,23 @@ class ExpertShards:
         # Inputs are routing weights, too, which stay in the precision of the router.
         self.mp_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
         self.dp_shard_size, self.dtype, self.reshard_after_forward = dp_shard_size, dtype, reshard_after_forward
-        self._meshes: dict[ExpertGroups, DeviceMesh | None] = {}
+        self._meshes: dict[ExpertGroups | None, DeviceMesh | None] = {}
 
     def shard(self, layer: nn.Module) -> None:
         """Shard the experts of `layer`, which have this rank's rows. A collective."""
         assert isinstance(layer, ExpertLayer)
         stack, module = layer.expert_stack, layer.module_with_rows
-        mesh = self._mesh_of(stack)
-        dims = {} if mesh is None or stack.computed_on else _dims(stack.parameters.values(), mesh.shape[-1])
-        names = {parameter: name for name, parameter in module.named_parameters() if parameter in dims}
-        if not names:
+        names = {parameter: name for name, parameter in module.named_parameters(recurse=False)}
+        if stack.computed_on or not all(parameter.is_floating_point() for parameter in names):
             return
-        for parameter in names:
+        mesh = self._mesh_of(stack.groups, stack.device.type)
+        dims = {} if mesh is None else _dims(names, mesh.shape[-1])
+        if self.mp_policy.param_dtype is not None and len(dims) < len(names):
+            mesh = self._mesh_of(None, stack.device.type)
+            dims = dict.fromkeys(names, 0)
+        if not dims:
+            return
+        for parameter in dims:
             if parameter.requires_grad and self.dtype is not None:
                 parameter.data = parameter.data.to(self.dtype)
         fully_shard(
@@ -71,21 +77,22 @@ class ExpertShards:
             reshard_after_forward=self.reshard_after_forward,
             shard_placement_fn=lambda parameter: Shard(dims[parameter]),
             mp_policy=self.mp_policy,
-            ignored_params=set(module.parameters()) - names.keys(),
+            ignored_params=set(module.parameters()) - dims.keys(),
         )
-        stack.replace_parameters({parameter: module.get_parameter(name) for parameter, name in names.items()})
-        for parameter in names:
+        stack.replace_parameters({parameter: module.get_parameter(names[parameter]) for parameter in dims})
+        for parameter in dims:
             parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it
 
-    def _mesh_of(self, stack: ExpertStack) -> DeviceMesh | None:
-        if stack.groups not in self._meshes:
-            mesh = _mesh_of(stack.groups, stack.device.type, self.dp_shard_size)
-            if mesh is None and self.mp_policy.param_dtype is not None:  # of one rank, so that FSDP2 casts parameters
+    def _mesh_of(self, groups: ExpertGroups | None, device_type: str) -> DeviceMesh | None:
+        """Return the mesh of the ranks with the experts of this rank, or of this rank only, where FSDP2 only casts."""
+        if groups not in self._meshes:
+            if groups is not None:
+                self._meshes[groups] = _mesh_of(groups, device_type, self.dp_shard_size)
+            else:
                 alone = new_group_of_each([[each] for each in range(world_size())], alone=True)
                 assert alone is not None
-                mesh = DeviceMesh.from_group(alone, stack.device.type)
-            self._meshes[stack.groups] = mesh
-        return self._meshes[stack.groups]
+                self._meshes[groups] = DeviceMesh.from_group(alone, device_type)
+        return self._meshes[groups]
 
 
 def _dims(parameters: Iterable[nn.Parameter], ranks: int) -> dict[nn.Parameter, int]:
@@ -95,7 +102,7 @@ def _dims(parameters: Iterable[nn.Parameter], ranks: int) -> dict[nn.Parameter, 
     for parameter in parameters:
         dim = next((dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % ranks == 0), None)
         is_alike = not found or parameter.dtype == next(iter(found)).dtype
-        if dim is not None and is_alike and parameter.is_floating_point():
+        if dim is not None and is_alike:
             found[parameter] = dim
     return found
 
