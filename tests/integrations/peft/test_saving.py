@@ -15,8 +15,8 @@ from benchmarks.support.precision import in_float64
 from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.toy import error_of
 from tests.integrations.peft.models import MATRICES, adapted, base, rows, together
-from tests.integrations.peft.test_parity import place
 from tests.integrations.transformers.training import prepare, train_step
+from tests.parity.layouts import place
 from toolkit.integrations.peft.merged_weights import save_merged
 from toolkit.integrations.transformers import causal_lm, pretrained_files, save_pretrained
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 
 
 def layout(ep_size: int, placement: str) -> dict[str, Any]:
-    return {"ep_size": ep_size, "placement": lambda *_: place(placement, ep_size)}
+    return {"ep_size": ep_size, "placement": lambda _, count, ranks: place(placement, count, ranks)}
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -46,7 +46,7 @@ def save_and_load(folder: Path, family: str, options: dict[str, Any]) -> None:
     """Train sharded adapters, save them, and load them into unmodified PEFT, merged, and into another layout."""
     with in_float64():
         model = adapted(family, **options)
-        experts, wrapped, optimizer = prepare(model, **layout(2, "copies"))
+        experts, wrapped, optimizer = prepare(model, **layout(2, "replicas"))
         for number in range(2):
             train_step(experts.accelerator, wrapped, optimizer, number, clip=0.03)
         save_pretrained(wrapped, folder / "adapters")
