@@ -62,7 +62,7 @@ class _Part(NamedTuple):
 
     weights: float
     trained: float
-    """Of `weights`: trainable ones."""
+    """Trainable part of `weights`."""
     experts: float
     """Expert matrices, which are not in `weights`."""
     trained_experts: float

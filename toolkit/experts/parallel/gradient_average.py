@@ -27,6 +27,8 @@ class _Bucket:
     group: dist.ProcessGroup
     arrived: set[Tensor] = field(default_factory=set)
     """Parameters with a gradient of this step."""
+    begun: list[Tensor] = field(default_factory=list)
+    """Parameters whose gradients `work` reduces, also if they are frozen before it ends."""
     work: dist.Work | None = None
     summed: Tensor | None = None
     """The gradients that `work` reduces: of a single parameter the gradient itself, otherwise a copy."""
@@ -40,9 +42,12 @@ class _Bucket:
     @torch.no_grad()
     def begin(self) -> None:
         """Begin to average the gradients. A parameter without a gradient contributes zeros."""
-        if not (trained := self.trained):
+        self.begun, self.work = self.trained, None
+        if not self.begun:
             return
-        grads = [in_use(p, torch.zeros_like(local_rows(p)) if p.grad is None else local_rows(p.grad)) for p in trained]
+        grads = [
+            in_use(p, torch.zeros_like(local_rows(p)) if p.grad is None else local_rows(p.grad)) for p in self.begun
+        ]
         is_alone = len(grads) == 1 and grads[0].is_contiguous()
         self.summed = grads[0] if is_alone else torch.cat([grad.flatten() for grad in grads])
         self.summed.div_(world_size(self.group))
@@ -52,9 +57,8 @@ class _Bucket:
         """Wait for the average, and make it the gradients."""
         if self.work is not None and self.summed is not None:
             self.work.wait()
-            trained = self.trained
-            sizes = [in_use(p, local_rows(p)).numel() for p in trained]
-            for parameter, average in zip(trained, self.summed.flatten().split(sizes), strict=True):
+            sizes = [in_use(p, local_rows(p)).numel() for p in self.begun]
+            for parameter, average in zip(self.begun, self.summed.flatten().split(sizes), strict=True):
                 if parameter.grad is None and parameter in used_elsewhere:
                     parameter.grad = torch.zeros_like(parameter)
                 if parameter.grad is not None:
@@ -118,10 +122,10 @@ class GradientAverage:
                 bucket.begin()
         self._begun = 0
         trained = [parameter for bucket in self._buckets for parameter in bucket.trained]
-        used = torch.tensor([float(p.grad is not None) for p in trained], device=trained[0].device)
+        used = torch.tensor([float(p.grad is not None) for p in trained], device=self._buckets[0].parameters[0].device)
         dist.all_reduce(used, group=self._buckets[0].group)
-        is_skipped = any(parameter.grad is None for parameter in trained)  # else no host sync
-        numbers = used.tolist() if is_skipped else []
+        # A host sync only on a rank that skipped a layer.
+        numbers = used.tolist() if any(parameter.grad is None for parameter in trained) else []
         used_elsewhere = {parameter for parameter, number in zip(trained, numbers, strict=False) if number}
         for bucket in self._buckets:
             bucket.end(used_elsewhere)

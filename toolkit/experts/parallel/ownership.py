@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in parameters if is_owned(p)]
 
 
-def is_shard(tensor: Tensor) -> bool:
+def is_shard(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether FSDP2 has sharded `tensor` over several ranks, instead of only casting it on one."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
 

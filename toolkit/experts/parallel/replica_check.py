@@ -11,14 +11,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import norm_of_each
-from toolkit.experts.parallel.ownership import is_owned, local_rows, ownership_of
+from toolkit.experts.parallel.ownership import is_owned, is_shard, local_rows, ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW
 
 FIRST_STEPS, EVERY = 8, 64
@@ -217,10 +216,10 @@ def _variants(parameter: nn.Parameter) -> _Variants | None:
         if groups.expert_dp_group is None:
             return None
         here, labels = groups.ep_rank, [f" of the experts of EP rank {rank}" for rank in range(groups.ep_size)]
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
-        return _Variants(here, labels)
-    if len(parameter.placements) == 1 or not parameter.placements[0].is_replicate():
-        return None
-    mesh = parameter.device_mesh
-    shards = mesh.size(1)
-    return _Variants(here * shards + mesh.get_local_rank(1), [label for label in labels for _ in range(shards)])
+    if is_shard(parameter):
+        if len(parameter.placements) == 1 or not parameter.placements[0].is_replicate():
+            return None
+        mesh = parameter.device_mesh
+        shards = mesh.size(1)
+        here, labels = here * shards + mesh.get_local_rank(1), [label for label in labels for _ in range(shards)]
+    return _Variants(here, labels)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -358,7 +357,7 @@ def _groups_with_parts(parameter: Tensor) -> list[dist.ProcessGroup]:
     ownership = ownership_of(parameter)
     ep_group = None if ownership is None else ownership.groups.ep_group
     groups = [] if ep_group is None else [ep_group]
-    if isinstance(parameter, DTensor) and is_shard(parameter):
+    if is_shard(parameter):
         mesh = parameter.device_mesh
         groups += [mesh.get_group(dim) for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
     return groups
