@@ -81,13 +81,13 @@ def test_template_outside_slurm_names_sbatch(path: Path):
 
 
 SAVE_AND_EXIT = """
-import signal, sys, time
+import os, signal, sys, time
 def save(number, frame):
     time.sleep(0.5)
     print("saved by", signal.Signals(number).name, flush=True)
     sys.exit({code})
 signal.signal(signal.SIGUSR1, save)
-print("ready", flush=True)
+os.kill(os.getppid(), signal.SIGUSR1)  # as Slurm signals the script, once a handler is there
 time.sleep(30)
 """
 
@@ -104,8 +104,7 @@ def run_job(folder: Path, program: str, script: str) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (1, False)])
 def test_signal_reaches_the_run_and_only_a_saved_run_is_requeued(code, requeued, tmp_path):
-    script = ". {root}/slurm/common.sh; (sleep 1; kill -USR1 $$) & {run}"
-    done = run_job(tmp_path, SAVE_AND_EXIT.format(code=code), script)
+    done = run_job(tmp_path, SAVE_AND_EXIT.format(code=code), ". {root}/slurm/common.sh; {run}")
     assert "saved by SIGUSR1" in done.stdout, done.stderr
     assert (done.returncode, "scontrol requeue 7" in done.stdout) == (code, requeued)
 
