@@ -45,6 +45,7 @@ CONTENTS = {
         "docs/experts/transformers_families",
     ],
     "Recipes": ["recipes/README", *(f"docs/recipes/{name}" for name in ("language_model", "speech", "har", "vae"))],
+    "Migration": [f"docs/start/migration/{name}" for name in ("README", "training", "vae", "har", "lmu", "morph")],
     "Project": [f"docs/project/{name}" for name in ("results", "parity", "related_work", "matrix", "stability")],
 }
 
@@ -64,7 +65,7 @@ exclude_patterns = [
     *("build", "runs", "tests", "**/.*", ".*", "**/site-packages"),
     # Pages for developers stay in the repository: links show their source, and the search has user pages only.
     *("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks", "toolkit/**", "accelerate_configs", "slurm"),
-    *("docs/start/migration", "docs/start/tour.md", "docs/project/notes", "docs/project/upstream"),
+    *("docs/start/tour.md", "docs/project/notes", "docs/project/upstream"),
 ]
 
 myst_heading_anchors = 4  # named as code hosts name them

@@ -1,10 +1,10 @@
-"""Draw docs/images/moving_experts.svg, the README's animation, from the example in moving_experts.json.
+"""Draw the README's animation and bar chart, docs/images/moving_experts.svg and .png, from moving_experts.json.
 
     python benchmarks/speed/moving_experts_image.py
 
 The animation shows the first and the last turn of one guarded run on two ranks: tokens per expert, the rank that has
 each expert, and the ranks' shares of the tokens. Step times are medians over all rounds, of experts that stay and of
-the guarded runs, migrations included.
+the guarded runs, migrations included. The bars are speed-ups by processor time of the busiest rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "moving_experts.json"
 IMAGE = ROOT / "docs" / "images" / "moving_experts.svg"
+BARS = IMAGE.with_suffix(".png")
+CONTENDERS = {
+    "blocks, never moved": "experts stay",
+    "swap": "swap, default guard",
+    "swap, a spare slot": "swap, a spare slot per rank",
+    "eplb, no guard": "DeepSeek's EPLB at each plan",
+}
 
 WIDTH, HEIGHT = 760, 330
 LEFT, PITCH, BAR = 96, 40, 30
@@ -115,13 +122,33 @@ def draw(first: dict[str, Any], last: dict[str, Any], milliseconds: tuple[float,
     )
 
 
+def draw_bars(rows: list[dict[str, Any]]) -> None:
+    """Draw the speed-ups of `CONTENDERS` on 2 and 4 ranks."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6, 2.6), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    ups = {(row["processes"], row["contender"]): row["x, busiest in each step"] for row in rows}
+    for place, (contender, label) in enumerate(CONTENDERS.items()):
+        heights = [ups[ranks, contender] for ranks in (2, 4)]
+        color = "#8c959f" if place == 0 else f"C{place - 1}"
+        drawn = axes.bar([group + 0.2 * place for group in range(2)], heights, 0.18, label=label, color=color)
+        axes.bar_label(drawn, [f"{height:.2f}" for height in heights], fontsize=8)
+    axes.set(ylim=(0, 1.9), ylabel="speed-up")
+    axes.set_xticks([0.3, 1.3], ["2 ranks", "4 ranks"])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", frameon=False, fontsize=8)
+    figure.savefig(BARS)
+
+
 def main() -> int:
     record = json.loads(RECORD.read_text())
-    rows = [row for row in record["rows"] if (row["processes"], row["loads"]) == (2, "steep, larger")]
-    times = {row["contender"]: row["ms a step"] for row in rows}
+    rows = [row for row in record["rows"] if row["loads"] == "steep, larger"]
+    times = {row["contender"]: row["ms a step"] for row in rows if row["processes"] == 2}
     turns = record["example"]
     IMAGE.write_text(draw(turns[0], turns[-1], (times["blocks, never moved"], times["swap"])))
-    print(IMAGE.relative_to(ROOT))
+    draw_bars(rows)
+    print(IMAGE.relative_to(ROOT), BARS.relative_to(ROOT))
     return 0
 
 

@@ -20,9 +20,19 @@ def test_contents_list_every_user_page_once():
     contents: dict[str, list[str]] = runpy.run_path(str(ROOT / "docs" / "conf.py"))["CONTENTS"]
     command = ["git", "ls-files", "docs/*.md", "recipes/*.md"]
     files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    developers = ("docs/start/migration/", "docs/start/tour", "docs/project/notes/", "docs/project/upstream/")
+    developers = ("docs/start/tour", "docs/project/notes/", "docs/project/upstream/")
     pages = {path.rpartition(".")[0] for path in files if not path.startswith(developers)}
     assert sorted(page for part in contents.values() for page in part) == sorted(pages)
+
+
+def test_every_page_is_linked_from_readme():
+    seen, pages = set(), [ROOT / "README.md"]
+    while pages:
+        page = pages.pop()
+        seen.add(page)
+        links = re.findall(r"\]\(([\w./-]+\.md)(?:#[\w-]*)?\)", page.read_text())
+        pages += {(page.parent / link).resolve() for link in links} - seen
+    assert {page for page in (ROOT / "docs").rglob("*.md") if "notes" not in page.parts} - seen == set()
 
 
 def test_public_names_have_docstrings():
