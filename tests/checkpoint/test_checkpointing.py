@@ -61,20 +61,20 @@ def test_resume_yes_without_a_checkpoint_raises(tmp_path):
 
 
 class Evaluated(Evaluation):
-    """Reports the given accuracies in turn after every second step."""
+    """Reports the given values of a metric in turn after every second step."""
 
     on_fit_start = on_step_start = on_fit_end = lambda *_: None
     state_key, name = "validation", "validation"
 
-    def __init__(self, accuracies: list[float]):
-        self.accuracies = accuracies
+    def __init__(self, values: list[float], metric: str = "accuracy"):
+        self.values, self.metric = values, f"validation/{metric}"
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def on_step_end(self, trainer):
-        if trainer.state.step % 2 == 0 and self.accuracies:
-            trainer.call_hooks("on_evaluate_end", "validation", {"validation/accuracy": self.accuracies.pop(0)})
+        if trainer.state.step % 2 == 0 and self.values:
+            trainer.call_hooks("on_evaluate_end", "validation", {self.metric: self.values.pop(0)})
 
 
 def test_best_checkpoint_is_kept_with_the_newest_and_ends_the_run(tmp_path):
@@ -119,6 +119,22 @@ def test_best_of_an_unknown_evaluation_raises(tmp_path):
         pytest.raises(tk.UserError, match=r"checkpoint.best='old/loss': name one such as eval/loss, validation/loss"),
     ):
         trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "step"), [("recall", "max", 8), ("bleu", "min", 2), ("loss", None, 2), ("accuracy", None, 8)]
+)
+def test_best_checkpoint_has_the_best_value_of_its_metric(metric, mode, step, tmp_path):
+    options = CheckpointOptions(best=f"validation/{metric}", best_mode=mode)
+    evaluated = Evaluated([0.2, 0.3, 0.4, 0.9], metric)
+    with small_trainer(small_config(tmp_path, checkpoint=options), callbacks=[evaluated]) as trainer:
+        trainer.fit()
+        assert trainer.results["best_checkpoint"]["step"] == step
+
+
+def test_best_of_a_metric_without_direction_raises():
+    with pytest.raises(tk.UserError, match=r"validation/recall.*checkpoint\.best_mode to max or min"):
+        CheckpointOptions(best="validation/recall")
 
 
 def test_best_names_an_evaluation_and_its_metric(tmp_path):

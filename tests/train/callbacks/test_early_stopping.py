@@ -23,8 +23,8 @@ class StubTrainer(SimpleNamespace):
         self.stop_reason = reason
 
 
-def evaluations_until_stop(values, patience, metric="eval/loss") -> int | None:
-    stopping, trainer = EarlyStopping(patience, metric), StubTrainer()
+def evaluations_until_stop(values, patience, metric="eval/loss", mode=None) -> int | None:
+    stopping, trainer = EarlyStopping(patience, metric, mode), StubTrainer()
     for number, value in enumerate(values, 1):
         stopping.on_evaluate_end(trainer, "eval", {metric: value})
         if trainer.stop_reason:
@@ -40,6 +40,8 @@ def evaluations_until_stop(values, patience, metric="eval/loss") -> int | None:
         ([1, 2, 3, 4, 5, 6], {"patience": 2}, 3),
         ([1, 2, 3, 3, 3, 3], {"patience": 3, "metric": "eval/accuracy"}, 6),
         ([3, 2, 1, 0], {"patience": 2, "metric": "eval/macro_f1"}, 3),
+        ([3, 2, 1, 0], {"patience": 2, "metric": "eval/recall", "mode": "max"}, 3),
+        ([3, 4, 5, 6], {"patience": 2, "metric": "eval/wer"}, 3),
         ([NAN] * 6, {"patience": 2}, 2),
         ([3, NAN, 2, 2], {"patience": 2}, None),
         ([1] * 6, {"patience": None}, None),

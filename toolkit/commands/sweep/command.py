@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.run.pictures.sweep_plots import draw_sweep
     from toolkit.run.recipe_script import load_recipe
     from toolkit.run.runs_table import Table, gather, write_tables
+    from toolkit.run.tracking.metric_names import mode_by_name
 
     if args.search and re.match("(best_)?test_", args.metric or SEARCHED):
         name = args.metric.replace("test_", "validation_", 1)
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
                 axes,
                 trials=args.search,
                 metric=metric,
-                minimise=args.minimise,
+                minimise=args.minimise or mode_by_name(metric) == "min",
                 seed=first,
                 journal=args.out / "search.journal",
                 log=log_line,
@@ -96,7 +97,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--search", type=count, metavar="TRIALS", help="number of cells that Optuna chooses, instead of the full grid"
     )
-    parser.add_argument("--minimise", action="store_true", help="a lower --metric is better")
+    parser.add_argument("--minimise", action="store_true", help="a lower --metric is better, as it is for losses and error rates")
     parser.add_argument("--collect", action="store_true", help="only write the tables of finished runs")
     parser.add_argument("recipe", type=Path, help="a script with presets")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="a preset and flags for every run")

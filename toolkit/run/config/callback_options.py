@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import PositiveInt, field_validator
 
 from toolkit.experts.options import Options
+from toolkit.run.tracking.metric_names import Mode, require_mode
 
 
 class CheckpointOptions(Options):
@@ -16,7 +17,10 @@ class CheckpointOptions(Options):
     """Number of verified checkpoints to keep."""
     best: str | None = None
     """Metric of the evaluation whose checkpoint is kept and restored at the end, such as validation/loss or
-    test/accuracy: the highest accuracy or F1, the lowest of all others. Default: only the newest checkpoints."""
+    test/accuracy. Default: only the newest checkpoints."""
+    best_mode: Mode | None = None
+    """Whether the highest (max) or the lowest (min) value of --checkpoint.best is the best. Default: max for accuracies
+    and F1, min for losses and error rates."""
     in_background: bool = False
     """Write checkpoints while training goes on; takes the memory of one more model with its optimizer states."""
 
@@ -24,6 +28,11 @@ class CheckpointOptions(Options):
     @classmethod
     def _as_recorded(cls, best: str | None) -> str | None:
         return best and best.replace("test/", "eval/")
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.best is not None:
+            require_mode(self.best, self.best_mode)
 
 
 class EarlyStoppingOptions(Options):

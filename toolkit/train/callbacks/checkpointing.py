@@ -12,7 +12,7 @@ from toolkit.checkpoint.retention import go_back, to_go_back_to
 from toolkit.errors import UserError
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.folder import is_finished
-from toolkit.run.tracking.metric_names import is_share, result_name
+from toolkit.run.tracking.metric_names import require_mode, result_name
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.evaluation import Evaluation
 from toolkit.train.callbacks.throughput import Throughput
@@ -46,7 +46,7 @@ class Checkpointing(Callback):
     def __init__(self, options: CheckpointOptions | None = None):
         options = options or CheckpointOptions()
         self.every_steps, self.keep, self.metric = options.every_steps, options.keep, options.best
-        self._sign = -1 if is_share(self.metric or "") else 1
+        self._sign = -1 if self.metric is not None and require_mode(self.metric, options.best_mode) == "max" else 1
         self._best: dict[str, Any] | None = None
         """`metric`, `step`, and `evaluated`: all metrics of that step."""
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})

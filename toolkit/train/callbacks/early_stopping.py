@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Self
 
 from toolkit.run.config.run import RunConfig
-from toolkit.run.tracking.metric_names import is_share
+from toolkit.run.tracking.metric_names import Mode, require_mode
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
 
@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row that did not improve on the best.
 
-    Accuracies and F1 are better when higher, all other metrics when lower; NaN is never an improvement.
+    NaN is never an improvement.
 
     Args:
         patience: Evaluations without improvement; None: never stop.
         metric: The metric of an evaluation to compare, such as validation/loss.
+        mode: Whether the highest (max) or lowest (min) value is the best. Default: as the name of an accuracy, F1, loss
+            or error rate says.
+
+    Raises:
+        UserError: `mode` is missing for another metric.
     """
 
     runs_after = (Checkpointing,)
@@ -29,9 +34,9 @@ class EarlyStopping(Callback):
 
     state_attributes = ("_best", "_waited")
 
-    def __init__(self, patience: int | None, metric: str):
+    def __init__(self, patience: int | None, metric: str, mode: Mode | None = None):
         self.patience, self.metric = patience, metric
-        self._sign = -1 if is_share(metric) else 1
+        self._sign = -1 if require_mode(metric, mode) == "max" else 1
         self._best: float | None = None
         self._waited = 0
 
@@ -40,7 +45,7 @@ class EarlyStopping(Callback):
         """Compare the metric of the best checkpoint, or the loss on validation data, or on test data if there are no
         others."""
         usual = "validation/loss" if validates else "eval/loss"
-        return cls(config.early_stopping.patience, config.checkpoint.best or usual)
+        return cls(config.early_stopping.patience, config.checkpoint.best or usual, config.checkpoint.best_mode)
 
     def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:
         if self.patience is None or name != self.metric.partition("/")[0]:

@@ -11,7 +11,7 @@ from toolkit.data.batches import EvalBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderEvalBatches, make_loader
 from toolkit.data.table import TensorTable
 from toolkit.run.data import record_data
-from toolkit.run.tracking.metric_names import is_share, result_name
+from toolkit.run.tracking.metric_names import mode_by_name, result_name
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.throughput import Throughput
 
@@ -26,8 +26,8 @@ class Evaluation(Callback):
     """Evaluates on `batches` every `every_steps` (None: at the end of each epoch), and after the last step.
 
     The last metrics become the results `test_loss`, `test_accuracy`, ...; the best ones `best_test_loss`, ...: the
-    highest accuracy or F1, the lowest of all others; NaN is the worst. A metric that is a list has no best. A run whose
-    test data are other than before is not continued.
+    highest accuracy or F1, the lowest loss or error rate; NaN is the worst. Lists and other metrics have no best. A run
+    whose test data are other than before is not continued.
 
     A second data set has a `name` of its own, which replaces "test", and may have its own `task`. With
     `at_start` there is an evaluation before the first step, too: `test_loss_at_start`, ...
@@ -105,9 +105,10 @@ class Evaluation(Callback):
 
     def _note(self, name: str, value: float | list[float]) -> None:
         self._results[name] = value
-        if isinstance(value, list):
+        mode = mode_by_name(name)
+        if isinstance(value, list) or mode is None:
             return
         best = self._results.get(f"best_{name}", math.nan)
-        better = value > best if is_share(name) else value < best
+        better = value > best if mode == "max" else value < best
         if better or math.isnan(best):
             self._results[f"best_{name}"] = value

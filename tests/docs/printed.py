@@ -1,0 +1,120 @@
+"""Blocks marked `run` in the documentation, and the output that follows them.
+
+    python -m tests.docs.printed [PAGE ...]    write the output below each block
+
+In an output, a line `...` stands for any lines. Numbers agree within `TOLERANCE`; times and rates are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.support.processes import ROOT
+from tests.support.forked_python import forked_commands
+
+PAGES = sorted(p for p in ROOT.glob("**/*.md") if not {".venv", "runs", "build"} & set(p.relative_to(ROOT).parts))
+FENCE = re.compile(
+    r"^```(?P<language>bash|python) run\n(?P<code>.*?)^```$(?P<shown>\n\n```text\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+TIME = re.compile(r"\d[\d,.:]* ?(?:s|ms|min|h|samples/s|tokens/s|/s)\b")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
+TOLERANCE = 0.05
+"""Relative difference of numbers, which processors round differently."""
+
+
+class Block(NamedTuple):
+    """A block that is run, and the output that the page shows, if any."""
+
+    language: str
+    code: str
+    output: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(each["language"], each["code"], each["output"]) for each in FENCE.finditer(page.read_text())]
+
+
+@contextmanager
+def checkout() -> Iterator[tuple[Path, Path]]:
+    """Yield a folder with the structure of the repository, which receives the runs, and a folder with commands."""
+    with tempfile.TemporaryDirectory() as folder:
+        root, commands = Path(folder, "checkout"), Path(folder, "commands")
+        root.mkdir()
+        commands.mkdir()
+        for name in ("recipes", "accelerate_configs", "toolkit", "Makefile", "pyproject.toml", "benchmarks", "docs"):
+            if (ROOT / name).exists():
+                (root / name).symlink_to(ROOT / name)
+        with forked_commands(commands):
+            yield root, commands
+
+
+def run_block(block: Block, root: Path, commands: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(ROOT),
+        "VENV": sys.prefix,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",  # forked ranks do not read the launcher's flags
+        "WANDB_MODE": "disabled",  # its service takes longer to start than the runs
+    }
+    shells = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [str(commands / "python"), "-c"]}
+    command = [*shells[block.language], block.code]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def same(shown: str, printed: str) -> bool:
+    """Whether two lines agree but for times, and for numbers within `TOLERANCE`."""
+    shown, printed = TIME.sub("<time>", shown), TIME.sub("<time>", printed)
+    pairs = zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=False)
+    values = [(float(a.replace(",", "")), float(b.replace(",", ""))) for a, b in pairs]
+    return NUMBER.sub("#", shown) == NUMBER.sub("#", printed) and all(
+        math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=0.01) for a, b in values
+    )
+
+
+def first_missing(shown: str, printed: str) -> str | None:
+    """Return the first line of `shown` that `printed` does not have at its place."""
+    lines, at, skips = [line.rstrip() for line in printed.splitlines()], 0, False
+    for line in shown.splitlines():
+        if line == "...":
+            skips = True
+            continue
+        places = range(at, len(lines)) if skips else range(at, min(at + 1, len(lines)))
+        found = next((place for place in places if same(line, lines[place])), None)
+        if found is None:
+            return line
+        at, skips = found + 1, False
+    return None if skips or at == len(lines) else f"the end before: {lines[at]}"
+
+
+def main(pages: Sequence[str]) -> int:
+    chosen = [Path(page).resolve() for page in pages] or PAGES
+    with checkout() as (root, commands):
+        for page in chosen:
+            text, at = page.read_text(), 0
+            written = []
+            for match in FENCE.finditer(text):
+                block = Block(match["language"], match["code"], match["output"])
+                done = run_block(block, root, commands)
+                print(page.name, done.returncode, done.stderr)
+                keeps = block.output is not None and first_missing(block.output, done.stdout) is None
+                written += [text[at : match.end("code")], "```"]
+                written.append(match["shown"] or "" if keeps else f"\n\n```text\n{done.stdout}```")
+                at = match.end()
+            page.write_text("".join([*written, text[at:]]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
