@@ -1,54 +1,43 @@
-"""Fenced blocks marked `run` in the documentation run without errors, in page order."""
+"""Fenced blocks marked `run` in the documentation run without errors, in page order, and print what pages show."""
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.support.processes import ROOT
-from tests.support.forked_python import forked_commands
+from tests.docs.printed import PAGES, Block, blocks_of, checkout, first_missing, run_block
 
-PAGES = sorted(p for p in ROOT.glob("**/*.md") if not {".venv", "runs", "build"} & set(p.relative_to(ROOT).parts))
-FENCE = re.compile(r"^```(?P<language>bash|python) run\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [
-    pytest.param(match["language"], match["code"], id=f"{page.relative_to(ROOT)}-{number}")
+    pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
-    for number, match in enumerate(FENCE.finditer(page.read_text()), start=1)
+    for number, block in enumerate(blocks_of(page), start=1)
 ]
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the structure of the repository, which receives the runs."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("recipes", "accelerate_configs", "toolkit", "Makefile", "pyproject.toml", "benchmarks", "docs"):
-        if (ROOT / name).exists():
-            (folder / name).symlink_to(ROOT / name)
-    return folder
+def places() -> Iterator[tuple[Path, Path]]:
+    with checkout() as found:
+        yield found
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("commands")
-    with forked_commands(folder):
-        yield folder
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_marked_run_prints_the_output_of_the_page(block: Block, places: tuple[Path, Path]):
+    printed = run_block(block, *places)
+    assert (block.output is None) == (printed == ""), printed
+    assert first_missing(block.output or "", printed) is None, printed
 
 
-@pytest.mark.parametrize(("language", "code"), BLOCKS)
-def test_block_marked_run_exits_with_code_0(language: str, code: str, checkout: Path, commands: Path):
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": str(ROOT),
-        "VENV": sys.prefix,
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",  # forked ranks do not read the launcher's flags
-        "WANDB_MODE": "disabled",  # its service takes longer to start than the runs
-    }
-    command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [str(commands / "python"), "-c", code]
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+@pytest.mark.parametrize(
+    ("shown", "printed", "is_equal"),
+    [
+        ("loss 1.934, 3.1 s", "loss 1.936, 47 s", True),
+        ("loss 1.934", "loss 2.934", False),
+        ("8 experts", "8 ranks", False),
+        ("a\n...\nc", "a\nb\nc", True),
+        ("a\nc", "a\nb\nc", False),
+        ("a\nb", "a\nb\nc", False),
+    ],
+)
+def test_output_of_a_page_is_compared_without_times(shown, printed, is_equal):
+    assert (first_missing(shown, printed) is None) == is_equal

@@ -118,7 +118,7 @@ for step in range(10):
     mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
     if fault == "mean" and world == 2:  # a mean of the means of seven and five samples
         mine = slice(0, 7) if rank == 0 else slice(7, 12)
-    loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + world * penalty()
+    loss = nn.functional.cross_entropy(wrapped(x[mine]), y[mine]) + penalty()
     accelerator.backward(loss)
     GradientAverage(owned_parameters).finish()  # without the checks of ExpertSync
     for parameter in owned_parameters if fault in ("sum", "twice") else ():

@@ -164,7 +164,7 @@ class OwnLoop(ABC):
         """Return this rank's share of the loss of a micro-batch with `count` of the `total` targets of a step."""
         ids = TRAIN[rows].to(self.device)
         nats = summed_loss(self.model(input_ids=ids)["logits"], ids)
-        return (nats + count * self.penalty() if self.penalty else nats) / total
+        return (nats + count * self.penalty.share() if self.penalty else nats) / total
 
     def save(self) -> None:
         self.write({} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()})

@@ -220,7 +220,7 @@ def _attach_ours(recorder: Recorder) -> None:
 
     remember(Trainer, lambda t: lambda _: t.save(), lambda t: t.restore, "Trainer.save and restore")
     remember(ExpertParallel, lambda e: e.save, lambda e: e.load, "ExpertParallel.save and load")
-    wrap_method(RouterPenalty, "__call__", note_penalty)
+    wrap_method(RouterPenalty, "share", note_penalty)
     wrap_method(ExpertSync, "__init__", note_sync)
     wrap_method(sync, "clip_gradients", functools.partial(_clip, recorder))
 

@@ -7,7 +7,7 @@ ranks own, such as experts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from toolkit.data.batches import TrainBatches
 from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
+from toolkit.experts.layer.losses import RouterPenalty
 from toolkit.experts.parallel.ddp import refuse_late_parameters
 from toolkit.experts.parallel.seeding import seed_device
 from toolkit.experts.parallel.sync import ExpertSync
@@ -87,7 +88,7 @@ class Trainer:
         schedule_metric: str | None = None,
         max_grad_norm: float | None = 1.0,
         log_every: int = 50,
-        penalty: Callable[[], Tensor | None] | None = None,
+        penalty: RouterPenalty | None = None,
         callbacks: Sequence[Callback] = (),
     ):
         check_optimization(model, optimizer, schedule)
@@ -225,7 +226,7 @@ class Trainer:
     def loss(self, batch: Batch) -> Loss:
         """Return the task's training loss with the router losses. A collective if there are any."""
         loss = as_loss(self.task.loss(self.model, batch), "loss")
-        share = None if self.penalty is None else self.penalty()
+        share = None if self.penalty is None else self.penalty.share()
         if share is None:
             return loss
         return replace(loss, penalty=share if loss.penalty is None else loss.penalty + share)

@@ -144,7 +144,7 @@ def share_and_gradient(score: str) -> tuple[Tensor, Tensor]:
     rank, world = collectives.rank(), collectives.world_size()
     layer = make_layer(DIM, 4, EXPERTS, TOP_K, router=RouterOptions(router_score=score))
     layer(X[slice(*FIRST[world][rank : rank + 2])])
-    share = RouterPenalty(layer, **WEIGHTS)()
+    share = RouterPenalty(layer, **WEIGHTS).share()
     share.backward()
     return share.detach(), layer.router.weight.grad
 

@@ -52,7 +52,7 @@ def test_loss_sums_cross_entropy_over_marked_targets():
     marked = torch.where(learned, tokens, ~tokens).int()
     logits, targets = model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
     expected = nn.functional.cross_entropy(logits, targets, reduction="none")
-    task = LanguageModeling(penalty=lambda: torch.tensor(7.0))
+    task = LanguageModeling(penalty=SimpleNamespace(share=lambda: torch.tensor(7.0)))
     for batch, counts in [(tokens.to(torch.uint8), torch.ones(4, 9, dtype=torch.bool)), (marked, learned)]:
         loss = task.loss(model, {"tokens": batch})
         assert loss.count == task.count({"tokens": batch}) == int(counts[:, 1:].sum())

@@ -97,7 +97,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--search", type=count, metavar="TRIALS", help="number of cells that Optuna chooses, instead of the full grid"
     )
-    parser.add_argument("--minimise", action="store_true", help="a lower --metric is better, as it is for losses and error rates")
+    parser.add_argument(
+        "--minimise", action="store_true", help="a lower --metric is better, as it is for losses and error rates"
+    )
     parser.add_argument("--collect", action="store_true", help="only write the tables of finished runs")
     parser.add_argument("recipe", type=Path, help="a script with presets")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="a preset and flags for every run")

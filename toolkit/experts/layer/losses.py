@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import moe_layers
 from toolkit.experts.layer.router import Routing
-from toolkit.experts.parallel.collectives import sum_over_ranks
+from toolkit.experts.parallel.collectives import sum_over_ranks, world_size
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -96,7 +96,7 @@ class RouterPenalty:
     another model:
 
         penalty = RouterPenalty(watch_routers(model), balance_weight=0.01)    # of transformers, before it is wrapped
-        loss = model(**batch).loss + accelerator.num_processes * penalty()
+        loss = model(**batch).loss + penalty()
 
     The balance loss covers the tokens of all ranks (and of the full step, with `WholeStepBalance`), so it does not
     depend on the world size.
@@ -119,10 +119,16 @@ class RouterPenalty:
         """By the layer's number, the probabilities that the last backward went through, whose graph is freed."""
 
     def __call__(self) -> Float[Tensor, ""] | None:
+        """Return what to add to this rank's loss if gradients are averaged over ranks, as by DDP and FSDP2: `share`
+        times the world size. A collective."""
+        share = self.share()
+        return None if share is None else world_size() * share
+
+    def share(self) -> Float[Tensor, ""] | None:
         """Return this rank's share, a scalar, or None if there is nothing to add. A collective.
 
-        The shares of the ranks add up to the penalty, so multiply it by the world size if gradients are averaged over
-        ranks. Raises UserError if the model's own loss in the last forward pass had a balance loss.
+        The shares of the ranks add up to the penalty. Raises UserError if the model's own loss in the last forward pass
+        had a balance loss.
         """
         if not self.layers or (self.balance_weight == 0 and self.z_weight == 0):
             return None

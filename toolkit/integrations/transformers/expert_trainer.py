@@ -164,14 +164,13 @@ def expert_trainer(
             penalty = self._scaled(self.penalty(), num_items_in_batch)
             return (loss[0] + penalty, loss[1]) if return_outputs else loss + penalty
 
-        def _scaled(self, share: Any, num_items_in_batch: Any) -> Any:
-            """Scale this rank's share as Trainer's losses are: averaged over ranks, summed over micro-batches."""
+        def _scaled(self, penalty: Any, num_items_in_batch: Any) -> Any:
+            """Scale a penalty as Trainer's losses are summed over micro-batches."""
             is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
             if is_scaled is None:
                 counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
                 is_scaled = counted or self.compute_loss_func is not None
-            share = share * self.accelerator.num_processes
-            return share / self.current_gradient_accumulation_steps if is_scaled else share
+            return penalty / self.current_gradient_accumulation_steps if is_scaled else penalty
 
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             if "loss" in logs:

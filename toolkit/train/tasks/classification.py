@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from toolkit.train.task import Loss
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Integer
 
+    from toolkit.experts.layer.losses import RouterPenalty
+
 IGNORED = -100
 """A label that torch's cross-entropy leaves out."""
 
@@ -24,7 +26,7 @@ class Classification:
     """Cross-entropy in nats and accuracy, as means over the labels other than `IGNORED`.
 
     Args:
-        penalty: Called after each training forward pass; returns a term to add, such as `RouterPenalty`.
+        penalty: Router losses to add.
         label_smoothing: Of the training loss.
         inputs: The columns of a batch that the model gets.
     """
@@ -32,7 +34,7 @@ class Classification:
     def __init__(
         self,
         *,
-        penalty: Callable[[], Tensor | None] | None = None,
+        penalty: RouterPenalty | None = None,
         label_smoothing: float = 0.0,
         inputs: Sequence[str] = ("input",),
     ):
@@ -53,7 +55,7 @@ class Classification:
         logits = self._logits(model, batch)
         labels = batch["label"]
         entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
-        penalty = self.penalty() if self.penalty is not None else None
+        penalty = self.penalty.share() if self.penalty is not None else None
         return Loss(entropy, counted(labels), penalty, {"accuracy": correct(logits, labels)})
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:

@@ -23,6 +23,8 @@ from toolkit.train.task import Loss
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Integer
 
+    from toolkit.experts.layer.losses import RouterPenalty
+
 LOGITS_AT_ONCE = 2**26
 """Maximum number of logits in a chunk of the loss: 256 MiB in float32."""
 HEAD_IS_LAST = re.compile(r"logits = self\.lm_head\([^()]*\)\s+loss = None")
@@ -40,10 +42,10 @@ class LanguageModeling:
 
     Args:
         bytes_per_token: Of the held-out text: on average for a tokenizer, 1 for bytes.
-        penalty: Called after each training forward pass; returns a term to add.
+        penalty: Router losses to add.
     """
 
-    def __init__(self, *, bytes_per_token: float = 1.0, penalty: Callable[[], Tensor | None] | None = None):
+    def __init__(self, *, bytes_per_token: float = 1.0, penalty: RouterPenalty | None = None):
         self.bits_per_nat = 1 / (math.log(2) * bytes_per_token)
         self.penalty = penalty
 
@@ -53,7 +55,7 @@ class LanguageModeling:
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         nats = self._nats(model, batch["tokens"])
-        penalty = self.penalty() if self.penalty is not None else None
+        penalty = self.penalty.share() if self.penalty is not None else None
         return Loss(nats, targets_of(batch), penalty)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
