@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "extensions")]
 
 # The table of contents: captions, and below each its pages in the order in which they are read.
 CONTENTS = {
-    "Get started": [f"docs/start/{name}" for name in ("install", "quickstart", "which_way")],
+    "Get started": [f"docs/start/{name}" for name in ("install", "quickstart", "which_way", "research")],
     "Guides": [
         "docs/train/accelerate",
         "docs/experts/transformers",

@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--machine", type=regular_file, help="JSON file with the rates of a machine")
     parser.add_argument("--out", type=Path, help="folder for report.md, report.json and imbalance.png")
     args = parser.parse_args(argv)
+    sys.path.append("")  # modules of planners in the current folder
     for name in args.planner:
         find_planner(name)
     rules = Rules(
