@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -55,6 +56,26 @@ def test_set_data_of_other_shape_has_gradients_while_an_earlier_graph_is_kept():
     compat.set_data_of_other_shape(weight, weight.data[:2])
     (2 * weight).sum().backward()
     assert (weight.grad.tolist(), calls, earlier.item()) == ([2, 2], [2], 4)
+
+
+def copy_of_shards() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2))
+    model.register_forward_hook(lambda *_: None)
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    before, x = model(torch.ones(1, 2)), torch.ones(1, 2)
+    copied = compat.copy_without_fsdp(model)
+    hooks = [hooks for m in copied.modules() for name, hooks in vars(m).items() if name.endswith("_hooks")]
+    assert sum(len(each) for each in hooks) == 1, "FSDP2's hooks would shard the copy"
+    assert [type(module) for module in copied.modules()] == [nn.Sequential, nn.Linear, nn.Linear, nn.LayerNorm]
+    assert torch.equal(copied(x), before)
+    assert isinstance(model, FSDPModule)
+    model(x).sum().backward()
+
+
+def test_copy_without_fsdp_has_the_own_classes_and_hooks():
+    run_distributed(copy_of_shards, 2)
 
 
 def test_version_of_increases_with_changes_in_place():

@@ -226,6 +226,7 @@ SINGLE = [
         scheduler=True,
         evaluation=True,
     ),
+    Case("Qwen3-MoE", "expert_trainer", "EP 2 x shards 2 x replicas 2", accumulation=2, evaluation=True, resume=True),
     Case("shared expert", "Trainer", "EP 4 x shards 2", accumulation=2, penalty=True, resume=True),
     Case(
         "own experts",

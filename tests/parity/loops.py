@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -197,11 +197,18 @@ class OwnLoop(ABC):
                 self.model.eval()
                 with torch.no_grad():
                     test = self.evaluate()
+                    self.evaluate_full_copy(test)
                 self.outcome.evaluations.append(sum_over_ranks(test).item() / targets(TEST))
         use_weights_for("eval", self.optimizer)
         self.outcome.moved += self.count_moves()
         self.outcome.finish(self.raw, self.raw_optimizer)
         return self.outcome
+
+    def evaluate_full_copy(self, expected: Tensor) -> None:
+        """Assert that a copy with all experts gives the loss `expected` over all ranks, computed on each rank."""
+        copied = experts.full_copy(self.model)
+        found = summed_loss(copied(input_ids=TEST.to(self.device))["logits"], TEST.to(self.device))
+        torch.testing.assert_close(found, sum_over_ranks(expected), rtol=1e-10, atol=0)
 
     def evaluate(self) -> Tensor:
         """Return the summed loss of this rank's test samples, an equal number on each rank."""
@@ -415,10 +422,12 @@ def train_by_expert_trainer(case: Case, folder: Path) -> Outcome:
     logging.disable_progress_bar()
     layout, outcome = case.ranks, Outcome()
     _, world = rank_and_world()
+    sets = layout.fsdp_size and ParallelismConfig(world // layout.fsdp_size, layout.fsdp_size)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "transformers"),
         use_cpu=True,
         **({"fsdp": True, "fsdp_config": {"version": 2}} if layout.dense == "fsdp2" else {}),
+        parallelism_config=sets,
         max_steps=STEPS,
         per_device_train_batch_size=BATCH // world // case.accumulation,
         gradient_accumulation_steps=case.accumulation,

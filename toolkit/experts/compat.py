@@ -16,6 +16,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
@@ -32,6 +34,28 @@ def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
 def norm_of_each(tensors: list[Tensor]) -> Tensor:
     """(len(tensors)): the 2-norm of each, in few kernels on a GPU. All are on one device."""
     return torch.stack(torch._foreach_norm(list(tensors)))
+
+
+@torch.no_grad()
+def copy_without_fsdp(model: nn.Module) -> Any:
+    """Copy `model` with whole parameters, without FSDP2's classes and hooks, which have no copies. A collective."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.reshard()
+    memo: dict[int, Any] = {
+        **{id(p): nn.Parameter(p.full_tensor().clone()) for p in model.parameters() if isinstance(p, DTensor)},
+        **{id(module): object.__new__(type(module).__bases__[1]) for module in sharded},
+        **{id(state): state for state in (module._get_fsdp_state() for module in sharded)},
+    }
+    for module in sharded:
+        memo[id(module)].__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    copied = copy.deepcopy(model, memo)
+    for one, other in zip(model.modules(), copied.modules(), strict=True):
+        for name in [name for name in vars(one) if name.endswith("_hooks")]:
+            for key, hook in getattr(one, name).items():
+                if hook.__module__.startswith("torch.distributed.fsdp"):
+                    del getattr(other, name)[key]
+    return copied
 
 
 def new_iterator(loader: DataLoader[Any]) -> Iterator[Any]:

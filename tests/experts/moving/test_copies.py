@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
@@ -15,8 +16,7 @@ from benchmarks.support.processes import run_distributed
 from tests.parity.models import RoutedExperts
 from toolkit import experts
 from toolkit.errors import UserError
-from toolkit.experts.parallel import collectives
-from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.parallel.ownership import local_rows, ownership_of
 
 EXPERTS, DIM, DECAY = 4, 6, 0.9
 X = torch.randn(8, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -32,24 +32,27 @@ def build(kind: str, groups: experts.ExpertGroups | None = None) -> nn.Sequentia
 def change(model: nn.Module, by: float) -> None:
     """Add `by` to each parameter, and the id times `by` to each expert's row."""
     for parameter in model.parameters():
-        ownership = ownership_of(parameter)
+        ownership, here = ownership_of(parameter), local_rows(parameter)
         rows = range(EXPERTS) if ownership is None else ownership.row_ids
-        ids = torch.tensor(rows if parameter.ndim == 3 else [0]).to(parameter)
-        parameter += by * (1 + ids.view(-1, *[1] * (parameter.ndim - 1)))
+        ids = torch.tensor(rows if parameter.ndim == 3 else [0]).to(here)
+        here += by * (1 + ids.view(-1, *[1] * (parameter.ndim - 1)))
 
 
 def averaged(kind: str, made: str, world: int, folder: Path) -> Tensor:
     """Return the output of an average of sharded experts that migrate before each update."""
-    orders = [(2, 0, 3, 1), (1, 3, 0, 2)]
-    placements = [experts.ExpertPlacement(tuple(order[rank::world] for rank in range(world))) for order in orders]
+    orders, shards = [(2, 0, 3, 1), (1, 3, 0, 2)], experts.ExpertShards() if made == "FSDP2" and world > 1 else None
+    ep_size = world if shards is None else world // 2
+    placements = [experts.ExpertPlacement(tuple(order[rank::ep_size] for rank in range(ep_size))) for order in orders]
     with in_float64():
-        groups = experts.make_expert_groups(collectives.world_size())
+        groups = experts.make_expert_groups(ep_size)
         model = build(kind, groups)
         full = copy.deepcopy(model) if made == "before" else None
         if kind == "foreign":
-            experts.shard_experts(model, groups)
+            experts.shard_experts(model, groups, shards=shards)
+        if shards is not None:
+            fully_shard(model, ignored_params=set(model[1].experts.parameters()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        average = full or (experts.full_copy(model) if made == "full_copy" else copy.deepcopy(model))
+        average = full or (copy.deepcopy(model) if made == "deepcopy" else experts.full_copy(model))
         average.requires_grad_(False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -66,7 +69,13 @@ def averaged(kind: str, made: str, world: int, folder: Path) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "made"),
-    [("foreign", "before"), ("foreign", "full_copy"), ("make_moe", "full_copy"), ("make_moe", "deepcopy")],
+    [
+        ("foreign", "before"),
+        ("foreign", "full_copy"),
+        ("foreign", "FSDP2"),
+        ("make_moe", "full_copy"),
+        ("make_moe", "deepcopy"),
+    ],
 )
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ema_update_after_migrations_and_load_equals_the_formula(kind: str, made: str, world: int, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +11,25 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from benchmarks.support.accelerators import make_accelerator
+from benchmarks.support.families import tiny_config
 from benchmarks.support.processes import run_distributed
 from tests.parity.models import RoutedExperts
 from tests.support.equality import replicas_agree
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.parallel.ownership import local_rows
+from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.parallel.ownership import is_shard, local_rows
 from toolkit.experts.parallel.replica_check import ReplicaCheck
+from toolkit.experts.sharding.fsdp import ExpertShards
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.accelerate.prepare import prepare
+from toolkit.integrations.transformers import causal_lm, experts_in_files
 
 
 class Blocks(nn.Module):
@@ -102,6 +111,41 @@ def bytes_of_experts(ep_size: int) -> tuple[int, int]:
 def test_experts_gradients_and_states_are_sharded_over_all_ranks_where_possible(world: int, ep_size: int):
     for expected, here in run_distributed(bytes_of_experts, world, ep_size):
         assert here == 4 * expected
+
+
+class LiveBytes(TorchDispatchMode):
+    """The peak of the bytes of all tensors that operations returned and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._tensors = 0, WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in (local_rows(each) for each in tree_leaves(found) if isinstance(each, Tensor)):
+            self._tensors[tensor] = None
+        storages = [tensor.untyped_storage() for tensor in list(self._tensors) if not tensor.is_meta]
+        self.peak = max(self.peak, sum({each.data_ptr(): each.nbytes() for each in storages}.values()))
+        return found
+
+
+def bytes_while_loading(folder: Path) -> tuple[int, int, int]:
+    """Return the peak while experts are read from files and sharded, and the bytes of all shards and of a layer."""
+    with experts_in_files():
+        model = causal_lm(folder)
+    with LiveBytes() as live:
+        stacks = shard_experts(model, make_expert_groups(2), shards=ExpertShards())
+    layers = [list(stack.parameters.values()) for stack in stacks.values()]
+    assert all(is_shard(parameter) for layer in layers for parameter in layer)
+    here = sum(local_rows(parameter).nbytes for layer in layers for parameter in layer)
+    return live.peak, here, sum(parameter.nbytes for parameter in layers[0])
+
+
+def test_rank_holds_its_shards_and_one_layer_while_loading(tmp_path: Path):
+    causal_lm(tiny_config("qwen3_moe", num_hidden_layers=8)).save_pretrained(tmp_path)
+    for peak, here, layer in run_distributed(bytes_while_loading, 4, tmp_path):
+        assert here == 4 * layer
+        assert here < peak < here + 2 * layer
 
 
 def train_hsdp() -> bool:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from benchmarks.support.accelerators import make_accelerator
 from benchmarks.support.families import tokens
 from benchmarks.support.precision import in_float64
 from benchmarks.support.processes import run_distributed
@@ -27,6 +27,7 @@ from tests.parity.outcome import Rows, gathered, rows_by_id
 from tests.support.equality import assert_equal_rows
 from toolkit.dynamic.dynamic_layer import make_dynamic_moe
 from toolkit.experts.layer.moe_layer import make_moe
+from toolkit.experts.moving.copies import full_copy
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
@@ -110,17 +111,21 @@ def test_layer_copied_after_a_training_forward_pass_is_independent(make: Any, du
     assert torch.equal(copied(x), y)
 
 
-def copy_with_adapters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def copy_with_adapters(duplicate: Any, dense: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights of a copy whose original is zeroed, and the weights that it saves."""
     from peft import PeftModel
 
     with in_float64():
         model = adapted("mixtral")
         optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
-        ExpertParallel(Accelerator(cpu=True), placement=placement_of("shuffled")).prepare(model, optimizer)
-        copied = copy.deepcopy(model)
+        accelerator = make_accelerator(dense, cpu=True)
+        experts = ExpertParallel(accelerator, ep_size=2, placement=placement_of("shuffled"))
+        experts.prepare(model, optimizer)
         ids = tokens(0, 4)
+        expected = model(input_ids=ids).logits
+        copied = duplicate(model)
         before = copied(input_ids=ids).logits
+        torch.testing.assert_close(before, expected, rtol=1e-10, atol=1e-12)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -130,6 +135,14 @@ def copy_with_adapters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tenso
         return rows(copied), rows(PeftModel.from_pretrained(base("mixtral"), folder))
 
 
-def test_copy_has_the_adapters_of_experts(tmp_path: Path) -> None:
-    (first, saved), (second, _) = run_distributed(copy_with_adapters, 2, tmp_path)
-    assert_equal_rows(first | second, saved, 0.0)
+@pytest.mark.parametrize(
+    ("world", "duplicate", "dense"),
+    [(2, copy.deepcopy, "ddp"), (2, full_copy, "ddp"), (4, full_copy, "fsdp2")],
+)
+def test_copy_after_a_forward_pass_has_the_adapters_of_experts(
+    world: int, duplicate: Any, dense: str, tmp_path: Path
+) -> None:
+    (first, saved), *others = run_distributed(copy_with_adapters, world, duplicate, dense, tmp_path)
+    for other, _ in others:
+        first |= other
+    assert_equal_rows(first, saved, 0.0)

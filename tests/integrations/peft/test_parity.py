@@ -141,16 +141,19 @@ def test_adapters_equal_unmodified_peft_on_one_process(case: Case, runs: dict[Ca
 FAMILIES = ("mixtral", "gpt_oss")
 
 
-def train_in(folder: Path, family: str, dtype: torch.dtype, shards: bool) -> dict[str, Any]:
-    """Return losses, adapter gradients of the first step, and parameter types, with sharded experts or without."""
+def train_in(folder: Path, family: str, dtype: torch.dtype, dense: str | None) -> dict[str, Any]:
+    """Return losses, adapter gradients of the first step, and parameter types. `dense` None does not shard experts."""
     base = model_of(family).to(torch.bfloat16).to(dtype)  # both dtypes have the same values
     model = inner = add_adapters(base, r=8, lora_alpha=16, init_lora_weights=False)
-    accelerator, optimizer, grads = make_accelerator(cpu=True), adamw(model, 1e-3), []
-    optimizer.register_step_pre_hook(lambda *_: grads.append(rows(inner, grads=True)))
-    if shards:
-        model, optimizer = ExpertParallel(accelerator).prepare(model, optimizer)
+    precision = "bf16" if dense == "fsdp2" else "no"
+    accelerator: Any = make_accelerator(dense or "ddp", cpu=True, mixed_precision=precision)
+    optimizer, grads = adamw(model, 1e-3), []
+    if dense:
+        model, optimizer = ExpertParallel(accelerator, ep_size=2).prepare(model, optimizer)
+    hooked = getattr(optimizer, "optimizer", optimizer)
+    hooked.register_step_pre_hook(lambda *_: grads.append(rows(inner, grads=True)))
     losses = [train_step(accelerator, model, optimizer, step) for step in range(STEPS)]
-    if shards:
+    if dense:
         save_pretrained(model, folder / family)
     dtypes: dict[bool, set[torch.dtype]] = {False: set(), True: set()}
     for name, parameter in inner.named_parameters():
@@ -159,8 +162,8 @@ def train_in(folder: Path, family: str, dtype: torch.dtype, shards: bool) -> dic
     return {"losses": losses, "grads": expert_grads, "base": dtypes[False], "adapters": dtypes[True]}
 
 
-def train_families(folder: Path, dtypes: list[torch.dtype], shards: bool) -> list[list[dict[str, Any]]]:
-    return [[train_in(folder, family, dtype, shards) for dtype in dtypes] for family in FAMILIES]
+def train_families(folder: Path, dtypes: list[torch.dtype], dense: str | None) -> list[list[dict[str, Any]]]:
+    return [[train_in(folder, family, dtype, dense) for dtype in dtypes] for family in FAMILIES]
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -170,9 +173,10 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return (squares / sum(float(value.float().square().sum()) for value in expected.values())) ** 0.5
 
 
-def test_sharded_bfloat16_base_equals_one_process_within_rounding(tmp_path: Path):
-    (singles,) = run_distributed(train_families, 1, tmp_path, [torch.bfloat16, torch.float32], False)
-    sharded = run_distributed(train_families, 2, tmp_path, [torch.bfloat16], True)
+@pytest.mark.parametrize(("world", "dense"), [(2, "ddp"), (4, "fsdp2")])
+def test_sharded_bfloat16_base_equals_one_process_within_rounding(world: int, dense: str, tmp_path: Path):
+    (singles,) = run_distributed(train_families, 1, tmp_path, [torch.bfloat16, torch.float32], None)
+    sharded = run_distributed(train_families, world, tmp_path, [torch.bfloat16], dense)
     for family, (single, in_float32), *ranks in zip(FAMILIES, singles, *sharded, strict=True):
         rounding = distance(single["grads"], in_float32["grads"])
         assert 0 < rounding < 0.2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TypeVar
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
-from toolkit.experts.compat import without_compile_prefix
+from toolkit.experts.compat import copy_without_fsdp, without_compile_prefix
 from toolkit.experts.layer.dispatcher import make_dispatcher
 from toolkit.experts.layer.routing_log import RoutingLog
 from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
@@ -27,7 +26,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def full_copy(model: Model) -> Model:
     """Copy a model with the experts of all ranks, such as a teacher or an EMA. A collective.
 
-    The copy is frozen, computes without communication, and needs the memory of the whole model on each rank.
+    The copy is frozen, computes without communication, and needs the memory of the whole model on each rank. Its
+    parameters have the precision of the optimizer's: under mixed precision of FSDP2, call it in
+    `accelerator.autocast()`.
 
     Args:
         model: As prepared, or the model within.
@@ -35,18 +36,13 @@ def full_copy(model: Model) -> Model:
     Returns:
         The copy of the model within.
 
-    Raises:
-        UserError: FSDP2 shards the model.
-
     Example:
         >>> teacher = experts.full_copy(model).eval()
         >>> optimizer.step()
         >>> experts.ema_update(teacher, model, decay=0.99)
     """
     original = _inner(model)
-    if any(isinstance(parameter, DTensor) for parameter in original.parameters()):
-        raise UserError("model: FSDP2 does not support copies. Copy the model before prepare, and call ema_update.")
-    copied = copy.deepcopy(original).requires_grad_(False)
+    copied: Model = copy_without_fsdp(original).requires_grad_(False)
     for name, stack in expert_stacks(copied).items():
         for key, parameter in stack.parameters.items():
             parameter.data = _all_rows(stack, key)
@@ -125,5 +121,4 @@ def _all_rows(stack: ExpertStack, name: str) -> Tensor:
         gathered = rows.new_empty(placement.ranks * placement.stride, *rows.shape[1:])
         dist.all_gather_into_tensor(gathered, rows, group=stack.groups.ep_group)
         rows = gathered
-    slots = torch.tensor(placement.owner_slots, device=rows.device)
-    return rows.index_select(0, slots).to(parameter.device)
+    return rows[list(placement.owner_slots)].to(parameter.device)

@@ -95,9 +95,11 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT asks for this name
         if self.disable_adapters or self.merged:
             return self.base_layer(x, *args, **kwargs)
         experts = self.get_base_layer()
-        used = [self._factors(name) for name in self.active_adapters if name in self.lora_A]
-        of_others = experts.low_rank
-        experts.low_rank = {**of_others, self.parameter_name: used}
+        of_others = dict(experts.low_rank)  # not a mapping proxy, which has no copies
+        experts.low_rank = {
+            **of_others,
+            self.parameter_name: [self._factors(name) for name in self.active_adapters if name in self.lora_A],
+        }
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:
