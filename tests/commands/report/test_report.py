@@ -102,10 +102,8 @@ def test_report_plots_have_a_curve_per_run(report: Page):
 
 
 def test_report_embeds_plots_of_finished_and_unfinished_runs(report: Page, tmp_path: Path):
-    assert [image["alt"] for image in report.loaded] == ["expert_load"] * 3 + [
-        *("expert_load", "expert_placement", "expert_moves"),
-        "expert_load",
-    ]
+    moved = ["expert_load", "expert_placement", "expert_moves"]
+    assert [image["alt"] for image in report.loaded] == [*["expert_load"] * 3, *moved, "expert_load"]
     folder = write_run(tmp_path / "drawn")
     Image.new("RGB", (2, 2)).save(folder / "confusion.png")
     (folder / "secret.png").symlink_to(folder / "results.json")
@@ -116,9 +114,7 @@ def test_report_embeds_plots_of_finished_and_unfinished_runs(report: Page, tmp_p
 def test_report_names_plots_that_cannot_be_drawn(tmp_path: Path):
     folder = write_run(tmp_path / "odd")
     (folder / "metrics.jsonl").write_text('{"step": 1, "moe/load/block": 3}\n')
-    page = page_of(tmp_path, [folder])
-    assert page.loaded == []
-    assert "no plots (" in page.data
+    assert "no plots (" in page_of(tmp_path, [folder]).data
 
 
 def test_runs_that_differ_in_settings_without_effect_share_a_row(tmp_path: Path):
@@ -155,8 +151,7 @@ def test_long_curves_are_decimated_with_extremes_and_gaps(tmp_path: Path):
 
     folder = write_run(tmp_path / "long", steps=5_000)
     (curve,) = curves_by_metric(read_runs([folder]))["train/loss"]
-    assert curve.decimated_from == 2_500
-    assert "curves have at most" in page_of(tmp_path, [folder]).html
+    assert len(curve.steps) <= 1_000
 
 
 def test_dynamic_experts_keep_their_uid_in_plots_of_unfinished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -310,18 +305,18 @@ def scaled(tmp_path: Path) -> list[Path]:
 
 def test_runs_are_compared_with_the_smallest_world_size(scaled: list[Path]):
     (rows,) = process_rows(read_runs(scaled))
-    assert [(row.processes, list(row.runs)) for row in rows] == [
+    assert [(row["processes"], list(row["runs"])) for row in rows] == [
         (1, ["one", "one-b"]),
         (4, ["four", "four-b"]),
         (4, ["pairs"]),
     ]
-    assert [row.samples_per_second for row in rows] == [100.0, 300.0, 200.0]
-    assert [row.speed_up for row in rows] == [1.0, 3.0, 2.0]
-    assert [row.efficiency for row in rows] == [1.0, 0.75, 0.5]
-    losses = [row.train_loss_difference for row in rows]
+    assert [row["samples_per_second"] for row in rows] == [100.0, 300.0, 200.0]
+    assert [row["speed_up"] for row in rows] == [1.0, 3.0, 2.0]
+    assert [row["efficiency"] for row in rows] == [1.0, 0.75, 0.5]
+    losses = [row["train_loss_difference"] for row in rows]
     assert losses == pytest.approx([0.0, 3e-6, 0.0], rel=1e-6), "per seed"
-    assert [row.test_loss_difference for row in rows] == pytest.approx([0.0, 3e-6, 0.0], rel=1e-6)
-    assert [row.settings["ep_size"] for row in rows] == [None, None, 2]
+    assert [row["test_loss_difference"] for row in rows] == pytest.approx([0.0, 3e-6, 0.0], rel=1e-6)
+    assert [row["settings"]["ep_size"] for row in rows] == [None, None, 2]
 
 
 def test_compare_prints_the_process_table(scaled: list[Path], capsys: pytest.CaptureFixture[str]):

@@ -161,7 +161,10 @@ def _curves(curves: Mapping[str, Sequence[Curve]], runs: Sequence[RunRecord], st
     legend.add_layout(
         Legend(items=items, click_policy="hide", orientation="horizontal", ncols=LEGEND_COLUMNS, location="top_left")
     )
-    words = f"Drag to zoom into all curves at once; click on a run to hide it. {_how_decimated(curves)}"
+    words = (
+        "Drag to zoom into all curves at once; click on a run to hide it. Long curves have the least and the greatest "
+        "value of even parts; metrics.jsonl has all points."
+    )
     grid = gridplot(plots, ncols=COLUMNS, sizing_mode="stretch_width", toolbar_location=None)
     return column(_text(f"<p>{words}</p>"), legend, grid, sizing_mode="stretch_width")
 
@@ -193,17 +196,6 @@ def _plot(
             lines[curve.run].append(plot.scatter(curve.steps, curve.values, size=5, color=style["line_color"]))
     plot.add_tools(HoverTool(renderers=hovered, line_policy="nearest", tooltips=f"{value}<br>step @x{{0,0}}"))
     return plot
-
-
-def _how_decimated(curves: Mapping[str, Sequence[Curve]]) -> str:
-    cut = [curve for found in curves.values() for curve in found if curve.decimated_from]
-    if not cut:
-        return "Curves have all points of metrics.jsonl."
-    most = max(curve.decimated_from or 0 for curve in cut)
-    return (
-        f"{len(cut)} curves have at most {max(len(curve.steps) for curve in cut):,} of up to {most:,} points: "
-        "the least and the greatest value of even parts. metrics.jsonl has all."
-    )
 
 
 def _plots(runs: Sequence[RunRecord]) -> str:
