@@ -15,7 +15,6 @@ from toolkit.dynamic.records import Epoch, LayerState, read_lifecycle
 from toolkit.run.folder import write_text
 from toolkit.run.pictures.plots import (
     EVAL,
-    INK,
     TRAIN,
     VALIDATION,
     Experts,
@@ -42,8 +41,6 @@ MOST_LAYERS = 4
 """Layers in a plot; of a deeper model evenly spaced ones are shown."""
 MOST_TIMES = 3
 """Epochs in the plot of the placement."""
-MOST_LABELS = 14
-"""Numbers are written into up to so many bars, or rows and columns."""
 EVENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "sleep": ("sleep", {"color": "#a463f2", "lw": 5, "ls": "-", "alpha": 0.25}),
     "grow": ("split", {"color": VALIDATION}),
@@ -104,9 +101,7 @@ def _draw_training(figure: Figure, *, lines: Sequence[Mapping[str, Any]], epochs
             mark_steps(axes, sorted(steps), label, **style)
         axes.legend(loc="best")
     axes = times.subplots()
-    bars = axes.bar([epoch.number for epoch in epochs], [epoch.seconds for epoch in epochs], color=TRAIN)
-    if len(epochs) <= MOST_LABELS:
-        axes.bar_label(bars, fmt="{:.3g}", fontsize=8, color=INK, padding=2)
+    axes.bar([epoch.number for epoch in epochs], [epoch.seconds for epoch in epochs], color=TRAIN)
     axes.set_title("Epoch time, s (without evaluation)")
     step_axis(axes, "epoch")
 
@@ -134,13 +129,6 @@ def _draw_classes(axes: Axes, state: LayerState) -> None:
     # The scale reaches at least four times the mean, so that small differences look small.
     peak = max(*map(max, grid), min(100, 400 / len(grid[0])))
     image = axes.imshow(grid, cmap="Blues", aspect="auto", vmin=0, vmax=peak)
-    if max(len(grid), len(grid[0])) <= MOST_LABELS:
-        for row, values in enumerate(grid):
-            for column, value in enumerate(values):
-                ink = "white" if value > 0.6 * peak else INK
-                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color=ink)
-    if len(grid[0]) <= 2 * MOST_LABELS:
-        axes.set_xticks(range(len(grid[0])))
     axes.set_yticks(range(len(seen)), [f"{uid} ({100 * state.nodes[uid]['share']:.0f} %)" for uid in seen])
     axes.set_ylabel("expert (share of load)")
     axes.set_xlabel("class")
