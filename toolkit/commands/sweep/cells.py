@@ -102,7 +102,8 @@ class CellRunner:
 
         Returns its exit code, and its seconds, None if it was not started. Raises Timeout if another job runs it.
         """
-        with FileLock(self.folder / f"{cell.digest}.lock", timeout=0), self._log_of(cell).open("ab") as log:
+        lock = FileLock(self.folder / f"{cell.digest}.lock", timeout=0)
+        with lock, (self.folder / f"{cell.digest}.log").open("ab") as log:
             if self.results(cell) is not None:
                 return EXIT_DONE, None
             if received:
@@ -127,9 +128,6 @@ class CellRunner:
                     sent += 1
             return process.returncode, time.monotonic() - began
 
-    def _log_of(self, cell: Cell) -> Path:
-        return self.folder / f"{cell.digest}.log"
-
     def _end(self, cell: Cell, code: int, outcome: Outcome) -> None:
         if code == EXIT_DONE:
             outcome.done.append(cell)
@@ -137,7 +135,7 @@ class CellRunner:
             outcome.stopped = True
         else:
             outcome.failed.append(cell)
-            path = self._log_of(cell)
+            path = self.folder / f"{cell.digest}.log"
             self.log(f"failed: {cell} ({last_line(path).rstrip('.')}; all of it is in {path})")
 
     def _progress(self, cell: Cell, done: int, total: int, left: int, seconds: Sequence[float]) -> str:
