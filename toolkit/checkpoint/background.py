@@ -54,7 +54,7 @@ class BackgroundSave:
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = new_group(backend="gloo")
         self.buffers.wait_for_device()
-        self._saved = saved = Future()
+        self._saved = saved = Future[Path | None]()
 
         def run() -> None:
             try:

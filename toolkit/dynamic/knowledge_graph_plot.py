@@ -79,7 +79,7 @@ def _draw_layer(axes: Axes, states: Mapping[int, LayerState], colours: Sequence[
             _connect(axes, step, rows, edge, lw=1.6, arrowstyle="-|>")
     for step, state in states.items():
         active = set(state.active)
-        for kind in EDGES.keys() - LINEAGE:
+        for kind in (kind for kind in EDGES if kind not in LINEAGE):
             edges = [e for e in state.edges if e["kind"] == kind and {e["source"], e["target"]} <= active]
             for edge in sorted(edges, key=lambda edge: -edge["weight"])[: STRONGEST * len(active)]:
                 _connect(axes, step, rows, edge, lw=0.6 + 4 * edge["weight"], arrowstyle="-", alpha=0.55)
@@ -88,8 +88,9 @@ def _draw_layer(axes: Axes, states: Mapping[int, LayerState], colours: Sequence[
             top = next(iter(node["top_classes"]), -1)
             # A class is at least twice as frequent as with equal frequencies.
             prevalent = top >= 0 and node["classes"][top] >= 2 / len(node["classes"])
-            look = {"color": colours[top] if prevalent else PLAIN, "ms": 4 + 26 * math.sqrt(node["share"])}
-            axes.plot(step, rows[uid], marker="o", mec="white", zorder=5, **look)
+            colour = colours[top] if prevalent else PLAIN
+            diameter = 4 + 26 * math.sqrt(node["share"])
+            axes.plot(step, rows[uid], marker="o", mec="white", zorder=5, color=colour, ms=diameter)
     axes.set_yticks([*rows.values()], [f"expert {uid}" for uid in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     step_axis(axes)

@@ -81,12 +81,23 @@ def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path
 
 def experts_by_uid(logical: Experts, states: Mapping[str, LayerState], first_move: int) -> Experts:
     """Return `logical` with the uids of dynamic experts, given the last state of each layer."""
-    loads, moved = ({n: p for n, p in of.items() if n in states} for of in (logical.loads, logical.moves))
     return Experts(
-        loads={n: [(step, states[n].by_uid(shares, step)) for step, shares in loads[n]] for n in loads},
-        placement={n: state.uids_on_ranks for n, state in states.items()},
-        before={n: states[n].rows_by_uid(rows, first_move) for n, rows in logical.before.items() if n in states},
-        moves={n: [(step, states[n].rows_by_uid(rows, step + 1)) for step, rows in moved[n]] for n in moved},
+        loads={
+            layer: [(step, states[layer].by_uid(shares, step)) for step, shares in points]
+            for layer, points in logical.loads.items()
+            if layer in states
+        },
+        placement={layer: state.uids_on_ranks for layer, state in states.items()},
+        before={
+            layer: states[layer].rows_by_uid(rows, first_move)
+            for layer, rows in logical.before.items()
+            if layer in states
+        },
+        moves={
+            layer: [(step, states[layer].rows_by_uid(rows, step + 1)) for step, rows in points]
+            for layer, points in logical.moves.items()
+            if layer in states
+        },
     )
 
 
