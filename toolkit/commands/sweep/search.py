@@ -41,7 +41,9 @@ def search(
         direction="minimize" if minimise else "maximize",
         load_if_exists=True,
     )
-    choices = {name: optuna.distributions.CategoricalDistribution(values) for name, values in axes.items()}
+    choices: dict[str, optuna.distributions.BaseDistribution] = {
+        name: optuna.distributions.CategoricalDistribution(values) for name, values in axes.items()
+    }
     grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     tried = [trial.params for trial in study.trials if trial.state.is_finished()]
 
