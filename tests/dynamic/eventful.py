@@ -52,9 +52,8 @@ def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
             "uids_of_logical": roster.uids_of_logical,
             "logical_on_ranks": [list(range(r * per_rank, (r + 1) * per_rank)) for r in range(ranks)],
         }
-        line = {"step": step, "epoch": step / STEPS_PER_EPOCH, "first_step": first_step, "world_size": ranks}
-        line |= {"seconds": 3.5 + draws.random(), "device": "cpu", "layers": {"moe": layer}}
-        lines.append(line | {"events": [asdict(event) for event in events]})
+        line = {"step": step, "epoch": step / STEPS_PER_EPOCH, "first_step": first_step, "layers": {"moe": layer}}
+        lines.append(line | {"seconds": 3.5 + draws.random(), "events": [asdict(event) for event in events]})
         first_step = step
     (folder / "lifecycle.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [

@@ -49,7 +49,7 @@ def test_split_and_merge_edges_point_to_the_remaining_expert():
     nodes = graph.graph.nodes
     assert [nodes[uid]["age"] for uid in range(3)] == [30, 50, 30]
     assert (nodes[0]["active"], nodes[0]["fate"], nodes[0]["rank"]) == (False, "merged", None)
-    assert graph.active == [1, 2]
+    assert [nodes[uid]["active"] for uid in range(3)] == [False, True, True]
 
 
 def test_measured_edges_decay_and_split_edges_stay():

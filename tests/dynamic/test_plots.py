@@ -6,14 +6,14 @@ from PIL import Image
 
 from tests.dynamic.eventful import write_lifecycle
 from toolkit.dynamic import plots
-from toolkit.dynamic.knowledge_graph_plot import positions_on_circle
+from toolkit.dynamic.knowledge_graph_plot import EDGES, draw_knowledge_graph
 from toolkit.dynamic.performance import performance_summary
 from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import read_lifecycle
 from toolkit.run.pictures.plots import spread
 
 FIGURES = ["training_metrics", "expert_activations", "expert_device_distribution"]
-GRAPHS = [f"knowledge_graph_epoch_00{epoch}" for epoch in (1, 2, 3, 4)]
+GRAPH = "knowledge_graph_epoch_004"
 
 
 def draw(folder, ranks=1, **results):
@@ -25,7 +25,7 @@ def draw(folder, ranks=1, **results):
 
 def test_draw_dynamic_run_writes_all_figures(tmp_path):
     paths = draw(tmp_path, ranks=2)
-    assert list(paths) == [*FIGURES, *GRAPHS]
+    assert list(paths) == [*FIGURES, GRAPH]
     for name, path in paths.items():
         assert path == tmp_path / f"{name}.png"
         with Image.open(path) as image:
@@ -60,12 +60,20 @@ def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
     assert [box.get_facecolor() for box in axes.patches] == [colours[text.get_text()] for text in axes.texts]
 
 
-def test_positions_on_circle_put_children_after_parents(tmp_path):
+def test_knowledge_graph_has_experts_and_relations_over_steps(tmp_path):
     write_lifecycle(tmp_path)
-    positions = positions_on_circle(read_lifecycle(tmp_path)[-1].layers["moe"])
-    # 4 was split from 1, and 6 from 4.
-    assert list(positions) == [0, 1, 4, 6, 2, 3, 5]
-    assert len(set(positions.values())) == 7
+    epochs, figure = read_lifecycle(tmp_path), Figure()
+    draw_knowledge_graph(figure, epochs, ["moe"])
+    (axes,) = figure.axes  # 4 was split from 1, and 6 from 4
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"expert {uid}" for uid in (0, 1, 4, 6, 2, 3, 5)]
+    lives = [tuple(part[:, 0]) for lines in axes.collections for part in lines.get_segments()]
+    assert lives == [(0, 400), (0, 400), (120, 400), (390, 400), (0, 400), (0, 230), (150, 310)]
+    dots = [line.get_xydata()[0].tolist() for line in axes.get_lines() if line.get_marker() == "o"]
+    steps = [epoch.step for epoch in epochs for _ in epoch.layers["moe"].active]
+    assert sorted(x for x, _ in dots) == steps
+    arrows = [(edge.xyann, edge.xy) for edge in axes.texts if edge.arrowprops["arrowstyle"] == "-|>"]
+    assert sorted(arrows) == [((120, 1), (120, 2)), ((230, 5), (230, 4)), ((390, 2), (390, 3))]
+    assert {edge.xy[0] for edge in axes.texts if edge.arrowprops["color"] == EDGES["similarity"][1]} == {*steps}
 
 
 def test_performance_summary_lists_events_and_ranks(tmp_path):
@@ -75,14 +83,9 @@ def test_performance_summary_lists_events_and_ranks(tmp_path):
     assert "4 at first, 3 added, 1 merged, 1 pruned; 5 of 8 logical experts active; 1 sleeps, 1 changes undone" in text
     assert "97.00%" in text
     assert "390  6 split from 4" in text
-    assert "rank 1: 1 experts (4)" in text
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
-def test_long_run_draws_and_logs_a_bounded_number_of_graphs(tmp_path, monkeypatch):
+def test_spread_keeps_first_and_last():
     assert spread(list(range(100)), 5) == [0, 25, 50, 74, 99]
     assert spread([1, 2], 5) == [1, 2]
-    monkeypatch.setattr(plots, "MOST_GRAPHS", 3)
-    monkeypatch.setattr(plots, "MOST_LOGGED", 2)
-    assert list(draw(tmp_path)) == [*FIGURES, GRAPHS[0], GRAPHS[3]]
-    assert [path.stem for path in sorted(tmp_path.glob("knowledge*.png"))] == [GRAPHS[0], GRAPHS[2], GRAPHS[3]]

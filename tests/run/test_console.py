@@ -37,7 +37,7 @@ def test_metrics_line_with_evaluation_fits_and_keeps_test_metrics(step, max_step
 
 
 def test_narrow_metrics_line_keeps_step_and_time_left():
-    assert metrics_line(LONG, 5, 10, 42, width=40) == "step  5/10  loss 12.0921  eta 0:42"
+    assert metrics_line(LONG, 5, 10, 42, width=40) == "step  5/10  loss 12.0921  eta 0:00:42"
 
 
 def test_summary_shows_moved_experts_and_rank_imbalance(tmp_path):
@@ -52,6 +52,14 @@ def test_summary_shows_moved_experts_and_rank_imbalance(tmp_path):
 def test_summary_shows_load_per_expert(tmp_path):
     for shares, text in (([0.38, 0.12, 0.5], "50 38 12"), ([0.0, 0.4, *[0.03] * 20], "40 to 0")):
         assert f"load per expert  {text} % in moe\n" in summarise({"expert_load": {"moe": shares}}, tmp_path)
+
+
+def test_summary_leaves_out_lines_and_parts_without_results(tmp_path):
+    results = {"test_accuracy": 0.5, "test_macro_f1": 0.25, "test_loss": [0.1, 0.2], "steps": 3, "restarts": []}
+    assert summarise(results, tmp_path).splitlines() == [
+        "test accuracy  50.00%, macro-F1 0.250",
+        f"files          {tmp_path}",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,9 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         if not findings:
             found.facts += [each for each in results if isinstance(each, str)]
     if isinstance(checkpoint, AdapterFiles):
-        found.findings = [replace(each, tensors=sorted(map(checkpoint.key, each.tensors))) for each in found.findings]
+        found.findings = [
+            replace(each, tensors=sorted(checkpoint.keys[name] for name in each.tensors)) for each in found.findings
+        ]
     return found
 
 

@@ -174,7 +174,7 @@ def _read(files: AdapterFiles, matrices: Iterable[Matrix], base: Base) -> Adapte
         pairs[matrix.layer, name][which] = matrix
         listed |= {place.tensor for place in matrix.places.values()}
     if unknown := next((name for name in files.tensors if ".experts." in name and name not in listed), None):
-        raise UserError(f"{files.key(unknown)}: is not of a known layout. Other layouts have no place for it.")
+        raise UserError(f"{files.keys[unknown]}: is not of a known layout. Other layouts have no place for it.")
     if not pairs:
         raise UserError(f"{files.folder}: has no adapters of experts. Other adapters are the same in every layout.")
     count = base.num_experts or max(len(matrix.places) for pair in pairs.values() for matrix in pair.values())

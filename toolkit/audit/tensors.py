@@ -205,8 +205,8 @@ class AdapterFiles(Checkpoint):
             raise UserError(f"{path}: {name}: {first['msg']}. {REMEDY}") from None
         self._files = _Files(folder)
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
-        self._keys: dict[str, str] = {}
-        """Name in the file of each tensor that is listed under another name."""
+        self.keys: dict[str, str] = {}
+        """Name in the file of each tensor."""
         listed = self._files.list(layouts.WEIGHTS)
         fused: dict[str, set[str]] = defaultdict(set)
         for found in filter(None, map(layouts.FUSED.fullmatch, listed)):
@@ -249,8 +249,8 @@ class AdapterFiles(Checkpoint):
         if listed is None:
             return
         if name in self.tensors:
-            self.problems.append(f"{key} and {self.key(name)} are of the same experts")
-        self.tensors[name], self._keys[name] = listed, key
+            self.problems.append(f"{key} and {self.keys[name]} are of the same experts")
+        self.tensors[name], self.keys[name] = listed, key
         if len(listed.shape) == 3 and listed.shape[0] == 1:
             self.ids[name] = {0}  # all experts share it
 
@@ -264,15 +264,11 @@ class AdapterFiles(Checkpoint):
         """Whether modules have ranks or scalings of their own."""
         return bool(self.settings.rank_pattern or self.settings.alpha_pattern)
 
-    def key(self, name: str) -> str:
-        """Return the name in the file of a listed tensor."""
-        return self._keys[name]
-
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
-        if (match := layouts.FUSED.fullmatch(self._keys[name])) is None:
-            return self._files.rows(layouts.WEIGHTS, self._keys[name], begin, end)
+        if (match := layouts.FUSED.fullmatch(self.keys[name])) is None:
+            return self._files.rows(layouts.WEIGHTS, self.keys[name], begin, end)
         if self._last[0] != name:
-            whole = self._files.rows(layouts.WEIGHTS, self._keys[name], 0, sys.maxsize)
+            whole = self._files.rows(layouts.WEIGHTS, self.keys[name], 0, sys.maxsize)
             rank = self.settings.rank(name.rpartition(".")[0])
             self._last = name, layouts.of_experts(whole, match["matrix"], rank)
         return self._last[1][begin:end]
@@ -286,7 +282,7 @@ class AdapterFiles(Checkpoint):
             scalings = {name: float(value) for name, value in record["scaling"].items()}
             differ, trained = list(record["differ"]), list(record["trained_of_base"])
             recorded = {name: torch.tensor(each, dtype=torch.float64) for name, each in record["norms"].items()}
-        names = {key: name for name, key in self._keys.items()}
+        names = {key: name for name, key in self.keys.items()}
         for parameter, then_E in recorded.items():
             name = names.get(parameter.replace(".default.", "."))
             if name is None or then_E.shape != (experts := self.tensors[name].shape[:1]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 
@@ -43,38 +45,31 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
-        self._thread: Thread | None = None
-        self._folder: Path | None = None
-        self._error: Exception | None = None
+        self._saved: Future[Path | None] | None = None
         self._group: dist.ProcessGroup | None = None
 
     def start(self, write: Write) -> None:
         """Write the checkpoint in `buffers` in a thread. A collective; call `wait` for the previous one first."""
-        assert self._thread is None
+        assert self._saved is None
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = new_group(backend="gloo")
         self.buffers.wait_for_device()
-        # A daemon, because the interpreter must not wait for a thread whose peers can be gone.
-        self._thread = Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._saved = saved = Future[Path | None]()
 
-    def _run(self, write: Write) -> None:
-        try:
-            self._folder = write(self._group)
-        except Exception as error:
-            self._error = error
+        def run() -> None:
+            try:
+                saved.set_result(write(self._group))
+            except Exception as error:
+                saved.set_exception(error)
+
+        # A daemon, because the interpreter must not wait for a thread whose peers can be gone.
+        Thread(target=run, name="checkpoint", daemon=True).start()
 
     def wait(self, seconds: float | None = None) -> Path | None:
         """Wait for the checkpoint and return its path; None if writing failed, none is in progress, or `seconds` pass.
 
         Raises errors of the thread."""
-        if self._thread is None:
+        if self._saved is None or futures.wait([self._saved], seconds).not_done:
             return None
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            return None
-        folder, error = self._folder, self._error
-        self._thread = self._folder = self._error = None
-        if error is not None:
-            raise error
-        return folder
+        saved, self._saved = self._saved, None
+        return saved.result()

@@ -151,11 +151,6 @@ class KnowledgeGraph:
 
     # --- queries ----------------------------------------------------------------------------------------------
 
-    @property
-    def active(self) -> list[int]:
-        """The uids of the active experts."""
-        return sorted(uid for uid, node in self.graph.nodes.items() if node["active"])
-
     def weight(self, kind: EdgeKind, a: int, b: int) -> float:
         """Returns the weight of the edge of `kind` between two experts, from a to b for split and merge; 0 if there is
         none."""

@@ -1,4 +1,4 @@
-"""performance_summary.txt: a run with dynamic experts as plain text: epochs, experts, lifecycle events, ranks."""
+"""performance_summary.txt: a run with dynamic experts as plain text: epochs, experts, lifecycle events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def performance_summary(folder: Path) -> str:
         "Epochs": table([_epoch(epoch, lines.get(epoch.step, {})) for epoch in epochs]),
         **{f"Experts of {layer or 'the MoE layer'}": _experts(epochs, layer) for layer in epochs[-1].layers},
         "Events": "".join(events) or "no expert was added, merged or pruned\n",
-        "Devices": _devices(epochs[-1]),
     }
     return "\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in parts.items())
 
@@ -77,15 +76,3 @@ def _event(event: Mapping[str, Any], epoch: Epoch) -> str:
     numbers = [f"{name} {value:.4g}" for name, value in event["detail"].items() if isinstance(value, (int, float))]
     why = f" ({', '.join(numbers)})" if numbers else ""
     return f"{event['step']:>9,}  {name}{describe(event, epoch.layers[layer])}{why}\n"
-
-
-def _devices(epoch: Epoch) -> str:
-    ranks = max(len(state.uids_on_ranks) for state in epoch.layers.values())
-    text = f"{epoch.world_size} process(es) on {epoch.device}, in EP groups of {ranks}\n"
-    for layer, state in epoch.layers.items():
-        name = f"{layer}, " if len(epoch.layers) > 1 else ""
-        for rank, uids in enumerate(state.uids_on_ranks):
-            share = sum(state.nodes[uid]["share"] for uid in uids)
-            held = f"{len(uids)} experts ({', '.join(map(str, uids))})"
-            text += f"{name}rank {rank}: {held}, {share:.1%} of the assignments\n"
-    return text

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.dynamic.knowledge_graph_plot import draw_knowledge_graph, positions_on_circle
+from toolkit.dynamic.knowledge_graph_plot import draw_knowledge_graph
 from toolkit.dynamic.performance import performance_summary
 from toolkit.dynamic.records import Epoch, LayerState, read_lifecycle
 from toolkit.run.folder import write_text
 from toolkit.run.pictures.plots import (
     EVAL,
-    INK,
     TRAIN,
     VALIDATION,
     Experts,
@@ -39,15 +39,8 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 4
 """Layers in a plot; of a deeper model evenly spaced ones are shown."""
-MOST_GRAPHS = 60
-"""Plots of the knowledge graph; of a longer run evenly spaced epochs are drawn."""
-MOST_LOGGED = 8
-"""Plots of the knowledge graph that go to trackers."""
 MOST_TIMES = 3
 """Epochs in the plot of the placement."""
-GRAPH = "knowledge_graph_epoch_"
-MOST_LABELS = 14
-"""Numbers are written into up to so many bars, or rows and columns."""
 EVENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "sleep": ("sleep", {"color": "#a463f2", "lw": 5, "ls": "-", "alpha": 0.25}),
     "grow": ("split", {"color": VALIDATION}),
@@ -64,35 +57,48 @@ def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path
     epochs = read_lifecycle(folder)
     last = epochs[-1].layers
     lines = list(read_metrics(folder / "metrics.jsonl"))
-    logical = Experts.of(lines, results)
-    first = results.get("first_move_step", 0)
-    moved = Experts(
-        loads={},
-        placement={},
-        before={n: last[n].rows_by_uid(rows, first) for n, rows in logical.before.items() if n in last},
-        moves={n: [(s, last[n].rows_by_uid(v, s + 1)) for s, v in logical.moves.get(n, [])] for n in last},
-    )
+    experts = experts_by_uid(Experts.of(lines, results), last, results.get("first_move_step", 0))
     layers = spread(list(last), MOST_LAYERS)
-    loads = {n: [(s, last[n].by_uid(shares, s)) for s, shares in logical.loads.get(n, [])] for n in layers}
+    loads = {layer: experts.loads.get(layer, []) for layer in layers}
     times = {
         f"After epoch {epoch.name}": {layer: epoch.layers[layer].uids_on_ranks for layer in layers}
         for epoch in spread(epochs, MOST_TIMES)
     }
     colours = palette(1 + max(uid for state in last.values() for uid in state.nodes))
-    positions = {layer: positions_on_circle(last[layer]) for layer in layers}
+    graph = f"knowledge_graph_epoch_{math.ceil(epochs[-1].number):03d}"
     drawings: dict[str, Callable[[Figure], None]] = {
         "training_metrics": partial(_draw_training, lines=lines, epochs=epochs),
         "expert_activations": partial(_draw_activations, loads=loads, states=last, colours=colours),
         "expert_device_distribution": partial(draw_placements, times=times, colours=colours),
+        graph: partial(draw_knowledge_graph, epochs=epochs, layers=layers),
     }
-    for epoch in spread(epochs, MOST_GRAPHS):
-        name = f"{GRAPH}{math.ceil(epoch.number):03d}"
-        drawings[name] = partial(draw_knowledge_graph, epoch=epoch, positions=positions)
+    moved = replace(experts, loads={}, placement={})
     pictures = draw_experts(folder, moved, lines, moves(results))
     pictures |= {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
     write_text(folder / "performance_summary.txt", performance_summary(folder))
-    logged = spread([name for name in pictures if name.startswith(GRAPH)], MOST_LOGGED)
-    return {name: path for name, path in pictures.items() if not name.startswith(GRAPH) or name in logged}
+    return pictures
+
+
+def experts_by_uid(logical: Experts, states: Mapping[str, LayerState], first_move: int) -> Experts:
+    """Return `logical` with the uids of dynamic experts, given the last state of each layer."""
+    return Experts(
+        loads={
+            layer: [(step, states[layer].by_uid(shares, step)) for step, shares in points]
+            for layer, points in logical.loads.items()
+            if layer in states
+        },
+        placement={layer: state.uids_on_ranks for layer, state in states.items()},
+        before={
+            layer: states[layer].rows_by_uid(rows, first_move)
+            for layer, rows in logical.before.items()
+            if layer in states
+        },
+        moves={
+            layer: [(step, states[layer].rows_by_uid(rows, step + 1)) for step, rows in points]
+            for layer, points in logical.moves.items()
+            if layer in states
+        },
+    )
 
 
 def _draw_training(figure: Figure, *, lines: Sequence[Mapping[str, Any]], epochs: Sequence[Epoch]) -> None:
@@ -106,9 +112,7 @@ def _draw_training(figure: Figure, *, lines: Sequence[Mapping[str, Any]], epochs
             mark_steps(axes, sorted(steps), label, **style)
         axes.legend(loc="best")
     axes = times.subplots()
-    bars = axes.bar([epoch.number for epoch in epochs], [epoch.seconds for epoch in epochs], color=TRAIN)
-    if len(epochs) <= MOST_LABELS:
-        axes.bar_label(bars, fmt="{:.3g}", fontsize=8, color=INK, padding=2)
+    axes.bar([epoch.number for epoch in epochs], [epoch.seconds for epoch in epochs], color=TRAIN)
     axes.set_title("Epoch time, s (without evaluation)")
     step_axis(axes, "epoch")
 
@@ -136,13 +140,6 @@ def _draw_classes(axes: Axes, state: LayerState) -> None:
     # The scale reaches at least four times the mean, so that small differences look small.
     peak = max(*map(max, grid), min(100, 400 / len(grid[0])))
     image = axes.imshow(grid, cmap="Blues", aspect="auto", vmin=0, vmax=peak)
-    if max(len(grid), len(grid[0])) <= MOST_LABELS:
-        for row, values in enumerate(grid):
-            for column, value in enumerate(values):
-                ink = "white" if value > 0.6 * peak else INK
-                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color=ink)
-    if len(grid[0]) <= 2 * MOST_LABELS:
-        axes.set_xticks(range(len(grid[0])))
     axes.set_yticks(range(len(seen)), [f"{uid} ({100 * state.nodes[uid]['share']:.0f} %)" for uid in seen])
     axes.set_ylabel("expert (share of load)")
     axes.set_xlabel("class")

@@ -76,8 +76,6 @@ class Epoch:
     """Optimizer steps done at its end."""
     seconds: float
     """Seconds of training, without evaluations."""
-    world_size: int
-    device: str
     layers: Mapping[str, LayerState]
     events: Sequence[Mapping[str, Any]]
     """`LifecycleEvent`s as dictionaries, in order."""
@@ -99,8 +97,6 @@ def read_lifecycle(folder: Path) -> list[Epoch]:
             first_step=line["first_step"],
             step=line["step"],
             seconds=line["seconds"],
-            world_size=line["world_size"],
-            device=line["device"],
             layers={
                 name: LayerState(
                     nodes={node["id"]: node for node in layer["graph"]["nodes"]},

@@ -122,8 +122,6 @@ class LifecycleReport(Callback):
                 "epoch": step / trainer.batches.steps_per_epoch,
                 "first_step": self._last_step,
                 "seconds": seconds,
-                "world_size": trainer.run.world_size,
-                "device": trainer.run.device.type,
                 "layers": layers,
                 "events": [asdict(event) for event in self.lifecycle.history[self._events_written :]],
             },

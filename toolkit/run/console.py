@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from toolkit.run.tracking.metric_names import is_share
@@ -54,7 +55,7 @@ def log_line(line: str) -> None:
 def metrics_line(
     values: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None, width: int = WIDTH
 ) -> str:
-    """Return `step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:42`.
+    """Return `step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:00:42`.
 
     Unknown values are left out, and the least important values if the line is longer than `width`.
     """
@@ -63,17 +64,10 @@ def metrics_line(
         if (value := values.get(name)) is not None:
             parts[name] = form.format(100 * value if is_share(name) else value)
     if seconds_left is not None:
-        parts["eta"] = f"eta {clock(seconds_left)}"
+        parts["eta"] = f"eta {timedelta(seconds=round(seconds_left))}"
     evaluated = ("validation/accuracy", "eval/accuracy", "validation/loss", "eval/loss")
     of_training = ("train/learning_rate", "perf/samples_per_second", "train/epoch", "train/accuracy", "train/loss")
     for least in (*of_training, *evaluated):
         if len("  ".join(parts.values())) > width:
             parts.pop(least, None)
     return "  ".join(parts.values())
-
-
-def clock(seconds: float) -> str:
-    """Format as 0:42, 12:05 or 1:12:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ class Recipe:
     script: Path
     arguments: tuple[str, ...]
     presets: Mapping[str, Any]
-    main: Callable[[Any], Any] | None
-    """Training function of a config."""
 
     def config(self, flags: Sequence[str]) -> Any:
         """Return the config of a run with additional `flags`. Raises UserError for invalid flags."""
@@ -46,6 +44,6 @@ def load_recipe(script: Path, arguments: Sequence[str]) -> Recipe:
     presets: Any = getattr(module, "PRESETS", None)
     remedy = "Name the presets there, as in PRESETS = {'full': full}, and give PRESETS to run_recipe"
     require_type(f"{script}: PRESETS", presets, dict, remedy)
-    recipe = Recipe(script, tuple(arguments), presets, getattr(module, "main", None))
+    recipe = Recipe(script, tuple(arguments), presets)
     recipe.config(())
     return recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,39 @@ RESTART_REASON = "run/restart_reason"
 """Key of the restart reason in metrics.jsonl."""
 FEW_EXPERTS = 16
 """The summary lists the loads of so many experts, and of more the largest and the smallest one."""
+
+
+RESULTS = (
+    ("recipe", "{recipe}"),
+    ("data", "{dataset}", " ({dataset_notice})"),
+    ("test accuracy", "{test_accuracy:.2%}", ", loss {test_loss:.4f}", ", macro-F1 {test_macro_f1:.3f}"),
+    ("held-out text", "{test_bits_per_byte:.4f} bits/byte, perplexity {perplexity:.3f}"),
+    ("validation", "{validation_accuracy:.2%}, loss {validation_loss:.4f}"),
+    ("validation", "loss {validation_loss:.4f}"),
+)
+COSTS = (
+    ("uneven load", "{expert_load_notice}"),
+    ("moved experts", "{moved}"),
+    (
+        "experts",
+        "{active_experts} at the end; changes: {lifecycle_grow} split off, {lifecycle_merge} merged, "
+        "{lifecycle_prune} pruned, {lifecycle_undone} undone",
+    ),
+    ("best checkpoint", "of step {best_checkpoint[step]:,}, with {best_checkpoint[metric]} {best_value:.4f}"),
+    ("trained", "{steps:,} steps, {samples:,} samples", ", {epochs:g} epochs"),
+    ("throughput", "{samples_per_second:,.0f} samples/s"),
+    ("time", "{time}"),
+    ("peak memory", "{peak_memory_gib:.2f} GiB per process"),
+    (
+        "micro-batches",
+        "of {micro_batch_size} sample(s) on each process, because a step ran out of memory with {out_of_memory_with}",
+    ),
+    ("skipped", "{skipped_steps} step(s) whose gradients were not finite"),
+    ("restarts", "{times_restarted}, the last {restarts[0]}"),
+    ("machine", "{world_size} process(es) on {device}", ", expert parallelism over {ep_groups_of}"),
+)
+"""Lines above and below the load of experts: name, text and further parts, without lines and parts that a run has no
+results for."""
 
 
 def summarise(results: Mapping[str, Any], folder: Path) -> str:
@@ -21,60 +55,38 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
 
 def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the final numbers as (name, text) rows."""
+    best, restarts = results.get("best_checkpoint"), results.get("restarts")
+    seconds, peak = results.get("wall_seconds"), results.get("peak_memory_bytes")
+    derived = {
+        "perplexity": math.exp(results["test_loss"]) if {"test_bits_per_byte", "test_loss"} <= results.keys() else None,
+        "moved": moves(results),
+        "best_value": best and best["evaluated"][best["metric"]],
+        "time": None if seconds is None else duration(seconds),
+        "peak_memory_gib": None if peak is None else peak / 2**30,
+        "times_restarted": len(restarts) if restarts else None,
+        "restarts": restarts and restarts[-1:],
+        "ep_groups_of": results["ep_size"] if results.get("ep_size", 1) > 1 else None,
+    }
+    values = {name: value for name, value in {**results, **derived}.items() if value is not None}
+    loads = [("load per expert", f"{_load(of)} % in {layer}") for layer, of in results.get("expert_load", {}).items()]
+    return [*_lines(RESULTS, values), *loads, *_lines(COSTS, values)]
 
-    def has(*names: str) -> bool:
-        return all(isinstance(results.get(name), (int, float)) for name in names)
 
-    rows = [("recipe", str(results.get("recipe")))]
-    if results.get("dataset"):
-        notice = results.get("dataset_notice")
-        rows.append(("data", f"{results['dataset']}" + (f" ({notice})" if notice else "")))
-    if has("test_accuracy"):
-        loss = f", loss {results['test_loss']:.4f}" if has("test_loss") else ""
-        f1 = f", macro-F1 {results['test_macro_f1']:.3f}" if has("test_macro_f1") else ""
-        rows.append(("test accuracy", f"{results['test_accuracy']:.2%}{loss}{f1}"))
-    if has("test_bits_per_byte", "test_loss"):
-        perplexity = math.exp(results["test_loss"])
-        rows.append(("held-out text", f"{results['test_bits_per_byte']:.4f} bits/byte, perplexity {perplexity:.3f}"))
-    if has("validation_loss"):
-        accuracy = f"{results['validation_accuracy']:.2%}, " if has("validation_accuracy") else ""
-        rows.append(("validation", f"{accuracy}loss {results['validation_loss']:.4f}"))
-    for layer, shares in results.get("expert_load", {}).items():
-        percent = [f"{100 * share:.0f}" for share in sorted(shares, reverse=True)]
-        load = " ".join(percent) if len(percent) <= FEW_EXPERTS else f"{percent[0]} to {percent[-1]}"
-        rows.append(("load per expert", f"{load} % in {layer}"))
-    if results.get("expert_load_notice"):
-        rows.append(("uneven load", str(results["expert_load_notice"])))
-    if (moved := moves(results)) is not None:
-        rows.append(("moved experts", moved))
-    if has("active_experts", "lifecycle_grow", "lifecycle_merge", "lifecycle_prune", "lifecycle_undone"):
-        events = ", ".join(
-            f"{results[f'lifecycle_{kind}']} {done}"
-            for kind, done in (("grow", "split off"), ("merge", "merged"), ("prune", "pruned"), ("undone", "undone"))
-        )
-        rows.append(("experts", f"{results['active_experts']} at the end; changes: {events}"))
-    if best := results.get("best_checkpoint"):
-        value = best["evaluated"][best["metric"]]
-        rows.append(("best checkpoint", f"of step {best['step']:,}, with {best['metric']} {value:.4f}"))
-    if has("steps", "samples"):
-        epochs = f", {results['epochs']:g} epochs" if has("epochs") else ""
-        rows.append(("trained", f"{results['steps']:,} steps, {results['samples']:,} samples{epochs}"))
-    if has("samples_per_second"):
-        rows.append(("throughput", f"{results['samples_per_second']:,.0f} samples/s"))
-    if has("wall_seconds"):
-        rows.append(("time", duration(results["wall_seconds"])))
-    if has("peak_memory_bytes"):
-        rows.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB per process"))
-    if has("micro_batch_size", "out_of_memory_with"):
-        refused = f", because a step ran out of memory with {results['out_of_memory_with']}"
-        rows.append(("micro-batches", f"of {results['micro_batch_size']} sample(s) on each process{refused}"))
-    if skipped := results.get("skipped_steps"):
-        rows.append(("skipped", f"{skipped} step(s) whose gradients were not finite"))
-    if restarts := results.get("restarts"):
-        rows.append(("restarts", f"{len(restarts)}, the last {restarts[-1]}"))
-    shards = f", expert parallelism over {results['ep_size']}" if results.get("ep_size", 1) > 1 else ""
-    rows.append(("machine", f"{results.get('world_size')} process(es) on {results.get('device')}{shards}"))
-    return rows
+def _lines(texts: Sequence[tuple[str, ...]], values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows: dict[str, str] = {}
+    absent = suppress(KeyError, TypeError, ValueError)  # or a result of the user's own with this name
+    for name, text, *parts in texts:
+        with absent:
+            rows.setdefault(name, text.format_map(values))
+            for part in parts:
+                with absent:
+                    rows[name] += part.format_map(values)
+    return list(rows.items())
+
+
+def _load(shares: Sequence[float]) -> str:
+    percent = [f"{100 * share:.0f}" for share in sorted(shares, reverse=True)]
+    return " ".join(percent) if len(percent) <= FEW_EXPERTS else f"{percent[0]} to {percent[-1]}"
 
 
 def moves(results: Mapping[str, Any]) -> str | None:

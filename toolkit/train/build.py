@@ -161,6 +161,7 @@ def standard_trainer(
     evaluations = [evaluate(data.test, at_start=eval_at_start)]
     if validation is not None:
         evaluations.append(evaluate(validation, name="validation"))
+    usual = f"{evaluations[-1].name}/loss"
     run.draw_at_finish(draw_run)
     announce(run, model, experts, data, batches, max_steps, penalty)
     if config.sync_bn and run.world_size > 1:
@@ -188,7 +189,7 @@ def standard_trainer(
             *evaluations,
             Checkpointing(config.checkpoint),
             *([Profile()] if config.profile else []),
-            EarlyStopping.from_config(config, validates=validation is not None),
+            EarlyStopping(config.early_stopping.patience, config.checkpoint.best or usual, config.checkpoint.best_mode),
             Preemption(),
             Progress(),
             SmallerMicroBatches(),

@@ -154,7 +154,7 @@ def test_labels_are_from_environment_or_recipe_and_preset(monkeypatch, variables
         monkeypatch.setenv(f"WANDB_{name}", value)
     config = RunConfig()
     object.__setattr__(config, "preset", "tiny")
-    assert labels_of(config, "toy", Path("runs/run")) == labels
+    assert tuple(labels_of(config, "toy", Path("runs/run")).values()) == labels
 
 
 def test_server_that_is_down_leaves_complete_offline_run(tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.commands.report.comparison import as_json, differing, final_rows, is_compared, summary_rows
-from toolkit.commands.report.processes import as_values, process_notices, process_tables
+from toolkit.commands.report.processes import process_notices, process_rows, process_tables
 from toolkit.commands.report.records import readable_runs
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
 from toolkit.run.arguments import Parser
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     if runs is None:
         return EXIT_USER_ERROR
     if args.json:
-        sys.stdout.write(to_json(as_json(runs) | {"processes": as_values(runs)}, indent=2) + "\n")
+        sys.stdout.write(to_json(as_json(runs) | {"processes": process_rows(runs)}, indent=2) + "\n")
         return EXIT_DONE
     differ = [name for name in differing(runs) if is_compared(name)]
     sys.stdout.write(markdown_table(summary_rows(runs, differ), aligned=True))

@@ -68,7 +68,7 @@ def summary_rows(runs: Sequence[RunRecord], axes: Sequence[str] = ()) -> list[li
         values = settings(run)
         speeds = (run.results.get("samples_per_second"), run.last("perf/samples_per_second"))
         speed = next(filter(is_number, speeds), None)
-        row = [run.name, *(_cell(values.get(axis)) for axis in axes)]
+        row = [run.name, *(str(values.get(axis, "")) for axis in axes)]
         row += ["finished" if run.finished else "not finished", f"{run.step:,}"]
         row += [metric_cell(name, run.last(name)) for name in metrics]
         seconds = run.results.get("wall_seconds")
@@ -110,7 +110,3 @@ def metric_cell(name: str, value: float | None) -> str:
     if not is_number(value):
         return ""
     return f"{100 * value:.2f} %" if is_share(name) else f"{value:.4g}"
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -39,8 +39,6 @@ class Curve:
     """int32 (N)."""
     values: np.ndarray
     """float32 (N); NaN for values that are not finite."""
-    decimated_from: int | None
-    """Points before decimation, if more."""
 
 
 def curves_by_metric(runs: Sequence[RunRecord]) -> dict[str, list[Curve]]:
@@ -87,7 +85,7 @@ def _curve(run: int, points: Sequence[tuple[int, Any]], limit: int) -> Curve:
     values = np.where(np.abs(wide) <= np.finfo(np.float32).max, wide, math.nan).astype(np.float32)
     kept = decimate(values, limit)
     steps = np.array([step for step, _ in points], dtype=np.int32)[kept]
-    return Curve(run, steps, values[kept], len(points) if len(kept) < len(points) else None)
+    return Curve(run, steps, values[kept])
 
 
 def page_order(metric: str) -> tuple[int, int, str]:

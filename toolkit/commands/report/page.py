@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -13,14 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import numpy as np
-
 from toolkit.commands.report.comparison import differing, final_rows, settings, summary_rows
 from toolkit.commands.report.curves import Curve, curves_by_metric, heading
-from toolkit.commands.report.experts import Layer, events_of, layers_of
+from toolkit.commands.report.experts import event_rows, plots_of
 from toolkit.commands.report.processes import process_notices, process_tables
 from toolkit.commands.report.records import RunRecord, readable_runs
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, one_line
 from toolkit.run.arguments import Parser
 from toolkit.run.folder import write_text
 from toolkit.run.tracking.metric_names import is_share
@@ -51,8 +51,9 @@ STYLE = """
 :host { font: 14px/1.5 system-ui, sans-serif; padding: 0.5rem; max-width: 95vw; overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #dfe3e8; white-space: nowrap; }
+img { max-width: min(100%, 60rem); vertical-align: top; }
 """
-"""CSS of the tables."""
+"""CSS of tables and plots."""
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 """Line styles: after ten runs, colours repeat with the next style."""
 FEW_POINTS = 12
@@ -108,9 +109,8 @@ def make_page(runs: Sequence[RunRecord], folder: Path) -> str:
     tabs: dict[str, UIElement] = {"Runs": _text(_overview(runs, folder))}
     for title, metrics in groupby(curves, heading):
         tabs[title] = _curves({name: curves[name] for name in metrics}, runs, steps)
-    if layers := layers_of(runs):
-        tabs["Expert load and placement"] = _experts(layers, runs, steps)
-    tabs["Events"] = _text(_table(_events(runs)))
+    tabs["Plots"] = _text(_plots(runs))
+    tabs["Events"] = _text(_table(event_rows(runs)))
     tabs["All settings"] = _text(_table(_settings(runs)))
     first, *others = tabs
     panels = [TabPanel(title=first, child=tabs[first])]
@@ -125,7 +125,7 @@ def make_page(runs: Sequence[RunRecord], folder: Path) -> str:
     return file_html(page, INLINE, title, template=TEMPLATE)
 
 
-# --- curves and experts ----------------------------------------------------------------------------------------------
+# --- curves and plots ------------------------------------------------------------------------------------------------
 
 
 def _figure(title: str, **options: Any) -> Any:
@@ -145,10 +145,10 @@ def _curves(curves: Mapping[str, Sequence[Curve]], runs: Sequence[RunRecord], st
     """Plot each metric. Zoom and hidden runs apply to all plots."""
     from bokeh.layouts import column, gridplot
     from bokeh.models.annotations import Legend, LegendItem
+    from bokeh.palettes import Category10_10
 
-    colours = _colours(10)
     styles = [
-        {"line_color": colours[index % 10], "line_dash": DASHES[index // 10 % len(DASHES)], "line_width": 1.8}
+        {"line_color": Category10_10[index % 10], "line_dash": DASHES[index // 10 % len(DASHES)], "line_width": 1.8}
         for index in range(len(runs))
     ]
     rows = -(-len(runs) // LEGEND_COLUMNS)
@@ -161,7 +161,10 @@ def _curves(curves: Mapping[str, Sequence[Curve]], runs: Sequence[RunRecord], st
     legend.add_layout(
         Legend(items=items, click_policy="hide", orientation="horizontal", ncols=LEGEND_COLUMNS, location="top_left")
     )
-    words = f"Drag to zoom into all curves at once; click on a run to hide it. {_how_decimated(curves)}"
+    words = (
+        "Drag to zoom into all curves at once; click on a run to hide it. Long curves have the least and the greatest "
+        "value of even parts; metrics.jsonl has all points."
+    )
     grid = gridplot(plots, ncols=COLUMNS, sizing_mode="stretch_width", toolbar_location=None)
     return column(_text(f"<p>{words}</p>"), legend, grid, sizing_mode="stretch_width")
 
@@ -195,53 +198,21 @@ def _plot(
     return plot
 
 
-def _how_decimated(curves: Mapping[str, Sequence[Curve]]) -> str:
-    cut = [curve for found in curves.values() for curve in found if curve.decimated_from]
-    if not cut:
-        return "Curves have all points of metrics.jsonl."
-    most = max(curve.decimated_from or 0 for curve in cut)
-    return (
-        f"{len(cut)} curves have at most {max(len(curve.steps) for curve in cut):,} of up to {most:,} points: "
-        "the least and the greatest value of even parts. metrics.jsonl has all."
-    )
-
-
-def _experts(layers: Sequence[Layer], runs: Sequence[RunRecord], steps: Range1d) -> UIElement:
-    """Plot the load and the rank of each expert over steps, for each layer of each run."""
-    from bokeh.layouts import gridplot
-    from bokeh.models import HoverTool, LinearColorMapper
-    from bokeh.palettes import RdBu11, interp_palette
-
-    plots = []
-    for layer in layers:
-        experts = len(layer.shares_ET)
-        active = int((layer.ranks_EP[:, -1] >= 0).sum())
-        ranks = int(max(1, np.nanmax(layer.ranks_EP, initial=0) + 1))
-        fair = interp_palette(RdBu11, 64), 2 / max(1, active)
-        for title, at, table, (palette, high), value in (
-            ("load (white: a fair share)", layer.load_steps, layer.shares_ET, fair, "0.00 %"),
-            ("rank (first of replicas)", layer.placement_steps, layer.ranks_EP, (_colours(ranks), ranks - 1), "0"),
-        ):
-            plot = _figure(
-                f"{runs[layer.run].name}, {layer.name}: {title}",
-                height=140 + 6 * min(experts, 30),
-                x_range=steps,
-                y_range=(-0.5, experts - 0.5),
-                y_axis_label="expert",
-                toolbar_location="above",
-            )
-            colours = LinearColorMapper(palette=palette, low=0, high=high, nan_color="#eeeeee")
-            columns = [column[:, None] for column in table.T]
-            plot.image(columns, x=at[:-1], y=-0.5, dw=np.diff(at), dh=experts, color_mapper=colours)
-            plot.add_tools(HoverTool(tooltips=f"expert $y{{0}}, step $x{{0,0}}: @image{{{value}}}"))
-            plots.append(plot)
-    return gridplot(plots, ncols=2, sizing_mode="stretch_width", toolbar_location=None)
-
-
-def _colours(count: int) -> list[str]:
-    from bokeh.palettes import Category10_10, Turbo256, interp_palette
-
-    return list(Category10_10[:count]) if count <= 10 else list(interp_palette(Turbo256, count))
+def _plots(runs: Sequence[RunRecord]) -> str:
+    """Return the plots of the runs, embedded in HTML."""
+    parts = []
+    for run in runs:
+        parts.append(f"<h2>{html.escape(run.name)}</h2>")
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                plots = plots_of(run, Path(folder))
+            except Exception as error:  # values of a damaged file can be anything
+                parts.append(f"<p>no plots ({html.escape(one_line(error))})</p>")
+                continue
+            for path in plots:
+                content = base64.b64encode(path.read_bytes()).decode()
+                parts.append(f'<img alt="{html.escape(path.stem)}" src="data:image/png;base64,{content}">')
+    return "\n".join(parts)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -288,14 +259,6 @@ def _settings(runs: Sequence[RunRecord]) -> list[list[str]]:
     names = sorted(dict.fromkeys(name for values in found for name in values), key=lambda name: name not in differ)
     rows = [[name, *(str(values.get(name, "")) for values in found)] for name in names]
     return [["setting", *(run.name for run in runs)], *rows]
-
-
-def _events(runs: Sequence[RunRecord]) -> list[list[str]]:
-    rows = [
-        [runs[event.run].name, "" if event.step is None else f"{event.step:,}", event.kind, event.text]
-        for event in events_of(runs)
-    ]
-    return [["run", "step", "event", ""], *rows]
 
 
 def _files(run: RunRecord, folder: Path) -> str:

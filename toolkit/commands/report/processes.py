@@ -6,7 +6,6 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.commands.report.comparison import is_compared, settings
@@ -21,28 +20,26 @@ MOST_EFFICIENT = 1.1
 """Higher efficiency is a sign of a busy machine."""
 
 
-@dataclass(frozen=True)
-class ProcessRow:
-    """Runs of one training at one world size, compared with the smallest world size; means over seeds."""
+FORMS = {
+    "samples_per_second": ",.0f",
+    "speed_up": ".2f",
+    "efficiency": ".0%",
+    "train_loss_difference": ".2g",
+    "test_loss_difference": ".2g",
+}
+"""Formats of the numbers in a row."""
+Row = dict[str, Any]
+"""Runs of one training at one world size, compared with the smallest world size; means over seeds.
 
-    runs: Sequence[str]
-    processes: int
-    settings: dict[str, Any]
-    """Performance settings that differ between the runs of this training: `ep_size`, `dense_parallel`, ..."""
-    samples_per_second: float | None
-    speed_up: float | None
-    """Throughput divided by throughput at the smallest world size."""
-    efficiency: float | None
-    """Speed-up divided by the ratio of world sizes."""
-    train_loss_difference: float | None
-    """Largest absolute difference of `train/loss` at the same step, between runs with the same seed."""
-    test_loss_difference: float | None
-    """Largest absolute difference of `test_loss` between runs with the same seed."""
-    hardware: str
-    """Hardware recorded by the run."""
+- `runs`, `processes`, and the recorded `hardware`;
+- `settings`: performance settings that differ between the runs of this training, such as `ep_size`;
+- `samples_per_second`, `speed_up` over the smallest world size, and `efficiency`, the speed-up per process;
+- `train_loss_difference` and `test_loss_difference`: largest absolute difference of `train/loss` at the same step, and
+  of `test_loss`, between runs with the same seed.
+"""
 
 
-def process_rows(runs: Sequence[RunRecord]) -> list[list[ProcessRow]]:
+def process_rows(runs: Sequence[RunRecord]) -> list[list[Row]]:
     """Return rows for each training that finished at several world sizes, smallest world size first."""
     return [_rows(group) for group in _same_trainings(runs) if len({_processes(run) for run in group}) > 1]
 
@@ -51,11 +48,15 @@ def process_tables(runs: Sequence[RunRecord]) -> list[list[list[str]]]:
     """Return `process_rows` as tables with a header."""
     tables = []
     for rows in process_rows(runs):
-        axes = list(rows[0].settings)
-        least = rows[0].processes
-        head = ["processes", "runs", *axes, "samples/s", f"speed-up over {least}", "efficiency"]
+        axes = list(rows[0]["settings"])
+        head = ["processes", "runs", *axes, "samples/s", f"speed-up over {rows[0]['processes']}", "efficiency"]
         head += ["train/loss differs by", "test_loss differs by", "hardware"]
-        tables.append([head, *(_cells(row) for row in rows)])
+        table = [head]
+        for row in rows:
+            numbers = ["" if row[name] is None else format(row[name], form) for name, form in FORMS.items()]
+            named = [str(row["processes"]), ", ".join(row["runs"]), *map(str, row["settings"].values())]
+            table.append([*named, *numbers, row["hardware"]])
+        tables.append(table)
     return tables
 
 
@@ -64,15 +65,16 @@ def process_notices(runs: Sequence[RunRecord]) -> list[str]:
     notices = []
     for rows in process_rows(runs):
         for row in rows:
-            cores = re.search(r"(\d+) cores", row.hardware)
-            name = ", ".join(row.runs)
-            if cores and "GPU" not in row.hardware and " x " not in row.hardware and row.processes > int(cores[1]):
-                notices.append(f"{name}: {row.processes} processes shared {cores[1]} cores, which limits the speed-up.")
-            elif row.hardware != rows[0].hardware:
-                notices.append(f"{name}: ran on other hardware than {', '.join(rows[0].runs)}.")
-            elif row.efficiency and row.efficiency > MOST_EFFICIENT:
+            hardware, processes = row["hardware"], row["processes"]
+            cores = re.search(r"(\d+) cores", hardware)
+            name, first = (", ".join(each["runs"]) for each in (row, rows[0]))
+            if cores and "GPU" not in hardware and " x " not in hardware and processes > int(cores[1]):
+                notices.append(f"{name}: {processes} processes shared {cores[1]} cores, which limits the speed-up.")
+            elif hardware != rows[0]["hardware"]:
+                notices.append(f"{name}: ran on other hardware than {first}.")
+            elif row["efficiency"] and row["efficiency"] > MOST_EFFICIENT:
                 notices.append(
-                    f"{name}: an efficiency above 100 %: {', '.join(rows[0].runs)} shared the machine with other jobs, "
+                    f"{name}: an efficiency above 100 %: {first} shared the machine with other jobs, "
                     "or used it badly: measure again on an idle one."
                 )
     finished = [run for run in runs if run.finished]
@@ -80,11 +82,6 @@ def process_notices(runs: Sequence[RunRecord]) -> list[str]:
         differ = [name for name in differing_names([settings(run) for run in finished]) if _decides(name)]
         notices.append(f"no comparison of world sizes: these runs also differ in other settings ({', '.join(differ)}).")
     return notices
-
-
-def as_values(runs: Sequence[RunRecord]) -> list[list[dict[str, Any]]]:
-    """Return `process_rows` as plain values."""
-    return [[asdict(row) for row in rows] for rows in process_rows(runs)]
 
 
 def _decides(setting: str) -> bool:
@@ -113,7 +110,7 @@ def _same_trainings(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     return [group for _, group in groups]
 
 
-def _rows(group: Sequence[RunRecord]) -> list[ProcessRow]:
+def _rows(group: Sequence[RunRecord]) -> list[Row]:
     found = {run.name: settings(run) for run in group}
     how = [
         name
@@ -128,20 +125,20 @@ def _rows(group: Sequence[RunRecord]) -> list[ProcessRow]:
     return [_row(part, base, {name: found[part[0].name].get(name) for name in how}) for part in parts.values()]
 
 
-def _row(part: Sequence[RunRecord], base: Sequence[RunRecord], how: dict[str, Any]) -> ProcessRow:
+def _row(part: Sequence[RunRecord], base: Sequence[RunRecord], how: dict[str, Any]) -> Row:
     speed, fewest = _speed(part), _speed(base)
     speed_up = speed / fewest if speed and fewest else None
     ratio = _processes(part[0]) / _processes(base[0])
     pairs = [(run, other) for run in part for other in base if run.config.get("seed") == other.config.get("seed")]
-    return ProcessRow(
-        runs=[run.name for run in part],
-        processes=_processes(part[0]),
-        settings=how,
-        samples_per_second=speed,
-        speed_up=speed_up,
-        efficiency=speed_up / ratio if speed_up else None,
-        train_loss_difference=max((d for run, other in pairs for d in _differences(run, other)), default=None),
-        test_loss_difference=max(
+    return {
+        "runs": [run.name for run in part],
+        "processes": _processes(part[0]),
+        "settings": how,
+        "samples_per_second": speed,
+        "speed_up": speed_up,
+        "efficiency": speed_up / ratio if speed_up else None,
+        "train_loss_difference": max((d for run, other in pairs for d in _differences(run, other)), default=None),
+        "test_loss_difference": max(
             (
                 abs(run.results["test_loss"] - other.results["test_loss"])
                 for run, other in pairs
@@ -149,8 +146,8 @@ def _row(part: Sequence[RunRecord], base: Sequence[RunRecord], how: dict[str, An
             ),
             default=None,
         ),
-        hardware=part[0].results.get("hardware", ""),
-    )
+        "hardware": part[0].results.get("hardware", ""),
+    }
 
 
 def _speed(runs: Sequence[RunRecord]) -> float | None:
@@ -165,21 +162,4 @@ def _differences(run: RunRecord, other: RunRecord) -> list[float]:
         abs(line["train/loss"] - theirs[line["step"]])
         for line in run.lines
         if is_number(line.get("train/loss")) and line["step"] in theirs
-    ]
-
-
-def _cells(row: ProcessRow) -> list[str]:
-    def cell(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    return [
-        str(row.processes),
-        ", ".join(row.runs),
-        *map(str, row.settings.values()),
-        cell(row.samples_per_second, ",.0f"),
-        cell(row.speed_up, ".2f"),
-        cell(row.efficiency, ".0%"),
-        cell(row.train_loss_difference, ".2g"),
-        cell(row.test_loss_difference, ".2g"),
-        row.hardware,
     ]

@@ -22,7 +22,7 @@ class RunRecord:
     """Readable files of one run."""
 
     name: str
-    """Folder name, with enough parents to be unique."""
+    """Folder, relative to the common parent of all runs."""
     folder: Path
     config: Mapping[str, Any]
     """config.json; empty if damaged."""
@@ -116,10 +116,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest unique suffix of each path, all of equal length."""
-    whole = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(parts[-length:]) for parts in whole]
-        if len(set(names)) == len(names):
-            return names
-    raise ValueError("a folder is given twice")
+    """Return the path of each folder below their common parent."""
+    whole = [folder.resolve() for folder in folders]
+    common = os.path.commonpath([path.parent for path in whole])
+    return [path.relative_to(common).as_posix() for path in whole]

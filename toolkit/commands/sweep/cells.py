@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -37,17 +38,6 @@ class Outcome:
     """Stopped by a signal: the same command continues."""
 
 
-@dataclass
-class _Job:
-    cell: Cell
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
-    lock: FileLock
-    began: float
-    signals: int = 0
-    """Number of forwarded signals."""
-
-
 class CellRunner:
     """Runner for cells of `recipe` in subfolders of `folder`, at most `jobs` at a time."""
 
@@ -67,40 +57,32 @@ class CellRunner:
         waiting = [cell for cell in cells if cell not in outcome.done]
         if outcome.done:
             self.log(f"{len(outcome.done)} of {len(cells)} runs are done already")
-        running: list[_Job] = []
-        seconds: list[float] = []
         received: list[int] = []
         handlers = handle_signals(lambda number, _: received.append(number))
+        seconds: list[float] = []
         try:
-            while running or (waiting and not received):
-                while waiting and len(running) < self.jobs and not received:
-                    cell = waiting.pop(0)
-                    job = self._start(cell)
-                    if job is not None:
-                        running.append(job)
-                    elif self.results(cell) is None:
-                        outcome.elsewhere.append(cell)
-                    else:
-                        outcome.done.append(cell)
-                time.sleep(POLL_S)
-                for job in running:  # the first Ctrl-C is forwarded as SIGTERM, to save and exit; the second kills
-                    for _ in received[job.signals :]:
-                        job.process.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else signal.SIGTERM)
-                    job.signals = len(received)
-                for job in [job for job in running if job.process.poll() is not None]:
-                    running.remove(job)
-                    self._end(job, outcome)
-                    if job.cell in outcome.done:
-                        seconds.append(time.monotonic() - job.began)
-                        left = len(waiting) + len(running)
-                        self.log(self._progress(job.cell, len(outcome.done), len(cells), left, seconds))
-                        finished(job.cell)
+            with ThreadPoolExecutor(self.jobs) as pool:
+                running = {pool.submit(self._run, cell, received): cell for cell in waiting}
+                try:
+                    for future in as_completed(running):
+                        cell = running[future]
+                        if isinstance(future.exception(), Timeout):
+                            outcome.elsewhere.append(cell)
+                            continue
+                        code, took = future.result()
+                        self._end(cell, code, outcome)
+                        if code == EXIT_DONE and took is not None:
+                            seconds.append(took)
+                            left = sum(not other.done() for other in running)
+                            self.log(self._progress(cell, len(outcome.done), len(cells), left, seconds))
+                            finished(cell)
+                except BaseException:
+                    received += [signal.SIGINT, signal.SIGINT]  # kills the runs
+                    raise
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            for job in running:
-                job.process.kill()
-        outcome.stopped = bool(received)
+        outcome.stopped |= bool(received)
         return outcome
 
     def _check_defaults(self, cell: Cell) -> None:
@@ -115,42 +97,46 @@ class CellRunner:
                     f"Choose another folder, or delete {path.parent}."
                 )
 
-    def _start(self, cell: Cell) -> _Job | None:
-        """Start the run of `cell`, unless another job runs it or has finished it."""
-        lock = FileLock(self.folder / f"{cell.digest}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            return None
-        if self.results(cell) is not None:
-            lock.release()
-            return None
-        log = (self.folder / f"{cell.digest}.log").open("ab")
-        words = [*self.recipe.arguments, *cell.flags, "--run-dir", str(self.folder / cell.digest)]
-        sweep = self.folder.parent.name
-        tags = ",".join(filter(None, [os.environ.get("WANDB_TAGS"), f"sweep {sweep}"]))
-        labels = {"WANDB_RUN_GROUP": sweep, "WANDB_NAME": str(cell)} | os.environ | {"WANDB_TAGS": tags}
-        process = subprocess.Popen(
-            [sys.executable, str(self.recipe.script), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=labels,
-            start_new_session=True,  # Ctrl-C in a terminal reaches only the sweep
-        )
-        return _Job(cell, process, log, lock, time.monotonic())
+    def _run(self, cell: Cell, received: Sequence[int]) -> tuple[int, float | None]:
+        """Run `cell` in a process, to which signals in `received` are forwarded.
 
-    def _end(self, job: _Job, outcome: Outcome) -> None:
-        job.log.close()
-        job.lock.release()
-        if job.process.returncode == EXIT_DONE:
-            outcome.done.append(job.cell)
-        elif job.process.returncode == EXIT_PREEMPTED:
+        Returns its exit code, and its seconds, None if it was not started. Raises Timeout if another job runs it.
+        """
+        lock = FileLock(self.folder / f"{cell.digest}.lock", timeout=0)
+        with lock, (self.folder / f"{cell.digest}.log").open("ab") as log:
+            if self.results(cell) is not None:
+                return EXIT_DONE, None
+            if received:
+                return EXIT_PREEMPTED, None
+            words = [*self.recipe.arguments, *cell.flags, "--run-dir", str(self.folder / cell.digest)]
+            sweep = self.folder.parent.name
+            tags = ",".join(filter(None, [os.environ.get("WANDB_TAGS"), f"sweep {sweep}"]))
+            labels = {"WANDB_RUN_GROUP": sweep, "WANDB_NAME": str(cell)} | os.environ | {"WANDB_TAGS": tags}
+            began, sent = time.monotonic(), 0
+            process = subprocess.Popen(
+                [sys.executable, str(self.recipe.script), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=labels,
+                start_new_session=True,  # Ctrl-C in a terminal reaches only the sweep
+            )
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                while sent < len(received):  # the first Ctrl-C is forwarded as SIGTERM, to save and exit
+                    process.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else signal.SIGTERM)
+                    sent += 1
+            return process.returncode, time.monotonic() - began
+
+    def _end(self, cell: Cell, code: int, outcome: Outcome) -> None:
+        if code == EXIT_DONE:
+            outcome.done.append(cell)
+        elif code == EXIT_PREEMPTED:
             outcome.stopped = True
         else:
-            outcome.failed.append(job.cell)
-            path = Path(job.log.name)
-            self.log(f"failed: {job.cell} ({last_line(path).rstrip('.')}; all of it is in {path})")
+            outcome.failed.append(cell)
+            path = self.folder / f"{cell.digest}.log"
+            self.log(f"failed: {cell} ({last_line(path).rstrip('.')}; all of it is in {path})")
 
     def _progress(self, cell: Cell, done: int, total: int, left: int, seconds: Sequence[float]) -> str:
         numbers = self.results(cell) or {}

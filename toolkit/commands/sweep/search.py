@@ -41,20 +41,20 @@ def search(
         direction="minimize" if minimise else "maximize",
         load_if_exists=True,
     )
+    choices: dict[str, optuna.distributions.BaseDistribution] = {
+        name: optuna.distributions.CategoricalDistribution(values) for name, values in axes.items()
+    }
     grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     tried = [trial.params for trial in study.trials if trial.state.is_finished()]
 
     def ask() -> optuna.trial.Trial:
         number = len(study.trials)
         study.sampler = optuna.samplers.TPESampler(seed=seed + number)  # a continued search draws different numbers
-        trial = study.ask()
-        values = {name: trial.suggest_categorical(name, list(choices)) for name, choices in axes.items()}
-        if values in tried:
+        trial = study.ask(choices)
+        if trial.params in tried:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             study.enqueue_trial(random.Random(seed + number).choice([each for each in grid if each not in tried]))
-            trial = study.ask()
-            for name, choices in axes.items():
-                trial.suggest_categorical(name, list(choices))
+            trial = study.ask(choices)
         tried.append(trial.params)
         return trial
 

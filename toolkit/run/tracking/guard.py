@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from toolkit.errors import one_line
 
@@ -21,34 +21,31 @@ LONGEST_LIST = 64
 Table = Sequence[Sequence[float]]
 
 
-class Backend(Protocol):
+class Backend:
     """A tracker that can fail in any way. One thread calls all methods except `kill`."""
 
     name: str
 
     def start(self) -> str | None:
         """Start, and return a notice for the user, if any."""
-        ...
 
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log the metrics of a step."""
 
-    def log_images(self, images: Mapping[str, Path]) -> None: ...
+    def log_images(self, images: Mapping[str, Path]) -> None:
+        """Log image files by name."""
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         """Log the final numbers of a run, and tables of numbers, a list per row."""
-        ...
 
     def finish(self, *, failed: bool) -> None:
         """End the tracker's run; `failed`: the training run ended with an error."""
-        ...
 
     def abandon(self) -> None:
         """Release resources that would disturb process exit. The last call, also after a failure."""
-        ...
 
     def kill(self) -> None:
         """Unblock a call that hangs on the other thread, if possible."""
-        ...
 
 
 class GuardedTracker:

@@ -13,8 +13,6 @@ from typing import Any
 
 MOST_STEPS = 2**31 - 1
 """Maximum of int32 in plots."""
-MOST_NESTED = 100
-"""Maximum nesting of lists and mappings. Python can parse deeper JSON than it can serialize."""
 
 
 class MetricsFile:
@@ -169,19 +167,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def from_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError if `text` is not JSON or has more than `MOST_NESTED` levels."""
-    too_deep = "it is nested too deeply"
+    """Parse JSON. Raises ValueError if `text` is not JSON."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except RecursionError:
-        raise ValueError(too_deep) from None
-    inside = [value] if isinstance(value, dict | list) else []
-    for _ in range(MOST_NESTED):
-        parts = (part for of in inside for part in (of.values() if isinstance(of, dict) else of))
-        inside = [part for part in parts if isinstance(part, dict | list)]
-        if not inside:
-            return value
-    raise ValueError(too_deep)
+        raise ValueError("it is nested too deeply") from None
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

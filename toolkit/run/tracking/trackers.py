@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import netrc
 import os
 import secrets
 import shlex
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -56,14 +53,14 @@ def start_trackers(
     return [GuardedTracker(backend, say) for backend in backends]
 
 
-class WandB:
+class WandB(Backend):
     """W&B tracker: online with an API key and a reachable server, else offline. Never prompts."""
 
     name = "W&B"
     _tracker: WandBTracker
     """From `start` on."""
 
-    def __init__(self, labels: Labels, folder: Path, config: Mapping[str, Any], say: Callable[[str], None]):
+    def __init__(self, labels: Mapping[str, Any], folder: Path, config: Mapping[str, Any], say: Callable[[str], None]):
         self.labels, self.folder, self.config, self.say = labels, folder, config, say
 
     def start(self) -> str | None:
@@ -71,7 +68,7 @@ class WandB:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         reason = why_offline()
         if reason is None:
-            project = "/".join(filter(None, (os.environ.get("WANDB_ENTITY"), self.labels.project)))
+            project = "/".join(filter(None, (os.environ.get("WANDB_ENTITY"), self.labels["project"])))
             self.say(f"W&B: sending metrics to {project}. --tracker none turns it off.")
             try:
                 return f"W&B: {self._init('online').url}"
@@ -86,11 +83,9 @@ class WandB:
     def _init(self, mode: str) -> Any:
         """Start a W&B run with the step as the axis of all metrics."""
         self._tracker = WandBTracker(
-            self.labels.project,
+            self.labels["project"],
             dir=str(self.folder),
-            name=self.labels.name,
-            group=self.labels.group,
-            tags=self.labels.tags,
+            **{label: self.labels[label] for label in ("name", "group", "tags")},
             id=self._id(),
             resume="allow" if mode == "online" else None,
             mode=mode,
@@ -153,7 +148,7 @@ class WandB:
                 process.kill()
 
 
-class TensorBoard:
+class TensorBoard(Backend):
     """Event files in the run folder."""
 
     name = "TensorBoard"
@@ -174,62 +169,37 @@ class TensorBoard:
         for name, path in images.items():
             self._tracker.log_images({name: _pixels(path)[None]}, step=0, dataformats="NHWC")
 
-    def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None: ...
-
     def finish(self, *, failed: bool) -> None:  # noqa: ARG002
         self._tracker.finish()
 
-    def abandon(self) -> None: ...
 
-    def kill(self) -> None: ...
-
-
-class Labels(NamedTuple):
-    """W&B project, name, group and tags of a run."""
-
-    project: str
-    name: str
-    group: str
-    tags: list[str]
-
-
-def labels_of(config: RunConfig, recipe: str, folder: Path) -> Labels:
-    """Return the labels from W&B's environment variables, else from the recipe, its preset and the folder."""
+def labels_of(config: RunConfig, recipe: str, folder: Path) -> dict[str, Any]:
+    """Return project, name, group and tags: W&B's environment variables, else recipe, preset and folder."""
     words = [word for word in (recipe, config.preset) if word]
     tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
-    return Labels(
-        os.environ.get("WANDB_PROJECT", recipe),
-        os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
-        os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
-        [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
-    )
+    return {
+        "project": os.environ.get("WANDB_PROJECT", recipe),
+        "name": os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
+        "group": os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
+        "tags": [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
+    }
 
 
 def why_offline() -> str | None:
     """Return why W&B is offline; None with an API key and a reachable server. The key is not stored or printed."""
+    import requests
+
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "dryrun"):
         return f"WANDB_MODE={mode}"
     server = urllib.parse.urlsplit(url).hostname or ""  # the address may hold a password
-    if not _has_key(server):
+    if not (os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(url)):
         return "no API key: wandb login"
     try:
-        urllib.request.urlopen(url, timeout=PROBE_S).close()
-    except urllib.error.HTTPError as answer:
-        return None if answer.code < 500 else f"{server} answers {answer.code}"
+        code = requests.get(url, timeout=PROBE_S, stream=True).status_code
     except (OSError, ValueError):
         return f"{server} does not answer"
-    return None
-
-
-def _has_key(server: str) -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        entries = netrc.netrc(os.environ.get("NETRC"))
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return server in entries.hosts
+    return None if code < 500 else f"{server} answers {code}"
 
 
 def _pixels(path: Path) -> np.ndarray:

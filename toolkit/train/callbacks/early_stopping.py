@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.metric_names import Mode, require_mode
 from toolkit.train.callbacks.base import Callback
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -39,13 +38,6 @@ class EarlyStopping(Callback):
         self._sign = -1 if require_mode(metric, mode) == "max" else 1
         self._best: float | None = None
         self._waited = 0
-
-    @classmethod
-    def from_config(cls, config: RunConfig, *, validates: bool) -> Self:
-        """Compare the metric of the best checkpoint, or the loss on validation data, or on test data if there are no
-        others."""
-        usual = "validation/loss" if validates else "eval/loss"
-        return cls(config.early_stopping.patience, config.checkpoint.best or usual, config.checkpoint.best_mode)
 
     def on_evaluate_end(self, trainer: Trainer, name: str, metrics: dict[str, float]) -> None:
         if self.patience is None or name != self.metric.partition("/")[0]:
