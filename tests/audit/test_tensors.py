@@ -74,6 +74,11 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "code of a module of metadata": lambda folder: (folder / ".metadata").write_bytes(
         call_in_pickle("torch.serialization", "os.mkdir", str(folder / "ran"))
     ),
+    "attribute of a class in metadata": lambda folder: (folder / ".metadata").write_bytes(
+        b"\x80\x04cpathlib\nPosixPath\nN(X\x0a\x00\x00\x00__fspath__cpathlib\nPosixPath\nd\x86b."
+    ),
+    "huge memo index in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\0\0\0\x40."),
+    "huge bytes in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x05\x96\0\0\0\0\0\x01\0\0."),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
 }
 
@@ -97,6 +102,44 @@ def test_audit_of_huge_empty_tensor_finds_nothing(tmp_path: Path):
 def test_audit_of_billion_configured_experts_reports_missing(tmp_path: Path):
     write(tmp_path, "qwen3_moe", build("qwen3_moe"), num_experts=10**9)
     assert "999,999,992 of 1,000,000,000 experts is missing" in audit(tmp_path).findings[0].message
+
+
+def missing_chunk(metadata: Any) -> None:
+    del metadata.state_dict_metadata["a"].chunks[0]
+
+
+def long_size(metadata: Any) -> None:
+    metadata.state_dict_metadata["a"].size = torch.Size([2**60])
+
+
+def unstored(metadata: Any) -> None:
+    metadata.storage_data.clear()
+
+
+def short_file(metadata: Any) -> None:
+    (place,) = metadata.storage_data.values()
+    place.length += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (missing_chunk, "'a' has 0 of 2 values"),
+        (long_size, "'a' has 2 of 1,152,921,504,606,846,976 values"),
+        (unstored, "a part of 'a' is in no file"),
+        (short_file, "__0_0.distcp is shorter than it says"),
+    ],
+)
+def test_audit_of_metadata_without_all_values_raises(damage: Callable[[Any], None], message: str, tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warns about a single process
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    damage(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=message):
+        audit(tmp_path)
 
 
 def test_audit_of_metadata_with_file_outside_raises(tmp_path: Path):

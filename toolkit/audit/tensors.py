@@ -14,7 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -23,8 +23,8 @@ import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from toolkit.checkpoint.without_model import find_folder
 from toolkit.errors import UserError, reading
@@ -359,14 +359,29 @@ METADATA = {
 """The only names, by module, that unpickled metadata may use, besides torch's types of numbers."""
 
 
-class _SafeUnpickler(pickle.Unpickler):
-    """Reads metadata of `torch.distributed.checkpoint`, and imports nothing else."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Reads metadata of `torch.distributed.checkpoint`, and imports nothing else.
+
+    Python's own implementation, because that in C allocates memory for any memo index.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in METADATA.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
+
+    def load_build(self: Any) -> None:
+        """Set attributes of metadata only: a class would be changed for the whole process."""
+        if not is_dataclass(type(self.stack[-2])):
+            raise pickle.UnpicklingError(f"a {type(self.stack[-2]).__name__} has no attributes to set")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
+
+    dispatch[pickle.BUILD[0]] = load_build
+    for _code in (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER):
+        del dispatch[_code[0]]
 
 
 class _Reader(FileSystemReader):
@@ -376,7 +391,7 @@ class _Reader(FileSystemReader):
     def metadata(self) -> Metadata:
         path = require_regular(Path(self.path) / ".metadata")
         with reading(path, REMEDY), path.open("rb") as file:
-            metadata = _SafeUnpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
             if not isinstance(metadata, Metadata) or metadata.storage_data is None:
                 raise ValueError("it has no metadata")
             if outside := [
@@ -385,7 +400,23 @@ class _Reader(FileSystemReader):
                 if Path(each.relative_path).name != each.relative_path
             ]:
                 raise ValueError(f"{outside[0]!r} is outside of the folder")
+            for key, each in metadata.state_dict_metadata.items():
+                if isinstance(each, TensorStorageMetadata):
+                    self._require_chunks(key, each, metadata.storage_data)
             return metadata
+
+    def _require_chunks(self, key: str, tensor: TensorStorageMetadata, stored: Mapping[MetadataIndex, Any]) -> None:
+        """Raise ValueError if values of a tensor are in no file, which torch would leave uninitialised."""
+        numbers = [math.prod(chunk.sizes) for chunk in tensor.chunks]
+        if sum(numbers) != math.prod(tensor.size):
+            raise ValueError(f"{key!r} has {sum(numbers):,} of {math.prod(tensor.size):,} values")
+        for chunk, number in zip(tensor.chunks, numbers, strict=True):
+            place = stored.get(MetadataIndex(key, chunk.offsets))
+            if place is None or place.length < number * tensor.properties.dtype.itemsize:
+                raise ValueError(f"a part of {key!r} is in no file")
+            file = Path(self.path) / place.relative_path
+            if file.exists() and file.stat().st_size < place.offset + place.length:
+                raise ValueError(f"{place.relative_path} is shorter than it says")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         return self.metadata
@@ -425,6 +456,9 @@ class DistributedCheckpoint(Checkpoint):
             value = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
             with reading(self.folder / listed.file, REMEDY), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of one process, which is meant
-                load({key: value}, storage_reader=self._reader, no_dist=True)
+                try:
+                    load({key: value}, storage_reader=self._reader, no_dist=True)
+                except CheckpointException as error:  # a BaseException
+                    raise ValueError(str(next(iter(error.failures.values()))[0])) from error
             self._last = key, value
         return self._last[1][begin:end] if self._last[1].ndim else self._last[1]
