@@ -263,8 +263,9 @@ and on one process with the global batch, in float64 if the path supports it.
 {notes}
 
 `make matrix` keeps the rows of libraries that are not installed. Megatron-Core and torchtitan are missing: they train
-in their own loops. Axolotl is missing: EP in its newest release on PyPI, 0.19.0, needs DeepEP and a GPU. Migration and
-trained replicas have no column: the other libraries lack both.
+in their own loops. Axolotl 0.21.0 needs Python 3.12 and pins other versions: its rows were run with torch 2.13.0 and
+transformers 5.20.1, and are the same with 5.24.0. Migration and trained replicas have no column: the other libraries
+lack both.
 """
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,9 +85,8 @@ def read(folder: Path, **settings: Any) -> Any:
     """Load the saved model with unmodified `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.get_default_dtype(), experts_implementation="eager", attn_implementation="eager", **settings
-    )
+    eager = {"experts_implementation": "eager", "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), **(eager | settings))
 
 
 def with_adapters(model: Any) -> Any:
@@ -124,12 +124,15 @@ class OneProcess:
     def __init__(self, folder: Path, *, adapters: bool = False) -> None:
         self.inner = self.read(folder)
         if adapters:
-            self.inner = with_adapters(self.inner)
+            self.inner = self.with_adapters(folder)
         self.inner.train()
         self.model, self.optimizer = self.shard()
 
     def read(self, folder: Path) -> Any:
         return read(folder)
+
+    def with_adapters(self, _folder: Path) -> Any:
+        return with_adapters(self.inner)
 
     def shard(self) -> tuple[Any, Any]:
         """Return the sharded model and the optimizer."""
@@ -258,24 +261,35 @@ class AccelerateFSDP2(OneProcess):
     shares_batch = False
 
     def shard(self) -> tuple[Any, Any]:
-        from accelerate import FullyShardedDataParallelPlugin
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        model = fsdp2_prepare_model(self.accelerator(), self.inner)
+        return model, make_optimizer(model)
+
+    def accelerator(self) -> Any:
+        """Return the attributes of an accelerator that FSDP2 reads."""
+        from accelerate import FullyShardedDataParallelPlugin
 
         layers = {"transformer_cls_names_to_wrap": ["Qwen3MoeDecoderLayer"]}
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             cpu_ram_efficient_loading=False,
+            state_dict_type="FULL_STATE_DICT",
             **layers,
         )
-        accelerator: Any = SimpleNamespace(
-            state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=dist.get_rank() == 0
+        return SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin),
+            mixed_precision="no",
+            is_main_process=dist.get_rank() == 0,
+            wait_for_everyone=dist.barrier,
         )
-        model = fsdp2_prepare_model(accelerator, self.inner)
-        return model, make_optimizer(model)
 
-    def save(self, folder: Path) -> None:  # as `accelerator.get_state_dict` does under FSDP2
-        state = get_model_state_dict(self.inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    def full_state(self) -> dict[str, Any]:  # as `accelerator.get_state_dict` does under FSDP2
+        return get_model_state_dict(self.inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def save(self, folder: Path) -> None:
+        state = self.full_state()
         if dist.get_rank() == 0:
             self.inner.save_pretrained(folder, state_dict=state)
         dist.barrier()
@@ -484,6 +498,107 @@ class DeepSpeedMended(DeepSpeed):
             return super().shard()
 
 
+class Axolotl(AccelerateFSDP2):
+    name, needs = "Axolotl, torch backend", "axolotl"
+    note = (
+        "`expert_parallel_backend: torch` with FSDP2; the methods of its plugin, its `fsdp2_prepare_model`, clipping "
+        "and checkpoints are called in its loader's and trainer's order"
+    )
+    precision, tolerance = torch.float32, 1e-5
+
+    def __init__(self, folder: Path, *, adapters: bool = False) -> None:
+        from axolotl.integrations.expert_parallel.plugin import ExpertParallelPlugin
+        from axolotl.utils.dict import DictDefault
+
+        self.plugin = ExpertParallelPlugin()
+        self.cfg = DictDefault(
+            expert_parallel_size=dist.get_world_size(), expert_parallel_backend="torch", experts_implementation="eager"
+        )
+        super().__init__(folder, adapters=adapters)
+
+    def read(self, folder: Path) -> Any:
+        self.plugin.pre_model_load(self.cfg)
+        model = read(folder, experts_implementation=self.cfg.experts_implementation)
+        self.plugin.post_model_build(self.cfg, model)
+        return model
+
+    def with_adapters(self, folder: Path) -> Any:
+        from axolotl.integrations.expert_parallel.shard import ep_local_adapter_dir
+        from peft import PeftModel
+
+        with tempfile.TemporaryDirectory() as saved:
+            with_adapters(read(folder)).save_pretrained(saved)
+            local = ep_local_adapter_dir(self.inner, saved)
+            return PeftModel.from_pretrained(self.inner, local, is_trainable=True)
+
+    def shard(self) -> tuple[Any, Any]:
+        from axolotl.monkeypatch.accelerate.fsdp2 import fsdp2_prepare_model
+        from axolotl.monkeypatch.accelerate.fsdp2_checkpoint import patch_fsdp2_full_checkpoint
+
+        patch_fsdp2_full_checkpoint()
+        self.plugin.post_model_load(self.cfg, self.inner)
+        model = fsdp2_prepare_model(self.accelerator(), self.inner)
+        return model, make_optimizer(model)
+
+    def clip(self) -> float:
+        from axolotl.utils.gradient_clipping import clip_grad_norm_ep_local_shards_, ep_local_parameter_ids
+
+        return clip_grad_norm_ep_local_shards_(
+            self.model.parameters(), MAX_NORM, ep_local_parameters=ep_local_parameter_ids(self.model)
+        ).item()
+
+    def values(self, *, grads: bool = False) -> dict[str, Tensor]:
+        from axolotl.integrations.expert_parallel.shard import gather_expert_lora_full
+        from axolotl.monkeypatch.accelerate.fsdp2_checkpoint import expert_ownership
+
+        found = super().values(grads=grads)
+        for name, owner in expert_ownership(self.inner).items():
+            if name in found:  # rows of experts lie as in lora_A
+                kind = "B" if owner["kind"] == "B" else "A"
+                found[name] = gather_expert_lora_full(found[name], kind, EXPERTS, dist.group.WORLD)
+        return found
+
+    def full_state(self) -> dict[str, Any]:
+        from axolotl.monkeypatch.accelerate.fsdp2_checkpoint import full_model_state
+
+        return full_model_state(self.inner)
+
+    def save_state(self, folder: Path) -> None:
+        from accelerate.utils import fsdp_utils
+
+        fsdp_utils.save_fsdp_model(*self.fsdp(), self.model, folder)
+        fsdp_utils.save_fsdp_optimizer(*self.fsdp(), self.optimizer, self.model, folder)
+
+    def load_state(self, folder: Path) -> None:
+        from accelerate.utils import fsdp_utils
+
+        fsdp_utils.load_fsdp_model(*self.fsdp(), self.model, folder)
+        fsdp_utils.load_fsdp_optimizer(*self.fsdp(), self.optimizer, self.model, folder)
+
+    def fsdp(self) -> tuple[Any, Any]:
+        accelerator = self.accelerator()
+        return accelerator.state.fsdp_plugin, accelerator
+
+
+class AxolotlMended(Axolotl):
+    name = "Axolotl, torch backend, mended"
+    note = (
+        "with the CPU in the two places that require CUDA, in float32: it rounds routing weights and norms to float32"
+    )
+
+    def __init__(self, folder: Path, *, adapters: bool = False) -> None:
+        from axolotl.integrations.expert_parallel import plugin, shard
+
+        cuda = SimpleNamespace(current_device=int, is_available=bool)
+        on_cpu = SimpleNamespace(**(vars(torch) | {"cuda": cuda, "device": lambda *_: torch.device("cpu")}))
+        make_mesh = plugin.per_rank_expert_mesh
+        with (
+            mock.patch.object(shard, "torch", on_cpu),
+            mock.patch.object(plugin, "per_rank_expert_mesh", lambda mesh, _: make_mesh(mesh, "cpu")),
+        ):
+            super().__init__(folder, adapters=adapters)
+
+
 class Toolkit(AccelerateDDP):
     name = "toolkit, DDP"
     note = "`ExpertParallel(accelerator)`"
@@ -525,6 +640,8 @@ PATHS: dict[str, type[OneProcess]] = {
         TransformersByHand,
         DeepSpeed,
         DeepSpeedMended,
+        Axolotl,
+        AxolotlMended,
         Toolkit,
         ToolkitFSDP2,
     )
