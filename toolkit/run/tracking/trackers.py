@@ -126,7 +126,7 @@ class WandB:
         self._tracker.log({**values, "step": step})
 
     def log_images(self, images: Mapping[str, Path]) -> None:
-        self._tracker.log_images({name: [_pixels(path)] for name, path in images.items()})
+        self._tracker.log_images({name: [pixels(path)] for name, path in images.items()})
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         """Log to the W&B summary, which compares runs, and as tables."""
@@ -172,7 +172,7 @@ class TensorBoard:
 
     def log_images(self, images: Mapping[str, Path]) -> None:
         for name, path in images.items():
-            self._tracker.log_images({name: _pixels(path)[None]}, step=0, dataformats="NHWC")
+            self._tracker.log_images({name: pixels(path)[None]}, step=0, dataformats="NHWC")
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None: ...
 
@@ -232,7 +232,7 @@ def _has_key(server: str) -> bool:
     return server in entries.hosts
 
 
-def _pixels(path: Path) -> np.ndarray:
+def pixels(path: Path) -> np.ndarray:
     """Read an image file as (height, width, 3) bytes."""
     from PIL import Image
 
