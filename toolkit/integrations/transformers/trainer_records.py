@@ -53,6 +53,7 @@ class RouterEvents:
     def on_train_end(self, *_: Any, **__: Any) -> None:
         RouterEvents.on_save(self)  # without the checkpoint of a subclass
         self.monitor.close()
+        del self.monitor  # which keeps the model in memory
         if self._file is not None:
             self._file.close()
 
@@ -68,7 +69,7 @@ def monitor_routers(trainer: Trainer) -> TrainerCallback:
         trainer: transformers' Trainer, or a trainer derived from it, such as SFTTrainer.
 
     Returns:
-        The callback, whose `monitor` is the `RouterMonitor` once training has begun.
+        The callback, whose `monitor` is the `RouterMonitor` while the trainer trains.
 
     Raises:
         UserError: When training begins, if the model has no experts.
