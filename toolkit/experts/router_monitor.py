@@ -195,7 +195,7 @@ class _Layer:
         """Whether the router returns its scores, so that gradients of losses can be told apart."""
         self.trained_E = torch.zeros(found.num_experts)
         """Share of each expert's numbers in parameters with a gradient, in the last measured step."""
-        self._hooked = self._of_scores = torch.zeros(())
+        self._hooked = self.of_scores = torch.zeros(())
         """Sums of the gradients that the hook of the router's weight got, and of the part of losses of scores."""
         if isinstance(found, FoundMoE) or found.is_sharded:
             self.stack = found.stack
@@ -237,11 +237,9 @@ class _Layer:
         if not (measures and scores_TE.requires_grad and weight.requires_grad) or recomputing():
             return scores_TE
         view_TE = scores_TE.view_as(scores_TE)
-        view_TE.register_hook(partial(self._add_of_scores, scores_TE, weight))
+        # By a weak reference, because Python does not collect cycles through a graph.
+        view_TE.register_hook(partial(_add_of_scores, ref(self), scores_TE, weight))
         return view_TE
-
-    def _add_of_scores(self, scores_TE: Float[Tensor, "T E"], weight: Tensor, grad_TE: Float[Tensor, "T E"]) -> None:
-        self._of_scores = self._of_scores + torch.autograd.grad(scores_TE, weight, grad_TE, retain_graph=True)[0]
 
     def _add(self, grad: Tensor) -> None:
         if self.monitor.measures:
@@ -250,10 +248,10 @@ class _Layer:
     def norms(self) -> Float[Tensor, " 2"]:
         """Return the gradient norms of the router's weight in the measured step: losses of its scores, and others."""
         # The hook got the gradient of losses of scores twice: by itself, and in the whole gradient.
-        norms_2 = torch.stack([self._of_scores.norm(), (self._hooked - 2 * self._of_scores).norm()])
+        norms_2 = torch.stack([self.of_scores.norm(), (self._hooked - 2 * self.of_scores).norm()])
         # FSDP2 does not call the hook of its shards.
         known_2 = norms_2 if self._hooked.ndim else torch.zeros(2)
-        self._hooked = self._of_scores = torch.zeros(())
+        self._hooked = self.of_scores = torch.zeros(())
         return known_2.to(self.trained_E)
 
     @torch.no_grad()
@@ -269,6 +267,13 @@ class _Layer:
                 has_grad_S = self.found.rows(grad, form).flatten(1).any(1).to(trained_E)
                 trained_E[[experts[slot] for slot in held]] += parameter.numel() // len(experts) * has_grad_S[held]
         self.trained_E = trained_E * len(experts) / sum(parameter.numel() for parameter, _ in parameters)
+
+
+def _add_of_scores(
+    layer: ref[_Layer], scores_TE: Float[Tensor, "T E"], weight: Tensor, grad_TE: Float[Tensor, "T E"]
+) -> None:
+    if (found := layer()) is not None:
+        found.of_scores = found.of_scores + torch.autograd.grad(scores_TE, weight, grad_TE, retain_graph=True)[0]
 
 
 def _listed(noun: str, items: list[Any]) -> str:
