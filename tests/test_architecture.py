@@ -20,11 +20,11 @@ toolkit.commands  toolkit
 toolkit.audit  toolkit.doctor  toolkit.lab
 toolkit.dynamic
 toolkit.train
+toolkit.integrations.peft
+toolkit.integrations.transformers
 toolkit.checkpoint
 toolkit.run
 toolkit.data
-toolkit.integrations.peft
-toolkit.integrations.transformers
 toolkit.integrations.accelerate
 toolkit.integrations
 toolkit.experts

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+import toolkit as tk
 from benchmarks.support.processes import run_distributed
 from toolkit import compat as other_compat
 from toolkit.experts import compat
@@ -316,3 +318,18 @@ def test_is_wandb_service_matches_the_binary_of_wandb():
     assert binaries
     assert all(other_compat.is_wandb_service(path.name) for path in binaries)
     assert not other_compat.is_wandb_service("python")
+
+
+def test_log_images_sends_them_to_the_callbacks_of_trackers(tmp_path: Path):
+    from transformers.integrations import TensorBoardCallback, WandbCallback
+
+    path = tk.save_figure(tmp_path / "empty.png", lambda _: None)
+    tensorboard, wandb = TensorBoardCallback(mock.Mock()), WandbCallback()
+    assert wandb._wandb.run is None
+    wandb._wandb = mock.Mock()
+    for callback in (tensorboard, wandb, object()):
+        transformers_compat.log_images(callback, {"load": path}, 7)
+    name, pixels, step = tensorboard.tb_writer.add_image.call_args.args
+    assert (name, pixels.shape[2], step) == ("train/load", 3, 7)
+    (logged,) = wandb._wandb.log.call_args.args
+    assert {*logged} == {"train/load", "train/global_step"}

@@ -12,6 +12,7 @@ from .data.visit_draws import BlankPixels as BlankPixels
 from .errors import UserError as UserError
 from .errors import require as require
 from .experts.parallel.seeding import generator as generator
+from .experts.router_monitor import RouterMonitor as RouterMonitor
 from .integrations import peft as peft
 from .integrations import transformers as transformers
 from .integrations.accelerate.expert_parallel import ExpertParallel as ExpertParallel
@@ -23,6 +24,7 @@ from .run.config.optimizer_options import ScheduleOptions as ScheduleOptions
 from .run.config.run import RunConfig as RunConfig
 from .run.folder import results_of as results_of
 from .run.launch.world import without_launcher as without_launcher
+from .run.pictures.plots import save_expert_figures as save_expert_figures
 from .run.pictures.plots import save_figure as save_figure
 from .run.process_settings import process_settings as process_settings
 from .run.run import Run as Run

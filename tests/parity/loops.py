@@ -51,6 +51,7 @@ from toolkit.experts.parallel.collectives import sum_over_ranks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.expert_balance import WholeStepBalance
+from toolkit.train.callbacks.expert_load import ExpertLoad
 from toolkit.train.callbacks.replan import Replan
 
 MAX_NORM, STOP = 0.5, 2
@@ -107,7 +108,7 @@ def train_reference(case: Case) -> Outcome:
         model = make_model(case)
         optimizer, scheduler = make_optimizer_and_scheduler(case, model)
         outcome.watch(model, optimizer)
-        penalty = make_penalty(case, model)
+        penalty, monitor = make_penalty(case, model), experts.RouterMonitor(model)
         for rows in split_of(case, 0, 1):
             if case.penalty and case.loop == "Trainer":
                 rows = [torch.cat(rows)]
@@ -126,12 +127,14 @@ def train_reference(case: Case) -> Outcome:
             if scheduler is not None:
                 scheduler.step()
             outcome.losses.append(loss.item())
+            outcome.add_loads(monitor.metrics())
             if case.evaluation:
                 use_weights_for("eval", optimizer)
                 with torch.no_grad():
                     test = summed_loss(model.eval()(input_ids=TEST)["logits"], TEST)
                 outcome.evaluations.append(test.item() / targets(TEST))
         use_weights_for("eval", optimizer)
+        monitor.close()
         outcome.finish(model, optimizer)
     return outcome
 
@@ -154,7 +157,7 @@ class OwnLoop(ABC):
     @abstractmethod
     def shard(self, placement: Any) -> None:
         """Set `model`, which is called, `optimizer`, which steps, `raw_optimizer`, and functions for the experts:
-        `write` and `read` a checkpoint, and list `migrations`."""
+        `write` and `read` a checkpoint, read `metrics`, and list `migrations`."""
 
     @abstractmethod
     def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
@@ -190,6 +193,7 @@ class OwnLoop(ABC):
             counts = list(map(targets, split_of(self.case, 0, 1)[step]))
             loss = self.learn(split_of(self.case, self.rank, self.world)[step], counts)
             self.outcome.losses.append(sum_over_ranks(loss.detach()).item())
+            self.outcome.add_loads(self.metrics())
             if self.scheduler is not None:
                 self.scheduler.step()
             if self.case.evaluation:
@@ -241,7 +245,8 @@ class ExpertParallelLoop(OwnLoop):
         self.model, self.optimizer = self.experts.prepare(self.raw, self.raw_optimizer)
         self.write = lambda extra: self.experts.save(self.folder / "half", **extra)
         self.read = lambda: self.experts.load(self.folder / "half")
-        self.migrations = lambda: self.experts.migrations
+        self.metrics, self.migrations = self.experts.metrics, lambda: self.experts.migrations
+        self.metrics()
 
     def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
         losses = []
@@ -291,6 +296,7 @@ class TorchLoop(OwnLoop):
         self.sync = experts.ExpertSync(self.model, self.optimizer, rebalance)
         self.write = lambda extra: experts.save(self.folder / "half", self.raw, self.optimizer, extra)
         self.read = lambda: experts.load(self.folder / "half", self.raw, self.optimizer)
+        self.metrics = experts.RouterMonitor(self.model, self.replanner).metrics
         self.migrations = lambda: [] if self.replanner is None else self.replanner.migrations
 
     def learn(self, rows: list[Tensor], counts: list[int]) -> Tensor:
@@ -340,6 +346,7 @@ class Watcher(tk.Callback):
     def on_step_end(self, trainer: tk.Trainer) -> None:
         means = trainer.sums.compute()
         self.outcome.losses.append(means["loss"] + means.get("penalty", 0.0))
+        self.outcome.add_loads(trainer._recorded)
         if self.case.clipping:
             self.outcome.norms.append(float(trainer._recorded["train/grad_norm"]))
         if self.case.evaluation:
@@ -383,7 +390,8 @@ def train_by_trainer(case: Case, folder: Path) -> Outcome:
             optimizer, _ = make_optimizer_and_scheduler(case, model)
             where = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
             penalty = make_penalty(case, model)
-            callbacks = [] if layout.replan is None else [Replan(Experts.of(model), layout.replan)]
+            callbacks: list[tk.Callback] = [ExpertLoad(Experts.of(model))]
+            callbacks += [] if layout.replan is None else [Replan(Experts.of(model), layout.replan)]
             callbacks += [] if penalty is None else [WholeStepBalance(penalty)]
             trainer = tk.Trainer(
                 run,
@@ -500,6 +508,11 @@ def train_by_expert_trainer(case: Case, folder: Path) -> Outcome:
     outcome.norms = [float(line["grad_norm"]) for line in lines if case.clipping and "grad_norm" in line]
     outcome.evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     use_weights_for("eval", trainer.optimizer)
+    if dist.is_initialized():
+        dist.barrier()
+    for line in tk.read_metrics(folder / "transformers" / "metrics.jsonl"):
+        if line["step"] > 0:
+            outcome.add_loads(line)
     outcome.finish(model, optimizer)
     return outcome
 
@@ -513,4 +526,6 @@ def train(case: Case, folder: Path) -> Outcome:
         "expert_trainer": partial(train_by_expert_trainer, case, folder),
     }
     with mock.patch.dict(os.environ), in_float64_throughout(case.model):  # transformers sets variables of Accelerate
+        if case.ranks.nodes > 1:
+            os.environ["LOCAL_WORLD_SIZE"] = str(case.ranks.world // case.ranks.nodes)
         return by_loop[case.loop]()

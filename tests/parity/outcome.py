@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,6 +31,8 @@ class Outcome:
     """Gradient norm of each step before clipping; empty if the loop does not clip."""
     evaluations: list[float] = field(default_factory=list)
     """Mean loss of the test samples over all ranks after each step."""
+    loads: list[dict[str, list[float]]] = field(default_factory=list)
+    """By layer, the load of each expert in each step over all ranks."""
     gradients: list[Rows] = field(default_factory=list)
     """Clipped gradients of each step."""
     weights: Rows = field(default_factory=dict)
@@ -40,6 +44,10 @@ class Outcome:
     """Number of experts of each sharded parameter on this rank."""
     moved: int = 0
     """Experts that migrated."""
+
+    def add_loads(self, records: Mapping[str, Any]) -> None:
+        """Record the loads among the records of a step."""
+        self.loads.append({name: load_E for name, load_E in records.items() if name.startswith("moe/load/")})
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Record the gradients with which each step of `optimizer` is made."""
@@ -119,6 +127,9 @@ def assert_equals(ranks: Sequence[Outcome], expected: Outcome, tolerance: float)
             found, wanted = (torch.tensor(getattr(each, name), dtype=torch.float64) for each in (rank, expected))
             assert found.shape == wanted.shape, name
             assert relative_difference(found, wanted) <= tolerance, name
+        assert len(rank.loads) == len(expected.loads)
+        for loads, wanted_loads in zip(rank.loads, expected.loads, strict=True):
+            assert loads == {name: pytest.approx(load_E, rel=1e-12) for name, load_E in wanted_loads.items()}
     compared = [([rows for rank in ranks for rows in (rank.weights, rank.replicas)], expected.weights)]
     compared += [([rank.states for rank in ranks], expected.states)]
     steps = zip(*(rank.gradients for rank in ranks), strict=True)

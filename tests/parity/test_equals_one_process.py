@@ -92,7 +92,7 @@ def compare(case: Case, ranks: list[Outcome], expected: Outcome) -> None:
 
 
 def _of_first_step(outcome: Outcome) -> Outcome:
-    return replace(outcome, gradients=outcome.gradients[:1], states={})
+    return replace(outcome, gradients=outcome.gradients[:1], loads=[], states={})
 
 
 def test_page_of_tested_combinations_is_up_to_date() -> None:

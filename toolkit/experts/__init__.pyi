@@ -15,6 +15,7 @@ from .parallel.penalty import parameter_penalty as parameter_penalty
 from .parallel.sync import ExpertSync as ExpertSync
 from .placement.placement import ExpertPlacement as ExpertPlacement
 from .placement.planners.registry import register_planner as register_planner
+from .router_monitor import RouterMonitor as RouterMonitor
 from .routing.traces import read_trace as read_trace
 from .sharding.fsdp import ExpertShards as ExpertShards
 from .sharding.shard import shard_experts as shard_experts

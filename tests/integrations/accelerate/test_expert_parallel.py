@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -17,13 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.support.accelerators import make_accelerator
-from benchmarks.support.processes import run_distributed
-from tests.integrations.accelerate.toy import Toy, ToyLoop, adamw, error_of, samples, sgd
+from benchmarks.support.processes import ROOT, run_distributed
+from tests.integrations.accelerate.toy import MIGRATING, Toy, ToyLoop, adamw, error_of, samples, sgd
 from tests.parity.models import DIM, EXPERTS, TOP_K, Block
 from tests.parity.outcome import Rows, gathered
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import Experts, make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
+from toolkit.experts.router_monitor import RouterMonitor
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.train.callbacks.expert_load import ExpertLoad
 
@@ -42,7 +44,8 @@ def test_outputs_under_mixed_precision_are_of_the_type_of_accelerate() -> None:
 
 
 def metrics_and_callback_records() -> tuple[Any, ...]:
-    """Return metrics before training, metrics and the records of `ExpertLoad` at two log steps, and final metrics."""
+    """Return placements, metrics before training, metrics and the records of `ExpertLoad` at two log steps, and final
+    metrics."""
     loop = ToyLoop(placement="uneven")
     load = ExpertLoad(Experts.of(loop.raw))
     recorded: dict[str, Any] = {}
@@ -58,23 +61,50 @@ def metrics_and_callback_records() -> tuple[Any, ...]:
         trainer.state.step, trainer.at_log_step = step, step % 3 == 0
         load.on_step_end(trainer)
         if trainer.at_log_step:
-            numbers = {name: value for name, value in recorded.items() if not isinstance(value, list)}
-            log_steps.append((loop.experts.metrics(), numbers))
+            log_steps.append((loop.experts.metrics(), dict(recorded)))
             recorded.clear()
-    return before, log_steps, loop.experts.metrics()
+    return Experts.of(loop.raw).on_ranks(), before, log_steps, loop.experts.metrics()
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_metrics_equal_records_of_expert_load_callback(world: int) -> None:
     ranks = run_distributed(metrics_and_callback_records, world)
     assert ranks == [ranks[0]] * world
-    before, log_steps, after = ranks[0]
-    assert before == after == {}
+    placements, before, log_steps, after = ranks[0]
+    assert before == {f"moe/placement/{name}": rows for name, rows in placements.items() if world > 1}
+    assert after == {}
     for metrics, recorded in log_steps:
         assert metrics == recorded
+        assert sum(metrics["moe/load/blocks.0.moe.experts"]) == pytest.approx(1)
+        assert ("moe/rank_load/blocks.0.moe.experts" in metrics) == (world > 1)
         assert ("moe/rank_imbalance" in metrics) == (world > 1)
     (first, _), (second, _) = log_steps
     assert first["moe/max_load_over_mean"] != second["moe/max_load_over_mean"]
+
+
+def names_of_metrics() -> set[str]:
+    """Return the names of metrics of experts that are rebalanced and watched, with a capacity."""
+    model = Toy()
+    model.blocks[1] = Block(make_moe(DIM, 12, EXPERTS, TOP_K, capacity_factor=1.0)).double()
+    loop = ToyLoop(model=model, replan=MIGRATING)
+    monitor = RouterMonitor(loop.raw)
+    names = {*loop.experts.metrics()}
+    loop.train(range(4))
+    names |= {*loop.experts.metrics(), *monitor.metrics()}
+    return {re.sub(r"(load|trained|placement)/.*", r"\1/<layer>", name) for name in names}
+
+
+def test_metrics_have_the_names_of_the_page() -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    listed: set[str] = set()
+    for section in ("Expert load", "Routers", "Expert parallelism", "Rebalancing"):
+        for row in re.findall(
+            r"^\| (`.*?) \|", page.partition(f"## {section}\n")[2].partition("\n## ")[0], re.MULTILINE
+        ):
+            first, *others = re.findall("`(.*?)`", row)
+            listed |= {first, *(first + name if name.startswith("_") else name for name in others)}
+    found, other = run_distributed(names_of_metrics, 2)
+    assert found == other == listed - {"moe/migration_bytes_per_step"}
 
 
 def metrics_of_unequal_layers() -> list[dict[str, float]]:
@@ -99,9 +129,9 @@ def test_metrics_of_unequal_layers_are_finite(world: int) -> None:
     ranks = run_distributed(metrics_of_unequal_layers, world)
     assert ranks == [ranks[0]] * world
     before, *after = ranks[0]
-    assert before == {}
+    assert all(name.startswith("moe/placement/") for name in before)
     for metrics in after:
-        assert all(math.isfinite(value) for value in metrics.values())
+        assert np.isfinite(np.concatenate([np.ravel(value) for value in metrics.values()])).all()
         assert metrics["moe/max_load_over_mean"] >= 1
         if world > 1:
             assert 1 <= metrics["moe/rank_imbalance"] <= world

@@ -94,17 +94,17 @@ def expected_usage(loads: Sequence[Sequence[float]]) -> dict[str, float]:
     shares = [[load / sum(layer) for load in layer] for layer in loads]
     entropies = [sum(-share * math.log(share, len(layer)) for share in layer if share) for layer in shares]
     return {
-        "expert_usage/normalized_entropy_mean": sum(entropies) / len(entropies),
-        "expert_usage/normalized_entropy_min": min(entropies),
-        "expert_usage/max_share_mean": sum(map(max, shares)) / len(shares),
-        "expert_usage/max_share_max": max(map(max, shares)),
-        "expert_usage/active_fraction_mean": sum(sum(map(bool, layer)) / len(layer) for layer in shares) / len(shares),
+        "moe/load_entropy": sum(entropies) / len(entropies),
+        "moe/max_load_over_mean": max(len(layer) * max(layer) for layer in shares),
+        "moe/min_load_over_mean": min(len(layer) * min(layer) for layer in shares),
+        "moe/experts_without_tokens": sum(layer.count(0) for layer in shares),
     }
 
 
 def usage(line: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of a log step that neither Trainer nor TRL writes."""
-    return {name: value for name, value in line.items() if name.startswith(("expert_usage/", "moe/"))}
+    """Return the metrics of a log step that `expected_usage` returns."""
+    known = ["load_entropy", "max_load_over_mean", "min_load_over_mean", "experts_without_tokens"]
+    return {name: value for name, value in line.items() if name.removeprefix("moe/") in known}
 
 
 def unique_words(completions: list[str], **_: Any) -> list[float]:

@@ -55,7 +55,7 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         _Call(
             mask,
             has_cache=any(given.get(name) is not None for name in CACHES),
-            adds_balance_loss=bool(adds) and _coefficient(model)[1] != 0 and given.get("labels") is not None,
+            adds_balance_loss=bool(adds) and balance_coefficient(model)[1] != 0 and given.get("labels") is not None,
         )
     )
 
@@ -85,13 +85,14 @@ def model_adds_balance_loss() -> bool:
 def own_balance_loss(model: nn.Module) -> str | None:
     """Return the settings with which `model` adds its own balance loss to its loss; None if it adds none."""
     config = getattr(model, "config", None)
-    name, value = _coefficient(model)
+    name, value = balance_coefficient(model)
     if not getattr(config, "output_router_logits", False) or value == 0:
         return None
     return "output_router_logits=True" + (f", {name}={value:g}" if name else "")
 
 
-def _coefficient(model: nn.Module) -> tuple[str, float]:
+def balance_coefficient(model: nn.Module) -> tuple[str, float]:
+    """Return the setting that has the weight of a model's own balance loss, or an empty name, and its value."""
     config = getattr(model, "config", None)
     for settings in (config, getattr(config, "text_config", None)):
         for name in COEFFICIENTS:

@@ -92,6 +92,8 @@ class Replanner:
         """The last decision of this process."""
         self.predicted: dict[str, float] = {}
         """Predicted imbalance of each layer's last migration, also before a resume."""
+        self.sums = self.decision.sums()
+        """Sums of the metrics of decisions since the last `read`."""
         self.watch(stacks)
         self._steps_of_parts = steps_of_parts(options.every)
         self._seconds_per_byte: float | None = None
@@ -154,7 +156,13 @@ class Replanner:
         self.migrations += done
         self.predicted |= {migration.layer: migration.predicted_imbalance for migration in done}
         self.decision = Decision(step, imbalance, tuple(done), self.plans_refused - refused, seconds)
+        self.sums = {name: self.sums[name] + value for name, value in self.decision.sums().items()}
         return done
+
+    def read(self) -> dict[str, float]:
+        """Return the metrics of the decisions since the last call, and the predicted imbalance after a migration."""
+        sums, self.sums = self.sums, Decision().sums()
+        return sums | ({"moe/predicted_imbalance": fmean(self.predicted.values())} if self.predicted else {})
 
     @property
     def plans_refused(self) -> int:

@@ -156,27 +156,6 @@ def expert_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
     }
 
 
-def usage_metrics(loads: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """Return five metrics of the balance over experts, given each layer's load (E); empty without loads. Layers that
-    were not called are left out.
-
-    The names match huggingface/trl#6514, so that curves are comparable with TRL's logs: entropies and largest shares of
-    layers, and the fraction of experts with any tokens.
-    """
-    called = [load_E for load_E in loads if load_E.any()]
-    if not called:
-        return {}
-    entropies = [expert_imbalance(load_E).entropy for load_E in called]
-    shares = [float(load_E.max() / load_E.sum()) for load_E in called]
-    return {
-        "expert_usage/normalized_entropy_mean": float(np.mean(entropies)),
-        "expert_usage/normalized_entropy_min": min(entropies),
-        "expert_usage/max_share_mean": float(np.mean(shares)),
-        "expert_usage/max_share_max": max(shares),
-        "expert_usage/active_fraction_mean": float(np.mean([(load_E > 0).mean() for load_E in called])),
-    }
-
-
 def balance_metrics(window: Window, placements: Sequence[ExpertPlacement]) -> dict[str, float]:
     """Return the balance over ranks under `placements`."""
     # Without forwards that a layer was not called in.

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError, require, require_count, require_type
+from toolkit.experts.expert_records import ExpertRecords
 from toolkit.experts.layer.losses import TWO_BALANCE_LOSSES, balance_weight_of
 from toolkit.experts.layer.model_inputs import own_balance_loss, watch_inputs
 from toolkit.experts.layer.moe_layer import Experts
@@ -31,7 +32,6 @@ from toolkit.experts.parallel.optimizer_rows import has_stepped, refuse_foreign_
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.placement.placement import EMPTY_ROW
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.sharding.find import find_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
@@ -114,7 +114,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         """The experts of each layer, by the layer's name, with their placement; empty before `prepare`."""
         self.optimizers: list[Optimizer] = []
         """The model's optimizers. The first has all experts."""
-        self._meter: LoadMeter | None = None
+        self._records: ExpertRecords | None = None
         self.patches = Patches()
         """Replaced attributes of other libraries' objects."""
 
@@ -224,8 +224,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         return self.sync
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._meter is not None:
-            self._meter.fold_when_many()
+        if self._records is not None:
+            self._records.meter.fold_when_many()
         self._require_sync("step").after_step(self.steps, optimizer)
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         self.patches.close()
         if self.sync is not None:
             self.sync.close()
-        self.sync, self.stacks, self.optimizers, self._meter = None, {}, [], None
+        self.sync, self.stacks, self.optimizers, self._records = None, {}, [], None
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -291,18 +291,28 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         """
         return self._require_sync("global_norm").clip(parameters, None)
 
-    def metrics(self) -> dict[str, float]:
-        """Return balance and traffic over all ranks since the last call. A collective.
+    def metrics(self) -> dict[str, Any]:
+        """Return load, balance, traffic and migrations over all ranks since the last call. A collective.
 
-        `docs/reference/metrics.md` explains the names. The first call starts counting and returns an empty
-        dict, as does a call without training forward passes since the last.
+        `docs/reference/metrics.md` explains the names. `save_expert_figures` draws the results of all calls.
+
+        Returns:
+            Numbers; lists with the load of each expert and rank of a layer; and the placement of each layer, if it
+            changed. The first call starts counting and returns the placement. A later call without training forward
+            passes since the last returns an empty dict.
+
+        Example:
+            >>> records = [{"step": 0, **experts.metrics()}]
+            >>> for step, batch in enumerate(loader, start=1):
+            ...     ...
+            ...     if step % 50 == 0:
+            ...         records.append({"step": step, **experts.metrics()})
+            >>> tk.save_expert_figures("figures", records)
         """
         model = self._require_sync("metrics").model
-        if self._meter is None:
-            self._meter = LoadMeter(Experts.of(model))
-            self._meter.begin(self.steps)
-        self._meter.fold()
-        return self._meter.read(self.steps)[1]
+        if self._records is None:
+            self._records = ExpertRecords(Experts.of(model), self.replanner, step=self.steps)
+        return self._records.read(self.steps)
 
     def save(self, folder: Path | str, **extra: Any) -> None:
         """Write model, optimizers, placement, random states and `extra` as a checkpoint. A collective.
@@ -334,8 +344,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         sync = self._require_sync("load")
         state = checkpoint_files.load(folder, sync.model, self.optimizers)
         sync.steps, saved = state["steps"], state["world_size"]
-        if self._meter is not None:
-            self._meter.begin(self.steps)
+        if self._records is not None:
+            self._records.meter.begin(self.steps)
         if self.replanner is not None and state["replanner"] is not None:
             self.replanner.load_state_dict(state["replanner"])
         if saved != world_size() and is_main() and any(map(steps_once_per_process, schedulers_of(self.accelerator))):

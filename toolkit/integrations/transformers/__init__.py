@@ -7,6 +7,7 @@ from toolkit.integrations.transformers.language_models import causal_lm, recompu
 from toolkit.integrations.transformers.lazy_loading import experts_in_files
 from toolkit.integrations.transformers.pretrained_files import save_pretrained, write_on_main
 from toolkit.integrations.transformers.router_watch import RouterWatch, watch_routers
+from toolkit.integrations.transformers.trainer_records import monitor_routers
 from toolkit.integrations.transformers.upcycle import upcycle
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "causal_lm",
     "experts_in_files",
     "experts_modules",
+    "monitor_routers",
     "place_experts",
     "recompute_blocks",
     "routers",

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from toolkit.run.tracking.trackers import pixels
 
 
 @contextmanager
@@ -88,3 +91,14 @@ def names_of_separate_experts(model_type: str) -> tuple[list[tuple[str, str]], d
         elif re.fullmatch(r"\.\w+\.", source[0]) and re.fullmatch(r"\.\w+\.", target):
             modules.append((source[0], target))
     return modules, linears
+
+
+def log_images(callback: Any, images: Mapping[str, Path], step: int) -> None:
+    """Log image files by name if `callback` is transformers' callback of W&B or TensorBoard while it logs."""
+    wandb: Any = getattr(callback, "_wandb", None)
+    writer: Any = getattr(callback, "tb_writer", None)
+    if wandb is not None and wandb.run is not None:
+        files = {f"train/{name}": wandb.Image(str(path)) for name, path in images.items()}
+        wandb.log({**files, "train/global_step": step})
+    for name, path in images.items() if writer else ():
+        writer.add_image(f"train/{name}", pixels(path), step, dataformats="HWC")

@@ -23,11 +23,9 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty
-from toolkit.experts.layer.routing_log import Cursor, take_loads
-from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.placement.placement_options import InitialPlacement
-from toolkit.experts.routing.metrics import usage_metrics
+from toolkit.experts.router_monitor import RouterMonitor
 from toolkit.experts.routing.routes import Routes
 from toolkit.experts.sharding.router_replay import record_routes
 from toolkit.experts.sharding.router_replay import replay_routes as replaying_routes
@@ -38,6 +36,7 @@ from toolkit.integrations.accelerate.compat import undo_prepare_for_evaluation
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.accelerate.patches import Patches
 from toolkit.integrations.transformers.router_watch import watch_routers
+from toolkit.integrations.transformers.trainer_records import RouterEvents
 
 FOLDER = "toolkit"
 """Folder within each checkpoint of the Trainer."""
@@ -57,10 +56,11 @@ def expert_trainer(
     """Return a subclass of `trainer` that shards the model's experts, and is called as `trainer` is.
 
     Experts are sharded when `train` begins, with the adapters that the model has by then, and stay sharded. Non-expert
-    parameters are replicated, or sharded with `TrainingArguments(fsdp=True)`. Training logs have the expert load in
-    five numbers over all layers and ranks. Generation runs inside `ExpertParallel.join`, so texts may differ in length
-    between ranks. Call `save_model` on every rank. The trainer's `experts` is its `ExpertParallel`, a new one for each
-    model that `model_init` makes.
+    parameters are replicated, or sharded with `TrainingArguments(fsdp=True)`. Training logs have the numbers of
+    `RouterMonitor.metrics`, and `metrics.jsonl` in the output folder has the load of each expert. Figures of it are
+    written at each save and at the end, and sent to W&B and TensorBoard. Generation runs inside
+    `ExpertParallel.join`, so texts may differ in length between ranks. Call `save_model` on every rank. The trainer's
+    `experts` is its `ExpertParallel`, a new one for each model that `model_init` makes.
 
     Args:
         trainer: transformers' Trainer, or a class derived from it.
@@ -95,7 +95,8 @@ def expert_trainer(
             # `experts` saves, loads and clips the shards of FSDP2, on all their meshes.
             self.is_fsdp_enabled = self._mixed_mesh_grads = False
             self._state = State(self)
-            self.add_callback(self._state)
+            # Before the callbacks of trackers, which close them at the end of training.
+            self.callback_handler.callbacks.insert(0, self._state)
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
@@ -172,11 +173,6 @@ def expert_trainer(
                 is_scaled = counted or self.compute_loss_func is not None
             return penalty / self.current_gradient_accumulation_steps if is_scaled else penalty
 
-        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            if "loss" in logs:
-                logs |= self._state.load_metrics()
-            super().log(logs, start_time)
-
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
             with Patches() as meanwhile:
                 if self.model is self._sharded_model and not self.args.should_save:
@@ -221,8 +217,8 @@ def _refuse_copies(callbacks: Iterable[Any], experts: ExpertParallel) -> None:
 # --- checkpoints and logs ---------------------------------------------------------------------------------------------
 
 
-class TrainingState:
-    """Callback that adds training state to Trainer's checkpoints, and measures expert load between log steps.
+class TrainingState(RouterEvents):
+    """Callback that adds training state to Trainer's checkpoints, and measures experts between log steps.
 
     The state has parameters, optimizer, scheduler, random states, placement and the cost check of rebalancing.
     Checkpoints load with any world size. Raises UserError if the trainer did not prepare its model, and for
@@ -230,14 +226,9 @@ class TrainingState:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self._random: dict[str, Any] | None = None
         """Random states of the checkpoint that training continues from, until they are restored."""
-        self._cursors: list[Cursor] = []
-
-    def load_metrics(self) -> dict[str, float]:
-        """Return `usage_metrics` over all ranks since the last call. A collective, one all-reduce."""
-        return usage_metrics([load_E.cpu().numpy() for load_E in take_loads(self._cursors)])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
         experts: ExpertParallel = self.trainer.experts
@@ -247,7 +238,7 @@ class TrainingState:
                 "for each GPU with accelerate launch."
             )
         experts.sync.steps = state.global_step
-        self._cursors = [stack.log.cursor() for stack in expert_stacks(trainer["model"]).values()]
+        self.watch(RouterMonitor(trainer["model"], experts.replanner))
         if state.global_step == 0:
             return
         scheduler, optimizer = trainer["lr_scheduler"], trainer["optimizer"]
@@ -280,11 +271,13 @@ class TrainingState:
         }
         checkpoint_files.save(_checkpoint(args, state) / FOLDER, trainer["model"], trainer["optimizer"], content)
         _random_file(args, state).write_text(json.dumps(random_states()))
+        super().on_save()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:  # noqa: ARG002
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             # Trainer leaves out experts that files have under other names than the model, as in most MoE models.
             checkpoint_files.load(Path(state.best_model_checkpoint) / FOLDER, trainer["model"], trainer["optimizer"])
+        super().on_train_end()
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from toolkit.run.folder import write_bytes
+from toolkit.run.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,6 +117,36 @@ def by_layer(lines: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[
     """Return the log steps and values of the metrics with `prefix`, by layer."""
     names = sorted({name for line in lines for name in line if name.startswith(prefix)}, key=_natural)
     return {name.removeprefix(prefix): points_of(lines, name) for name in names}
+
+
+def save_expert_figures(folder: str | Path, records: str | Path | Iterable[Mapping[str, Any]]) -> dict[str, Path]:
+    """Draw the figures of recipes from records of experts in any loop or Trainer. Call it on one rank.
+
+    `expert_load.png` has the load of each expert over steps. With expert parallelism there are also `rank_load.png`,
+    `expert_placement.png` and, if experts moved, `expert_moves.png`.
+
+    Args:
+        folder: Gets the figures.
+        records: Results of `metrics()` of `ExpertParallel` or `RouterMonitor`, each with its "step"; or the path of a
+            `metrics.jsonl`, such as the one in the output folder of a Trainer.
+
+    Returns:
+        The path of each figure that has content, by name.
+
+    Raises:
+        KeyError: A record has no "step".
+
+    Example:
+        >>> records = [{"step": 10, "moe/load/block": [0.7, 0.3]}, {"step": 20, "moe/load/block": [0.6, 0.4]}]
+        >>> save_expert_figures("figures", records)
+        {'expert_load': PosixPath('figures/expert_load.png')}
+    """
+    lines = list(read_metrics(records) if isinstance(records, str | Path) else records)
+    placements = by_layer(lines, PLACEMENT_PREFIX)
+    first, last = ({layer: points[at][1] for layer, points in placements.items()} for at in (0, -1))
+    moved = any(len(points) > 1 for points in placements.values())
+    experts = Experts(by_layer(lines, LOAD_PREFIX), last, first if moved else {}, placements)
+    return draw_experts(Path(folder), experts, lines)
 
 
 def draw_experts(

@@ -121,7 +121,7 @@ class WandB(Backend):
         self._tracker.log({**values, "step": step})
 
     def log_images(self, images: Mapping[str, Path]) -> None:
-        self._tracker.log_images({name: [_pixels(path)] for name, path in images.items()})
+        self._tracker.log_images({name: [pixels(path)] for name, path in images.items()})
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         """Log to the W&B summary, which compares runs, and as tables."""
@@ -167,7 +167,7 @@ class TensorBoard(Backend):
 
     def log_images(self, images: Mapping[str, Path]) -> None:
         for name, path in images.items():
-            self._tracker.log_images({name: _pixels(path)[None]}, step=0, dataformats="NHWC")
+            self._tracker.log_images({name: pixels(path)[None]}, step=0, dataformats="NHWC")
 
     def finish(self, *, failed: bool) -> None:  # noqa: ARG002
         self._tracker.finish()
@@ -202,7 +202,7 @@ def why_offline() -> str | None:
     return None if code < 500 else f"{server} answers {code}"
 
 
-def _pixels(path: Path) -> np.ndarray:
+def pixels(path: Path) -> np.ndarray:
     """Read an image file as (height, width, 3) bytes."""
     from PIL import Image
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from toolkit.experts.expert_records import PlacementChanges
 from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.moving.replan import Decision, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
@@ -28,10 +29,7 @@ class Replan(Callback):
 
     def __init__(self, experts: Experts, options: ReplanOptions):
         self.experts, self.replanner = experts, Replanner(experts.stacks, options)
-        self._sums = Decision().sums()
-        """Since the last log step."""
-        self._placements: dict[str, list[list[int]]] = {}
-        """Last recorded placement by layer."""
+        self._placements = PlacementChanges(experts)
         self._before: dict[str, list[list[int]]] = {}
         """Placement before the first move."""
         self._windows = 0
@@ -50,24 +48,15 @@ class Replan(Callback):
             self._add(self.replanner.decision, trainer.results)
         if not trainer.at_log_step:
             return
-        for name, value in self._sums.items():
-            trainer.record(name, value)
+        sums = self.replanner.read()
         for name in IN_RESULTS:
-            trainer.results[name] = trainer.results.get(name, 0) + self._sums[f"moe/{name}"]
-        self._sums = Decision().sums()
-        trainer.record("moe/migration_bytes_per_step", trainer.results["migration_bytes"] / trainer.state.step)
-        if predicted := self.replanner.predicted:
-            trainer.record("moe/predicted_imbalance", fmean(predicted.values()))
-        placements = self.experts.on_ranks()
-        for layer, experts in placements.items():
-            if experts != self._placements.get(layer):
-                trainer.record(f"moe/placement/{layer}", experts)
-        self._placements = placements
+            trainer.results[name] = trainer.results.get(name, 0) + sums[f"moe/{name}"]
+        sums["moe/migration_bytes_per_step"] = trainer.results["migration_bytes"] / trainer.state.step
+        for name, value in {**sums, **self._placements.read()}.items():
+            trainer.record(name, value)
 
     def _add(self, decision: Decision, results: dict[str, Any]) -> None:
-        """Add a decision to the sums, and put the steps of moves and the imbalance around them into the results."""
-        for name, value in decision.sums().items():
-            self._sums[name] += value
+        """Put the steps of moves and the imbalance around them into the results."""
         if "last_move_step" in results:
             self._windows += 1
             mean = results["imbalance_after_moves"]  # before the first window, what the plans predicted
@@ -83,11 +72,12 @@ class Replan(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "replanner": self.replanner.state_dict(),
-            "sums": dict(self._sums),
+            "sums": dict(self.replanner.sums),
             "windows": self._windows,
-            "placements": self._placements,
+            "placements": self._placements.last,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.replanner.load_state_dict(state["replanner"])
-        self._sums, self._windows, self._placements = dict(state["sums"]), state["windows"], state["placements"]
+        self.replanner.sums, self._windows = dict(state["sums"]), state["windows"]
+        self._placements.last = state["placements"]
