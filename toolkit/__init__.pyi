@@ -33,6 +33,7 @@ from .run.tracking.jsonl import read_metrics as read_metrics
 from .train.build import fit as fit
 from .train.callbacks.base import Callback as Callback
 from .train.callbacks.evaluation import Evaluation as Evaluation
+from .train.callbacks.trace_recorder import TraceRecorder as TraceRecorder
 from .train.fine_tuning_memory import Layout as Layout
 from .train.fine_tuning_memory import check_memory as check_memory
 from .train.models.mlp import MLP as MLP

@@ -17,13 +17,23 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    modules = {alias.name: node.module for node in imports for alias in node.names}
+    modules = {alias.name: "." * node.level + (node.module or "") for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        place = import_module(f"{package}.{modules[name]}" if modules[name] else package)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_elsewhere(name)}")
+        place = import_module(modules[name], package)
         # A name that is no attribute is a submodule.
         return vars(place)[name] if name in vars(place) else import_module(f"{place.__name__}.{name}")
 
     return get, lambda: sorted(modules), sorted(modules)
+
+
+def _elsewhere(name: str) -> str:
+    """Return a sentence that names the package whose stub has `name`, if any has."""
+    toolkit = Path(__file__).parent
+    for stub in sorted(toolkit.rglob("__init__.pyi")):
+        if f" as {name}\n" in stub.read_text(encoding="utf-8"):
+            package = ".".join(stub.relative_to(toolkit.parent).parent.parts)
+            return f". Import it from {package}"
+    return ""

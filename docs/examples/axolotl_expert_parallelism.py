@@ -21,9 +21,9 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from transformers import set_seed
 
-from toolkit.errors import UserError
+from toolkit import UserError
 from toolkit.experts import ReplanOptions
-from toolkit.integrations.transformers.expert_trainer import expert_trainer
+from toolkit.integrations.transformers import expert_trainer
 
 
 class ExpertPlacement(BaseModel, extra="forbid"):

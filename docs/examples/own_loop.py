@@ -12,7 +12,7 @@ from torch import nn
 
 import toolkit as tk
 from toolkit import ExpertParallel, experts
-from toolkit.data.images import ImageData
+from toolkit.data import ImageData
 
 
 def full() -> tk.RunConfig:

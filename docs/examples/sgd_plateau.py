@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import toolkit as tk
-from toolkit.data.images import ImageData
+from toolkit.data import ImageData
 
 
 class Config(tk.RunConfig):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 import toolkit as tk
-from toolkit.data.hub import model_folder
+from toolkit.data import model_folder
 
 TEXTS = ("prose", "reference", "stdlib")
 """Shakespeare where $TOOLKIT_DATA_DIR or --data-dir has it; Python's language reference; its standard library."""

@@ -12,7 +12,7 @@ from lion_pytorch import Lion  # type: ignore[import-untyped]
 from torch import nn
 
 import toolkit as tk
-from toolkit.data.images import ImageData
+from toolkit.data import ImageData
 
 
 def full() -> tk.RunConfig:

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 from toolkit.experts import ReplanOptions
-from toolkit.integrations.transformers import experts_in_files
-from toolkit.integrations.transformers.expert_trainer import expert_trainer
+from toolkit.integrations.transformers import expert_trainer, experts_in_files
 
 
 @dataclass

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,6 +45,20 @@ def test_stub_reexports_each_name_once():
 def test_public_names_match_the_stub():
     assert sorted(tk.__all__) == sorted(listed())
     assert all(hasattr(tk, name) for name in tk.__all__)
+
+
+def test_pages_import_from_packages_with_a_stub():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.py")]
+    imports = re.findall(r"^ *from (toolkit[\w.]*) import ([\w, ]+)", "\n".join(p.read_text() for p in pages), re.M)
+    assert len(imports) > 20
+    for package, names in imports:
+        assert (ROOT / package.replace(".", "/") / "__init__.pyi").exists(), package
+        assert set(names.split(", ")) <= set(import_module(package).__all__), (package, names)
+
+
+def test_name_of_another_package_is_said():
+    with pytest.raises(AttributeError, match=r"no attribute 'read_trace'\. Import it from toolkit\.experts$"):
+        _ = tk.read_trace
 
 
 def test_python_m_toolkit_help_loads_no_heavy_library():

@@ -423,7 +423,7 @@ def train_by_expert_trainer(case: Case, folder: Path) -> Outcome:
     from transformers import TrainerCallback
     from transformers.utils import logging
 
-    from toolkit.integrations.transformers.expert_trainer import expert_trainer
+    from toolkit.integrations.transformers import expert_trainer
 
     AcceleratorState._reset_state(reset_partial_state=True)
     logging.set_verbosity_error()

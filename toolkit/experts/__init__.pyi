@@ -2,6 +2,8 @@
 
 from .layer.losses import RouterPenalty as RouterPenalty
 from .layer.moe_layer import make_moe as make_moe
+from .layer.router import TopKRouter as TopKRouter
+from .layer.router_options import RouterOptions as RouterOptions
 from .moving.copies import ema_update as ema_update
 from .moving.copies import full_copy as full_copy
 from .moving.migrate import place_experts as place_experts
@@ -13,11 +15,19 @@ from .parallel.groups import ExpertGroups as ExpertGroups
 from .parallel.groups import make_expert_groups as make_expert_groups
 from .parallel.penalty import parameter_penalty as parameter_penalty
 from .parallel.sync import ExpertSync as ExpertSync
+from .placement import planners as planners
 from .placement.placement import ExpertPlacement as ExpertPlacement
 from .placement.planners.registry import register_planner as register_planner
 from .router_monitor import RouterMonitor as RouterMonitor
+from .routing.routes import Routes as Routes
 from .routing.traces import read_trace as read_trace
+from .sharding.adapt import batched_experts as batched_experts
+from .sharding.adapt import sorted_experts as sorted_experts
+from .sharding.adapt import stack_experts as stack_experts
 from .sharding.fsdp import ExpertShards as ExpertShards
+from .sharding.parameter_groups import parameter_groups as parameter_groups
+from .sharding.router_replay import record_routes as record_routes
+from .sharding.router_replay import replay_routes as replay_routes
 from .sharding.shard import shard_experts as shard_experts
 from .state.checkpoint_files import load as load
 from .state.checkpoint_files import save as save

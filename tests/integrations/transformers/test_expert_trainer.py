@@ -29,8 +29,7 @@ from toolkit.errors import UserError
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.routing.routes import Routes
 from toolkit.experts.sharding.router_replay import record_routes
-from toolkit.integrations.transformers import causal_lm
-from toolkit.integrations.transformers.expert_trainer import expert_trainer
+from toolkit.integrations.transformers import causal_lm, expert_trainer
 
 FAMILY = "qwen3_moe"
 Runs = dict[tuple[int, Callable[[Path], Any]], list[Any]]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.support.families import VOCAB, tokens
 from benchmarks.support.precision import in_float64
-from toolkit.integrations.transformers.expert_trainer import expert_trainer
+from toolkit.integrations.transformers import expert_trainer
 
 STEPS, SAMPLES = 3, 8
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import Experts
@@ -32,7 +33,7 @@ class TraceRecorder(Callback):
     resumed run writes a new file, `traces-<step>.npz`.
 
     Args:
-        experts: The experts of the model.
+        model: The model, after its experts were sharded; or its experts.
         path: The file to write; None is `traces.npz` in the run's folder, under a Trainer.
         metadata: Facts that are stored in the trace, as JSON can hold them.
 
@@ -40,9 +41,9 @@ class TraceRecorder(Callback):
         UserError: If layers have different numbers of experts, or are called more often than others.
     """
 
-    def __init__(self, experts: Experts, path: Path | None = None, **metadata: Any):
+    def __init__(self, model: nn.Module | Experts, path: Path | None = None, **metadata: Any):
         self.path, self.metadata = path, metadata
-        self.forwards = ModelForwards(experts)
+        self.forwards = ModelForwards(Experts.of(model) if isinstance(model, nn.Module) else model)
         counts = [stack.num_experts for stack in self.forwards.stacks]
         if len(set(counts)) > 1:
             raise UserError(

@@ -53,9 +53,8 @@ def register_planner(name: str) -> Callable[[P], P]:
         from functools import partial
 
         from toolkit import experts
-        from toolkit.experts.placement.planners import swap
 
-        experts.register_planner("rare_swaps")(partial(swap, gain=0.05))
+        experts.register_planner("rare_swaps")(partial(experts.planners.swap, gain=0.05))
         ```
     """
     require_type("name", name, str, 'Write @register_planner("name")')
