@@ -5,14 +5,21 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.support.accelerators import make_accelerator
 from benchmarks.support.families import EXPERTS, config
+from benchmarks.support.peak_memory import peak_bytes
+from benchmarks.support.processes import run_distributed
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.parallel.ownership import local_rows
 from toolkit.experts.sharding.find import experts_modules
 from toolkit.experts.sharding.shard import shard_experts
+from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.peft.adapter_options import AdapterOptions
 from toolkit.integrations.peft.adapters import add_adapters
 from toolkit.integrations.transformers import causal_lm, use_toolkit_kernel
@@ -93,10 +100,10 @@ def test_memory_by_block_is_within_a_tenth_of_the_exact_run(family, lora_rank):
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 3} if family == "gpt_oss" else {}
     deep.update({"num_hidden_layers": 6, "hidden_size": 128} | kinds)
     adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))
-    blocks = [block_memory(deep, layout(context=64, gradient_checkpointing=each), adapt) for each in (False, True)]
+    blocks = block_memory(deep, layout(context=64), adapt)
     for ep_size, recomputes in product((1, 4), (False, True)):
         asked = layout(context=64, ep_size=ep_size, gradient_checkpointing=recomputes)
-        found = fine_tuning_memory(deep, asked, adapt, blocks=blocks[recomputes])
+        found = fine_tuning_memory(deep, asked, adapt, blocks=blocks)
         exact = exact_memory(deep, asked, adapt)
         assert found.weights == exact.weights
         assert found.total == pytest.approx(exact.total, rel=0.1)
@@ -115,6 +122,43 @@ def test_expert_bytes_fall_with_the_world():
         assert found.optimizer == pytest.approx(2 * trained / ep_size / shards, rel=0.02)
     assert expect(layout=layout(ep_size=2, shards=2)).gathered > expect(layout=layout(ep_size=4, shards=2)).gathered > 0
     assert expect(layout=layout(ep_size=4)).gathered == 0
+
+
+def wide() -> Any:
+    """Return the configuration of four layers, in which expert weights take most of the memory."""
+    found = config("qwen3_moe")
+    found.update({"num_hidden_layers": 4, "hidden_size": 128, "moe_intermediate_size": 96})
+    return found
+
+
+def measured_with_fsdp2(asked: Layout) -> list[int]:
+    """Return weights, optimizer state, gradients, and the most that a step allocates, on this rank."""
+    accelerator = make_accelerator("fsdp2", cpu=True)
+    experts = ExpertParallel(accelerator, ep_size=asked.ep_size)
+    plain: Any = causal_lm(wide(), dtype=asked.dtype, experts_implementation=use_toolkit_kernel()).train()
+    if asked.gradient_checkpointing:
+        recompute_blocks(plain)
+    model, optimizer = experts.prepare(plain, adamw(plain))
+    tokens = torch.randint(3, 60, (asked.sequences, asked.context + 1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            accelerator.backward(LanguageModeling().loss(model, {"tokens": tokens.clone()}).total)
+        optimizer.step()
+    parameters = list(model.parameters())
+    states = [value for each in optimizer.optimizer.state.values() for value in each.values()]
+    kept = (*parameters, *model.buffers()), states, [p.grad for p in parameters]
+    return [*(sum(local_rows(tensor).nbytes for tensor in each) for each in kept), peak_bytes(profiler)]
+
+
+@pytest.mark.parametrize(("ep_size", "shards"), [(2, 2), (2, 4), (4, 2)])
+def test_expected_memory_with_fsdp2_is_within_a_tenth(ep_size: int, shards: int):
+    for recomputes in (False, True):
+        asked = layout(ep_size=ep_size, shards=shards, context=64, gradient_checkpointing=recomputes)
+        expected = fine_tuning_memory(wide(), asked, lambda model: model, adamw)
+        found = np.mean(run_distributed(measured_with_fsdp2, ep_size * shards, asked), axis=0)
+        parts = [expected.weights, expected.optimizer, expected.gradients, expected.step]
+        assert parts == pytest.approx(found, rel=0.1)
 
 
 def test_shared_weights_count_once():

@@ -38,9 +38,12 @@ def main(argv: Sequence[str]) -> int:
     from toolkit.data.hub import model_folder
     from toolkit.integrations.transformers.language_models import read_config
 
-    trains_all = args.lora_rank == 0
     ways = layouts(
-        args.gpus, sequences=args.sequences, context=args.context, trains_all=trains_all, offload=args.offload
+        args.gpus,
+        sequences=args.sequences,
+        context=args.context,
+        trains_all=args.lora_rank == 0,
+        offload=args.offload,
     )
     with reading(args.model, "Give a model folder or Hub name."):
         config = read_config(model_folder(args.model, weights=False))
@@ -67,18 +70,17 @@ def plan(
     from toolkit.train.fine_tuning_memory import block_memory, exact_memory, fine_tuning_memory
 
     adapt = partial(add_adapters, options=AdapterOptions(lora_rank=lora_rank))
-    kinds = {(each.quantize, each.gradient_checkpointing): each for each in ways}
+    kinds = {each.quantize: each for each in ways}
     memory = {kind: block_memory(config, layout, adapt) for kind, layout in kinds.items()}
     rows = []
     for layout in tqdm(ways, disable=None if exact else True, leave=False):
-        blocks = memory[layout.quantize, layout.gradient_checkpointing]
+        blocks = memory[layout.quantize]
         if blocks.experts % layout.ep_size or (exact and layout.shards):
             continue
         found = fine_tuning_memory(config, layout, adapt, blocks=blocks)
         if exact:
             found = replace(found, step=exact_memory(config, layout, adapt).step)
         parts = {name: getattr(found, name) for name in ("weights", "optimizer", "gradients", "gathered", "step")}
-        parts["activations"] = sum(found.activations)
         rows.append(
             {
                 "experts over": layout.ep_size,
@@ -87,6 +89,7 @@ def plan(
                 "experts in": layout.quantize or str(layout.dtype).removeprefix("torch."),
                 "checkpointing": "yes" if layout.gradient_checkpointing else "no",
                 **{name: f"{value / GIB:.1f}" for name, value in parts.items()},
+                "activations": f"{sum(found.activations) / GIB:.1f}",
                 **({"host": f"{found.host / GIB:.1f}"} if layout.offload else {}),
                 "GiB": f"{found.total / GIB + OF_A_DEVICE:.1f}",
             }

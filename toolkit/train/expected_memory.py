@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,10 +45,8 @@ class ExpectedMemory:
     """Parameters that FSDP2 has gathered at a time."""
     activations: tuple[int, ...] = ()
     """Activations that each block keeps for the backward pass."""
-    head: int = 0
-    """The most that a step takes until the backward pass of the last block."""
-    backward: int = 0
-    """The most after that."""
+    peaks: tuple[int, ...] = ()
+    """The most that a step takes until the last block ends, from there until its backward pass, and after that."""
 
     @property
     def total(self) -> int:
@@ -84,6 +83,7 @@ def expected_memory(
 
         def end_forward(_: nn.Module, __: Any, hidden: Any) -> None:
             ends.append(allocated.now)
+            end_peak()
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
             if hidden.requires_grad:
                 hidden.register_hook(end_peak)
@@ -102,8 +102,7 @@ def expected_memory(
             state,
             max(*peaks, allocated.most - weights - state),
             activations=tuple(end - begin for begin, end in zip(begins, ends[: len(blocks)], strict=False)),
-            head=peaks[0],
-            backward=max(peaks[1:], default=0),
+            peaks=tuple(int(max(phase, default=0)) for phase in np.split(peaks, [len(blocks), len(blocks) + 1])),
         )
 
 

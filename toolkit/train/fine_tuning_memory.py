@@ -70,8 +70,10 @@ class _Part(NamedTuple):
     """Experts as they are in files."""
     activations: float
     """Kept by a block for its backward pass."""
+    forward: float
+    """The most that the step takes until the last block ends."""
     head: float
-    """The most that the step takes until the backward pass of the last block."""
+    """The most from there until the backward pass of the last block."""
     backward: float
     """The most after that."""
 
@@ -103,24 +105,31 @@ def block_memory(
 ) -> BlockMemory:
     """Return the memory of each kind of block, from a step of one block of each kind on fake tensors.
 
-    `ep_size`, `shards`, `spare_slots` and `offload` of `layout` are not used. For the other arguments and errors, see
+    `sequences`, `context`, `dtype` and `quantize` of `layout` are used. For the other arguments and errors, see
     `fine_tuning_memory`.
     """
     with torch.device("meta"):
-        model = causal_lm(copy.deepcopy(config))
+        model: Any = causal_lm(copy.deepcopy(config), dtype=layout.dtype, experts_implementation=use_toolkit_kernel())
     experts = max(found.num_experts for found in require_experts(model).values())
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in _blocks(model)]
     kinds = list(zip(types, map(tuple, shapes), strict=True))
     first = {kind: kinds.index(kind) for kind in kinds}
+    for each in [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == len(kinds)]:
+        each._modules = nn.ModuleList(each[number] for number in first.values())._modules
+    own_types = {"layer_types": [kind for kind, _ in first]} if getattr(config, "layer_types", None) else {}
+    model.config.update({"num_hidden_layers": len(first)} | own_types)
     ends = []
     for ep_size in (experts, 1):
-        traced = replace(layout, ep_size=ep_size, spare_slots=0)
-        model = _rank_of_model(config, traced, adapt, list(first.values()))
-        blocks = list(_blocks(model))
-        sizes = _sizes([model, *blocks])
-        found = expected_memory(model, LanguageModeling(), _batch(layout), build_optimizer or _adamw, blocks)
-        activations = [(0, found.head, found.backward), *((kept, 0, 0) for kept in found.activations)]
+        rank = _rank_of_model(
+            copy.deepcopy(model),
+            replace(layout, ep_size=ep_size, spare_slots=0, gradient_checkpointing=False),
+            adapt,
+        )
+        blocks = list(_blocks(rank))
+        sizes = _sizes([rank, *blocks])
+        found = expected_memory(rank, LanguageModeling(), _batch(layout), build_optimizer or _adamw, blocks)
+        activations = [(0, *found.peaks), *((kept, 0, 0, 0) for kept in found.activations)]
         ends.append([_Part(*np.append(size, each)) for size, each in zip(sizes, activations, strict=True)])
     states = found.optimizer / sum(part.trained + part.trained_experts for part in ends[1])
     return BlockMemory(experts, [0, *(list(first).index(kind) + 1 for kind in kinds)], (ends[0], ends[1]), states)
@@ -176,17 +185,23 @@ def fine_tuning_memory(
     weights = whole.weights - dense.weights * (1 - 1 / world) + whole.experts / shards
     gradients = whole.trained - dense.trained * (1 - 1 / world) + whole.trained_experts / shards
     # FSDP2 keeps what is outside of the blocks, and prefetches a block.
-    gathered = (parts[0][0] + 2 * most.weights) * (world > 1) + 2 * most.experts * (shards > 1)
+    block = most.weights * (world > 1) + most.experts * (shards > 1)
+    gathered = parts[0][0] * (world > 1) + 2 * block
     # FSDP2 still has whole gradients of a block at the end of the backward pass.
     traced = 0 if world > 1 else once.trained + once.trained_experts
-    head, backward = once.head - once.activations, once.backward - once.activations
-    begin, end = whole.activations + max(head, backward), gradients + most.activations + backward - traced
+    forward, head, backward = (peak - once.activations for peak in (once.forward, once.head, once.backward))
+    layers = len(blocks.kinds) - 1
+    outputs = layers * layout.sequences * layout.context * config.hidden_size * layout.dtype.itemsize
+    kept, recomputed = (outputs, most.activations) if layout.gradient_checkpointing else (whole.activations, 0)
+    begin = kept + max(head, recomputed + max(forward, backward))
+    # The first block prefetches none; before it, gradients of two blocks are missing.
+    end = gradients + most.activations + backward - traced - min(block, 2 * gradients / layers)
     frozen, offloaded = whole.experts * (not whole.trained_experts), layout.offload is not None
     on_host = frozen * (layout.offload == "host")
     weights += 2 * most.experts * (on_host > 0) - frozen * offloaded
     loading = _loading_bytes(round(most.unpacked), slots)
     found = [weights, gradients * blocks.states, max(begin, end) + gathered, loading, on_host, gradients, gathered]
-    return replace(ExpectedMemory(*map(round, found)), activations=(round(whole.activations),))
+    return replace(ExpectedMemory(*map(round, found)), activations=(round(kept),))
 
 
 def exact_memory(
@@ -199,8 +214,11 @@ def exact_memory(
 
     For the arguments and errors, see `fine_tuning_memory`. FSDP2 is not supported.
     """
-    model = _rank_of_model(config, layout, adapt, range(config.num_hidden_layers))
-    return expected_memory(model, LanguageModeling(), _batch(layout), build_optimizer or _adamw)
+    with torch.device("meta"):
+        model = causal_lm(copy.deepcopy(config), dtype=layout.dtype, experts_implementation=use_toolkit_kernel())
+    return expected_memory(
+        _rank_of_model(model, layout, adapt), LanguageModeling(), _batch(layout), build_optimizer or _adamw
+    )
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -217,33 +235,21 @@ def _blocks(model: Any) -> nn.ModuleList:
     return next(module for module in lists if len(module) == model.config.num_hidden_layers)
 
 
-def _rank_of_model(
-    config: PreTrainedConfig, layout: Layout, adapt: Callable[[Any], nn.Module], layers: Sequence[int]
-) -> Any:
-    """Return these layers of a model on the meta device, with the number of experts that a rank has.
+def _rank_of_model(model: Any, layout: Layout, adapt: Callable[[Any], nn.Module]) -> Any:
+    """Return a model on the meta device with adapters and with the number of experts that a rank has.
 
     The forward pass sends each token to as many of them as in the whole model, so under an even load it computes the
     rows of a rank.
     """
+    for name, found in require_experts(model).items():
+        if library_that_multiplies(found.module) is None:
+            raise UserError(
+                f"model: use_toolkit_kernel() does not compute the experts at {name!r} "
+                f"({type(found.module).__name__}), so their memory cannot be estimated. Measure it."
+            )
     with torch.device("meta"):
-        model: Any = causal_lm(
-            copy.deepcopy(config), dtype=layout.dtype, experts_implementation=use_toolkit_kernel()
-        ).train()
-        for module in model.modules():
-            for name, child in module.named_children():
-                if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
-                    setattr(module, name, nn.ModuleList(child[number] for number in layers))
-        if getattr(model.config, "layer_types", None):
-            model.config.layer_types = [model.config.layer_types[number] for number in layers]
-        model.config.num_hidden_layers = len(layers)
-        for name, found in require_experts(model).items():
-            if library_that_multiplies(found.module) is None:
-                raise UserError(
-                    f"model: use_toolkit_kernel() does not compute the experts at {name!r} "
-                    f"({type(found.module).__name__}), so their memory cannot be estimated. Measure it."
-                )
         if layout.gradient_checkpointing:
-            recompute_blocks(model)
+            recompute_blocks(model.train())
         model = adapt(model).train()
         for found in find_experts(model).values():
             experts: Any = found.module
