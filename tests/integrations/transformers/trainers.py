@@ -97,13 +97,13 @@ def expected_usage(loads: Sequence[Sequence[float]]) -> dict[str, float]:
         "moe/load_entropy": sum(entropies) / len(entropies),
         "moe/max_load_over_mean": max(len(layer) * max(layer) for layer in shares),
         "moe/min_load_over_mean": min(len(layer) * min(layer) for layer in shares),
-        "moe/experts_without_tokens": sum(layer.count(0) for layer in shares),
+        "moe/max_violation": sum(len(layer) * max(layer) - 1 for layer in shares) / len(shares),
     }
 
 
 def usage(line: dict[str, float]) -> dict[str, float]:
     """Return the metrics of a log step that `expected_usage` returns."""
-    known = ["load_entropy", "max_load_over_mean", "min_load_over_mean", "experts_without_tokens"]
+    known = ["load_entropy", "max_load_over_mean", "min_load_over_mean", "max_violation"]
     return {name: value for name, value in line.items() if name.removeprefix("moe/") in known}
 
 
