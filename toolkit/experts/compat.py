@@ -51,8 +51,9 @@ def copy_without_fsdp(model: nn.Module) -> Any:
         memo[id(module)].__setstate__(copy.deepcopy(module.__getstate__(), memo))
     copied = copy.deepcopy(model, memo)
     for one, other in zip(model.modules(), copied.modules(), strict=True):
-        for name in [name for name in vars(one) if name.endswith("_hooks")]:
-            for key, hook in getattr(one, name).items():
+        hooks = {name: value for name, value in vars(one).items() if name.endswith("_hooks") and isinstance(value, dict)}
+        for name, registered in hooks.items():
+            for key, hook in registered.items():
                 if hook.__module__.startswith("torch.distributed.fsdp"):
                     del getattr(other, name)[key]
     return copied
