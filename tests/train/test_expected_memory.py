@@ -134,6 +134,7 @@ def wide() -> Any:
 def measured_with_fsdp2(asked: Layout) -> list[int]:
     """Return weights, optimizer state, gradients, and the most that a step allocates, on this rank."""
     accelerator = make_accelerator("fsdp2", cpu=True)
+    torch.manual_seed(accelerator.process_index)
     experts = ExpertParallel(accelerator, ep_size=asked.ep_size)
     plain: Any = causal_lm(wide(), dtype=asked.dtype, experts_implementation=use_toolkit_kernel()).train()
     if asked.gradient_checkpointing:

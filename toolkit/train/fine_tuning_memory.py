@@ -193,14 +193,18 @@ def fine_tuning_memory(
     layers = len(blocks.kinds) - 1
     outputs = layers * layout.sequences * layout.context * config.hidden_size * layout.dtype.itemsize
     kept, recomputed = (outputs, most.activations) if layout.gradient_checkpointing else (whole.activations, 0)
-    begin = kept + max(head, recomputed + max(forward, backward))
-    # The first block prefetches none; before it, gradients of two blocks are missing.
-    end = gradients + most.activations + backward - traced - min(block, 2 * gradients / layers)
+    # The backward pass begins, is at the second block, and is at the first block, which prefetches none.
+    left = min(1, 2 / layers)
+    peaks = (
+        kept + max(head, recomputed + max(forward, backward)),
+        left * kept + (1 - left) * gradients + recomputed + backward - traced,
+        gradients + most.activations + backward - traced - block,
+    )
     frozen, offloaded = whole.experts * (not whole.trained_experts), layout.offload is not None
     on_host = frozen * (layout.offload == "host")
     weights += 2 * most.experts * (on_host > 0) - frozen * offloaded
     loading = _loading_bytes(round(most.unpacked), slots)
-    found = [weights, gradients * blocks.states, max(begin, end) + gathered, loading, on_host, gradients, gathered]
+    found = [weights, gradients * blocks.states, max(peaks) + gathered, loading, on_host, gradients, gathered]
     return replace(ExpectedMemory(*map(round, found)), activations=(round(kept),))
 
 
