@@ -51,9 +51,8 @@ def copy_without_fsdp(model: nn.Module) -> Any:
         memo[id(module)].__setstate__(copy.deepcopy(module.__getstate__(), memo))
     copied = copy.deepcopy(model, memo)
     for one, other in zip(model.modules(), copied.modules(), strict=True):
-        hooks = {name: value for name, value in vars(one).items() if name.endswith("_hooks") and isinstance(value, dict)}
-        for name, registered in hooks.items():
-            for key, hook in registered.items():
+        for name, hooks in vars(one).items():
+            for key, hook in hooks.items() if name.endswith("_hooks") and isinstance(hooks, dict) else ():
                 if hook.__module__.startswith("torch.distributed.fsdp"):
                     del getattr(other, name)[key]
     return copied
