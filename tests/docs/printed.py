@@ -26,8 +26,8 @@ FENCE = re.compile(
     r"^```(?P<language>bash|python) run\n(?P<code>.*?)^```$(?P<shown>\n\n```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
-VARYING = re.compile(r"(?:\d[\d,.]* ?(?:s|ms|min|h|samples/s|[KMG]i?B)\b ?)+|(?<=eta )[\d:]+")
-"""Times, rates and memory."""
+VARYING = re.compile(r"(?<=\| )[\d.]+(?= \|$)|(?:\d[\d,.]* ?(?:s|ms|min|h|samples/s|[KMG]i?B)\b ?)+|(?<=eta )[\d:]+")
+"""Times, rates and memory, and the last column of a table, which has times."""
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 TOLERANCE = 0.05
 """Relative difference of numbers, which processors round differently."""
@@ -78,8 +78,8 @@ def run_block(block: Block, root: Path, commands: Path) -> str:
 
 
 def agree(shown: str, printed: str) -> bool:
-    """Whether two lines agree but for times, and for numbers within `TOLERANCE` or the last digit."""
-    shown, printed = VARYING.sub("...", shown), VARYING.sub("...", printed)
+    """Whether two lines agree but for spaces, times, and for numbers within `TOLERANCE` or the last digit."""
+    shown, printed = (VARYING.sub("...", re.sub(" +", " ", line)) for line in (shown, printed))
     if NUMBER.sub("#", shown) != NUMBER.sub("#", printed):
         return False
     for pair in zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=True):
