@@ -50,16 +50,6 @@ def test_run_keeps_the_newest_checkpoints_and_resumes_from_a_verified_one(tmp_pa
     assert manifest.find_damage(folder / "step-00000020") is None
 
 
-def test_resume_yes_without_a_checkpoint_raises(tmp_path):
-    with small_trainer(small_config(tmp_path / "run")):
-        pass
-    with (
-        small_trainer(small_config(tmp_path / "run", resume="yes")) as trainer,
-        pytest.raises(tk.UserError, match=r"resume=.yes.: no checkpoint in .* verifies"),
-    ):
-        trainer.fit()
-
-
 class Evaluated(Evaluation):
     """Reports the given values of a metric in turn after every second step."""
 

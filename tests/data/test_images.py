@@ -5,15 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
-from benchmarks.support.processes import run_distributed
 from tests.data.layouts import TEST, TRAIN, fill_hub_cache, png, write_parquet, write_parquet_set
 from toolkit.data.images import HUB_REPOS, ImageData, load_images
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
-from toolkit.run.config.run import RunConfig
-from toolkit.run.run import Run
 
 TEST_PARQUET = "test-00000-of-00001.parquet"
 
@@ -186,23 +182,6 @@ def test_images_with_16_bits_keep_their_upper_8_bits(tmp_path):
 def test_invalid_images_raise(tmp_path, images, fault):
     write_parquet(tmp_path / "images.parquet", images, [[0]] * 20 if "TypeError" in fault else [0, 1] * 10)
     assert fault in error_of(tmp_path / "images.parquet")
-
-
-def load_and_fail(folder: Path, damaged: Path) -> tuple[str, int, str]:
-    run = Run("test", RunConfig(cpu=True), Accelerator(cpu=True), owns_process_group=False)
-    data = load_images("auto", folder, on_main=run.on_main_and_share)
-    with pytest.raises(UserError) as error:
-        load_images("auto", damaged, on_main=run.on_main_and_share)
-    return data.name, int(data.train.columns["label"].sum()), str(error.value)
-
-
-def test_ranks_load_the_same_set_and_raise_the_same_error(tmp_path):
-    folder, damaged = (write_parquet_set(tmp_path / name / "mnist") for name in ("intact", "damaged"))
-    (damaged / TEST_PARQUET).write_bytes(b"")
-    first, second = run_distributed(load_and_fail, 2, folder, damaged)
-    assert first == second
-    assert first[:2] == ("mnist", TRAIN[1].sum())
-    assert str(damaged) in first[2]
 
 
 def test_validation_images_of_a_named_set_end_its_training_split():

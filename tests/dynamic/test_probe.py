@@ -2,14 +2,11 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.support.processes import run_distributed
 from toolkit.dynamic.coverage import CoverageAlarm
 from toolkit.dynamic.probe import Probe
 
@@ -43,17 +40,6 @@ BEFORE = probe(losses(1.0, 0.0))
 )
 def test_is_worse_needs_a_rise_beyond_tolerance_and_standard_error(after, worse):
     assert probe(after).is_worse(BEFORE, 0.1) is worse
-
-
-def judged_on_ranks() -> list[bool]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    before = replace(BEFORE, losses_T=BEFORE.losses_T[rank::world])
-    after = [probe(losses(mean, 2.3)) for mean in (1.2, 1.21)]
-    return [replace(each, losses_T=each.losses_T[rank::world]).is_worse(before, 0.1) for each in after]
-
-
-def test_is_worse_on_two_ranks_equals_one_process():
-    assert run_distributed(judged_on_ranks, 2) == [[False, True]] * 2
 
 
 SAMPLES = 128

@@ -4,10 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import toolkit as tk
-from benchmarks.support.processes import run_distributed
 from toolkit.dynamic import routing_statistics
 from toolkit.dynamic.routing_statistics import RoutingCounts, RoutingStatistics
 from toolkit.experts.layer.moe_layer import moe_layers
@@ -106,17 +104,3 @@ def test_counts_do_not_depend_on_buffer_size_and_continue_from_state(monkeypatch
             net(x)
         totals[most] = count.take()["0"].to_dict()
     assert totals[30] == totals[1000]
-
-
-def counts_of_two_steps() -> dict:
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    net, count = counted_layer(ep_size=world)
-    for seed, tokens in ((1, 20), (2, 1)):  # rank 1 gets no token of the second step
-        x, labels = (column.tensor_split(world)[rank] for column in batch(tokens, seed))
-        count.begin_step([labels])
-        net(x)
-    return count.take()["0"].to_dict()
-
-
-def test_counts_of_two_ranks_equal_one_process():
-    assert run_distributed(counts_of_two_steps, 2) == [counts_of_two_steps()] * 2

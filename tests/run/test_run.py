@@ -70,13 +70,6 @@ def test_folder_with_other_files_raises_and_is_unchanged(name, tmp_path):
     assert [file for file in (tmp_path / "thesis").rglob("*") if file.is_file()] == [path]
 
 
-def test_folder_of_running_job_raises(tmp_path):
-    with start(run_dir=tmp_path), pytest.raises(UserError, match="another job uses this folder"):
-        start(run_dir=tmp_path)
-    with start(run_dir=tmp_path) as run:
-        assert run.continues
-
-
 @pytest.mark.parametrize("other", [False, True])
 def test_run_that_fails_before_it_begins_leaves_no_folder(tmp_path, other):
     folder = tmp_path / "run"
@@ -304,14 +297,6 @@ def test_run_without_steps_restarts_with_other_settings(tmp_path):
     (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
     with pytest.raises(UserError, match=r"was started with 0.1"):
         start(run_dir=tmp_path)
-
-
-def test_resume_of_finished_run_and_new_run_in_used_folder_raise(tmp_path):
-    with start(run_dir=tmp_path, resume="no") as run:
-        run.finish({})
-    for resume, message in (("auto", FINISHED), ("yes", FINISHED), ("no", "resume='no'")):
-        with pytest.raises(UserError, match=message):
-            start(run_dir=tmp_path, resume=resume)
 
 
 def test_resume_yes_without_run_dir_continues_newest_run(tmp_path):

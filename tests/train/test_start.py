@@ -1,11 +1,6 @@
 """Facts, lines and warnings of a run before its first step, and its plots and placement at the end."""
 
 import json
-import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +10,7 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from benchmarks.support.processes import ROOT, run_distributed
+from benchmarks.support.processes import run_distributed
 from recipes import mnist_moe
 from tests.support.trainers import standard_trainer
 from toolkit.experts.layer.moe_layer import Experts
@@ -102,21 +97,6 @@ def test_batch_norm_on_two_processes_warns_and_sync_bn_converts(tmp_path):
         )
         assert error == "SyncBatchNorm layers only work with GPU modules"
     assert "batch norm" not in batch_norm_messages(tmp_path / "one")[0]
-
-
-def test_editable_wheel_has_a_path_for_editors_and_type_checkers(tmp_path):
-    mode = re.search(r"editable_mode=(\w+)", (ROOT / "Makefile").read_text())
-    source = tmp_path / "source"
-    shutil.copytree(ROOT / "toolkit", source / "toolkit", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    options = f"{str(tmp_path)!r}, {{'editable_mode': {mode and mode[1]!r}}}"
-    code = f"import setuptools.build_meta as build; build.build_editable({options})"
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        (path,) = [name for name in files.namelist() if name.endswith(".pth")]
-        assert files.read(path).decode().strip() == str(source)
 
 
 def test_standard_trainer_draws_plots_at_the_end_of_the_run(tmp_path):

@@ -161,13 +161,6 @@ def test_learn_without_record_updates_weights_and_keeps_the_metrics(record):
     assert changed == [True, True]
 
 
-def test_request_stop_ends_training_after_the_step():
-    stop = in_hook("on_step_end", lambda trainer: trainer.request_stop("enough"), 2)
-    trainer = toy_trainer(max_steps=9, callbacks=[stop])
-    trainer.fit()
-    assert (trainer.state.step, trainer.stop_reason) == (2, "enough")
-
-
 class Counts:
     """A task with sums that depend on which samples are counted, and how often."""
 

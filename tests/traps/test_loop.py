@@ -1,4 +1,4 @@
-"""Loop traps: prepared schedulers, buffers under DDP, and parameters that are added after `prepare`."""
+"""Loop traps: rates of schedulers that warm up, and parameters that are added after `prepare`."""
 
 import pytest
 import torch
@@ -8,27 +8,8 @@ from torch import Tensor, nn
 
 from benchmarks.support.processes import run_distributed
 from tests.support.trainers import in_hook
-from tests.traps.toys import ToyMoE, expert_groups, toy_data, toy_trainer
-from toolkit.experts.layer.losses import global_load
-from toolkit.integrations.accelerate.prepare import prepare
+from tests.traps.toys import toy_trainer
 from toolkit.train.optim import initial_rates
-
-
-def rates_of_two_steps() -> list[float]:
-    weight = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    _, optimizer, scheduler = Accelerator().prepare(weight, optimizer, scheduler)
-    rates = []
-    for _ in range(2):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    return rates
-
-
-def test_prepared_scheduler_steps_once_per_process():
-    assert run_distributed(rates_of_two_steps, 2) == [[1.0, 0.25]] * 2
 
 
 def test_scheduler_with_warmup_sets_a_rate_of_0_before_its_first_step():
@@ -36,38 +17,6 @@ def test_scheduler_with_warmup_sets_a_rate_of_0_before_its_first_step():
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
     assert optimizer.param_groups[0]["lr"] == 0.0
     assert initial_rates(optimizer) == [0.5]
-
-
-class Counter(nn.Module):
-    """Counts samples in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += len(x)
-        return self.linear(x)
-
-
-def counts_of_two_forward_passes() -> tuple[int, int, int]:
-    """Return the count in a buffer, and the local and global (token, expert) pairs of a MoE layer."""
-    counter, model = Counter(), ToyMoE(expert_groups())
-    prepared = Accelerator().prepare(counter)
-    prepared_model, _ = prepare(Accelerator(), model, torch.optim.SGD(model.parameters()))
-    samples = 2 + dist.get_rank()
-    for _ in range(2):
-        prepared(torch.ones(samples, 1))
-        prepared_model(toy_data()[0][:samples])
-    return int(counter.seen), int(model.moe.load_E.sum()), int(global_load([model.moe]).sum())
-
-
-def test_ddp_overwrites_counters_in_buffers():
-    first, second = run_distributed(counts_of_two_forward_passes, 2)
-    assert first == (4, 2 * 2 * 2, (2 + 3) * 2)
-    # The buffer of rank 1 is 2 after the broadcast before its second forward pass.
-    assert second == (2 + 3, 2 * 3 * 2, (2 + 3) * 2)
 
 
 class Growing(nn.Module):

@@ -1,4 +1,4 @@
-"""Encoders of windows: views by mode, batches, pretrained weights."""
+"""Encoders of windows: views by mode, pretrained weights."""
 
 import pytest
 import safetensors.torch
@@ -36,12 +36,6 @@ def test_mode_selects_views_and_every_batch_size_gives_gradients(mode):
         model.zero_grad()
         logits.sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_logits_of_window_do_not_depend_on_batch():
-    model, windows = classifier("flatten"), torch.randn(6, 3, 128)
-    single = torch.cat([model(window[None]) for window in windows])
-    torch.testing.assert_close(model(windows), single, rtol=1e-5, atol=1e-6)
 
 
 def test_logits_of_channel_do_not_depend_on_other_channels():

@@ -98,15 +98,6 @@ def test_each_sample_is_paired_with_labelled_image_and_label():
     assert paired.any(0).sum() > 30, "nearly all labelled images are drawn"
 
 
-def test_draws_do_not_depend_on_batch_boundaries():
-    labels = few(rate=0.5, noise_shape=(3,), directions=True)
-    accesses = torch.randperm(5 * IMAGES, generator=torch.Generator().manual_seed(0))[:64]
-    batch, parts = batch_of(labels, accesses), [batch_of(labels, part) for part in accesses.split([10, 0, 54])]
-    assert {"noise", "direction"} < set(batch)
-    for name, column in batch.items():
-        assert torch.equal(column, torch.cat([part[name] for part in parts])), name
-
-
 def test_noise_is_standard_normal_and_new_at_each_access():
     noise = batch_of(few(noise_shape=(5,)), torch.arange(10_000))["noise"]
     assert noise.shape == (10_000, 5)

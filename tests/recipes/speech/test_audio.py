@@ -117,14 +117,6 @@ def masked(accesses, lengths, **settings):
     return SpecAugment(torch.zeros(20), seed=0, **settings)(batch, accesses)["input"] == 0
 
 
-def test_mask_is_function_of_sample_access():
-    accesses, lengths = torch.arange(6), [40] * 6
-    batch = masked(accesses, lengths)
-    parts = [masked(accesses[i : i + 2], lengths[:2]) for i in (0, 2, 4)]
-    assert torch.equal(torch.cat(parts), batch)
-    assert not torch.equal(batch[0], masked(accesses[:1] + 6, [40])[0])
-
-
 def test_masks_cover_full_bands_and_frames_up_to_limit():
     found = masked(torch.arange(500), [40] * 500, masks=1, band_fraction=0.25, time_fraction=0.2)
     bands, frames = found.all(1).sum(1), found.all(2).sum(1)

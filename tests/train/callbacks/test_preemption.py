@@ -3,13 +3,10 @@
 import os
 import signal
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 import toolkit as tk
-from benchmarks.support.processes import run_distributed
 from tests.support.small_run import STEPS, SmallConfig, Stop, small_config, small_trainer, train
 from tests.support.trainers import in_hook
 from toolkit.errors import EXIT_INTERRUPTED, Preempted
@@ -126,22 +123,3 @@ def test_preemption_without_checkpointing_raises(tmp_path):
         del trainer.callbacks[-3]
         with pytest.raises(ValueError, match="needs Checkpointing in the list"):
             trainer.callbacks[-1].on_fit_start(trainer)
-
-
-def reduce_signals(folder: Path) -> None:
-    with small_trainer(small_config(folder, batch_size=12), ep_size=2) as trainer:
-        preemption = trainer.callbacks[-1]
-        started, read = [], []
-        start, wait = preemption._start_reduction, preemption._read
-        preemption._start_reduction = lambda: (started.append(trainer.state.step), start())
-        preemption._read = lambda: (read.append(trainer.state.step), wait())[1]
-        trainer.fit()
-        assert started == list(range(1, STEPS + 1))
-        assert read == [*range(1, STEPS + 1), STEPS]
-        assert preemption._pending is None
-        assert dist.get_backend(preemption._group) == "gloo"
-        assert preemption._group is not dist.group.WORLD
-
-
-def test_reduction_starts_after_each_step_and_is_read_after_the_next(tmp_path):
-    run_distributed(reduce_signals, 2, tmp_path)

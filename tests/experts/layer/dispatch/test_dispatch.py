@@ -5,37 +5,9 @@ import torch
 from torch import Tensor
 
 from toolkit.experts.layer.dispatcher import AllToAllDispatcher, LocalDispatcher
-from toolkit.experts.layer.rows import sort_by_slot
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import rows_per_slot
-
-
-@pytest.mark.parametrize(
-    ("slots_TK", "rows_per_slot", "pair", "place", "first"),
-    [
-        pytest.param(
-            [[2, 0], [0, 1], [2, 1], [0, 2]],
-            [3, 2, 3],
-            [1, 2, 6, 3, 5, 0, 4, 7],
-            [5, 0, 1, 3, 6, 4, 2, 7],
-            [0, 2, 4, 6],
-            id="all slots",
-        ),
-        pytest.param([[-1, 2], [5, -1]], [0, 0], [], [], [0, 0], id="no local slot"),
-        pytest.param([[1], [1], [1]], [0, 3], [0, 1, 2], [0, 1, 2], [0, 1, 2], id="one slot"),
-        pytest.param(
-            [[1, 0], [-1, 2], [2, 1]], [1, 2], [1, 0, 5], [1, 0, 2], [0, 2, 2], id="token without a local slot"
-        ),
-    ],
-)
-def test_sort_by_slot_by_hand(slots_TK, rows_per_slot, pair, place, first) -> None:
-    order = sort_by_slot(torch.tensor(slots_TK), len(rows_per_slot), len(pair))
-    assert order.rows_per_slot.tolist() == rows_per_slot
-    assert order.pair.tolist() == pair
-    assert order.source.tolist() == [number // len(slots_TK[0]) for number in pair]
-    assert order.place.tolist() == place
-    assert order.first.tolist() == first
 
 
 def test_tokens_take_turns_at_replicas_and_ranks_start_at_different_ones() -> None:
