@@ -31,9 +31,9 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
 
 def _elsewhere(name: str) -> str:
     """Return a sentence that names the package whose stub has `name`, if any has."""
-    toolkit = Path(__file__).parent
-    for stub in sorted(toolkit.rglob("__init__.pyi")):
+    root = Path(__file__).parents[1]
+    for stub in sorted(root.glob("toolkit/**/__init__.pyi")):
         if f" as {name}\n" in stub.read_text(encoding="utf-8"):
-            package = ".".join(stub.relative_to(toolkit.parent).parent.parts)
+            package = ".".join(stub.relative_to(root).parent.parts)
             return f". Import it from {package}"
     return ""

@@ -29,7 +29,7 @@ FENCE = re.compile(
 VARYING = re.compile(r"(?<=\| )[\d.]+(?= \|$)|(?:\d[\d,.]* ?(?:s|ms|min|h|samples/s|[KMG]i?B)\b ?)+|(?<=eta )[\d:]+")
 """Times, rates and memory, and the last column of a table, which has times."""
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
-TOLERANCE = 0.05
+TOLERANCE = 0.2
 """Relative difference of numbers, which processors round differently."""
 
 
@@ -105,6 +105,7 @@ def first_missing(shown: str, printed: str) -> str | None:
 
 
 def main(pages: Sequence[str]) -> int:
+    sys.path.append(str(ROOT / "recipes"))  # forks do not read PYTHONPATH
     with checkout() as (root, commands):
         for page in [Path(name).resolve() for name in pages] or PAGES:
             text, at, written = page.read_text(), 0, []

@@ -66,8 +66,8 @@ def test_knowledge_graph_has_experts_and_relations_over_steps(tmp_path):
     draw_knowledge_graph(figure, epochs, ["moe"])
     (axes,) = figure.axes  # 4 was split from 1, and 6 from 4
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"expert {uid}" for uid in (0, 1, 4, 6, 2, 3, 5)]
-    lives = [tuple(part[:, 0]) for lines in axes.collections for part in lines.get_segments()]
-    assert lives == [(0, 400), (0, 400), (120, 400), (390, 400), (0, 400), (0, 230), (150, 310)]
+    spans = [tuple(part[:, 0]) for lines in axes.collections for part in lines.get_segments()]
+    assert spans == [(0, 400), (0, 400), (120, 400), (390, 400), (0, 400), (0, 230), (150, 310)]
     dots = [line.get_xydata()[0].tolist() for line in axes.get_lines() if line.get_marker() == "o"]
     steps = [epoch.step for epoch in epochs for _ in epoch.layers["moe"].active]
     assert sorted(x for x, _ in dots) == steps
