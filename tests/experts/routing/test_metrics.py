@@ -107,12 +107,11 @@ def train(folder, ep_size, stride, accumulation, placement, planner, recompute, 
     """Return bytes sent, results, visits of other nodes, and bytes sent to other nodes."""
     config = RunConfig(run_dir=folder, cpu=True, batch_size=BATCH, gradient_accumulation_steps=accumulation)
     meter = Meter(ranks_per_node)
-    with start_run("metered", config) as run, meter.counting():
-        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
-            groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange)
-            torch.manual_seed(0)
-            model = TwoLayers(groups, place(placement, EXPERTS, ep_size), recompute)
-            expert_load = ExpertLoad(Experts.of(model))
+    nodes = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node))
+    with start_run("metered", config) as run, meter.counting(), nodes:
+        groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange)
+        torch.manual_seed(0)
+        model = TwoLayers(groups, place(placement, EXPERTS, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
         table = TensorTable(
             input=torch.randn(BATCH * STEPS, DIM, generator=draws),
@@ -129,7 +128,7 @@ def train(folder, ep_size, stride, accumulation, placement, planner, recompute, 
             schedule=warmup_cosine(max_steps=STEPS),
             log_every=LOG_EVERY,
             callbacks=[
-                expert_load,
+                ExpertLoad(Experts.of(model)),
                 TraceRecorder(Experts.of(model)),
                 Replan(Experts.of(model), ReplanOptions(planner=planner, every=PLAN_EVERY, guarded=False)),
             ],
@@ -297,7 +296,7 @@ def test_dropped_pairs_are_counted_separately_and_in_the_load() -> None:
     (found,) = forwards.take()
     assert found.dropped_FLE.sum() > 0
     assert (found.sent_FLE + found.dropped_FLE)[0, 0].tolist() == layer.load_E.tolist()
-    assert found.dropped_FLE[0, 0].tolist() == layer.expert_stack.log.dropped_E.tolist()
+    assert found.dropped_FLE[0, 0].tolist() == layer.expert_stack.log.last.dropped_E.tolist()
     sent_FLSE, dropped_LE = np.array([[[[1, 2]]]]), np.array([[3, 0]])
     counts = count(sent_FLSE, [contiguous(2, 1)], sources=[0], world_size=1, dropped_LE=dropped_LE)
     assert counts.load_LE.tolist() == [[4, 2]]
@@ -310,8 +309,8 @@ def test_dropped_fraction_is_reported_for_layers_with_a_capacity_only(capacity_f
     records = ExpertRecords(Experts.of(layer))
     layer(torch.randn(10, 4))
     metrics = records.read(1)
-    dropped = int(layer.expert_stack.log.dropped_E.sum())
-    assert metrics.get("moe/dropped_fraction") == (None if capacity_factor is None else dropped / 20)
+    expected = None if capacity_factor is None else int(layer.expert_stack.log.last.dropped_E.sum()) / 20
+    assert metrics.get("moe/dropped_fraction") == expected
 
 
 def nodes_of_peers() -> list[int] | None:
