@@ -14,7 +14,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
@@ -24,7 +23,7 @@ from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog
 from toolkit.experts.layer.rows import count
 from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
+from toolkit.experts.parallel.optimizer_rows import step_by_only
 from toolkit.experts.parallel.ownership import local_rows, mark_owned
 from toolkit.experts.parallel.sync import ExpertSync, guard_torch
 from toolkit.experts.parallel.waits import Mark, mark
@@ -294,19 +293,6 @@ def crossings(visits_TP: Bool[Tensor, "T P"], node_of_peer_P: Int[Tensor, " P"],
 def weight_bytes(stack: ExpertStack) -> int:
     """Bytes of the weights of one physical expert of `stack`."""
     return sum(bytes_of_slot(parameter) for parameter in stack.parameters.values())
-
-
-def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
-    """Bytes of the state that `optimizer` keeps of one expert of `stack`; 0 before its first step, and without one."""
-    if optimizer is None:
-        return 0
-    inner = unwrapped(optimizer)
-    return sum(
-        bytes_of_slot(value)
-        for parameter in stack.parameters.values()
-        for value in inner.state.get(parameter, {}).values()
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-    )
 
 
 def bytes_of_slot(rows: Tensor) -> int:
