@@ -41,8 +41,9 @@ class Block(NamedTuple):
     output: str | None
 
 
-def blocks_of(page: Path) -> list[Block]:
-    return [Block(each["language"], each["code"], each["output"]) for each in FENCE.finditer(page.read_text())]
+def blocks_of(text: str) -> list[tuple[re.Match[str], Block]]:
+    """Return the blocks of a page, and their places."""
+    return [(each, Block(each["language"], each["code"], each["output"])) for each in FENCE.finditer(text)]
 
 
 @contextmanager
@@ -53,8 +54,7 @@ def checkout() -> Iterator[tuple[Path, Path]]:
         root.mkdir()
         commands.mkdir()
         for name in ("recipes", "accelerate_configs", "toolkit", "Makefile", "pyproject.toml", "benchmarks", "docs"):
-            if (ROOT / name).exists():
-                (root / name).symlink_to(ROOT / name)
+            (root / name).symlink_to(ROOT / name)
         with forked_commands(commands):
             yield root, commands
 
@@ -109,8 +109,7 @@ def main(pages: Sequence[str]) -> int:
     with checkout() as (root, commands):
         for page in [Path(name).resolve() for name in pages] or PAGES:
             text, at, written = page.read_text(), 0, []
-            for match in FENCE.finditer(text):
-                block = Block(match["language"], match["code"], match["output"])
+            for match, block in blocks_of(text):
                 printed = run_block(block, root, commands)
                 is_shown = block.output is not None and first_missing(block.output, printed) is None
                 new = (match["shown"] if is_shown else f"\n\n```text\n{printed}```") if printed else ""

@@ -11,7 +11,7 @@ from tests.docs.printed import PAGES, Block, blocks_of, checkout, first_missing,
 BLOCKS = [
     pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
-    for number, block in enumerate(blocks_of(page), start=1)
+    for number, (_, block) in enumerate(blocks_of(page.read_text()), start=1)
 ]
 
 
@@ -36,7 +36,6 @@ def test_block_marked_run_prints_the_output_of_the_page(block: Block, places: tu
         ("8 experts", "8 ranks", False),
         ("a\n...\nc", "a\nb\nc", True),
         ("a\nc", "a\nb\nc", False),
-        ("a\nb", "a\nb\nc", False),
     ],
 )
 def test_output_of_a_page_is_compared_without_times(shown, printed, is_equal):

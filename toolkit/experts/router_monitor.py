@@ -33,6 +33,7 @@ from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.parallel.collectives import extremes_over_ranks, is_main, sum_over_ranks
 from toolkit.experts.parallel.groups import ExpertGroups
+from toolkit.experts.placement.loads import Ints
 from toolkit.experts.placement.placement import EMPTY_ROW, initial_placement
 from toolkit.experts.sharding.find import find_experts, router_candidates
 from toolkit.experts.sharding.found import FoundMoE
@@ -103,7 +104,7 @@ class RouterMonitor:
         """Count a step that `optimizer` is about to make, and measure its gradients if they are due."""
         if any(p in self._parameters for group in optimizer.param_groups for p in group["params"][:1]):
             self.steps += 1
-            self._records.meter.fold_when_many()
+            self._records.fold_when_many()
             for layer in self._layers if self.measures else ():
                 layer.measure_trained()
             self.measures = False
@@ -121,10 +122,12 @@ class RouterMonitor:
             >>> monitor.metrics()["moe/experts_without_tokens"]
             0
         """
+        self._records.fold()
+        load_LE, steps = self._records.window.load_LE, self.steps - self._records.began
         values = self._records.read(self.steps)
         self.findings = []
-        if self._records.window.load_LE.any():
-            values |= self._read_loads()
+        if load_LE.any():
+            values |= self._read_loads(load_LE, steps)
             values |= {} if self.measures else self._read_gradients()
             self.measures = True
         # A window's number of steps does not make a finding new.
@@ -134,18 +137,17 @@ class RouterMonitor:
         self._told |= new.keys()
         return values
 
-    def _read_loads(self) -> dict[str, Any]:
-        meter, load_LE = self._records.meter, self._records.window.load_LE
+    def _read_loads(self, load_LE: Ints, steps: int) -> dict[str, Any]:
         without = 0
-        for name, load_E, active_E in zip(meter.names, load_LE, meter.forwards.active(), strict=True):
+        for name, load_E, active_E in zip(self._records.names, load_LE, self._records.forwards.active(), strict=True):
             idle = np.flatnonzero((load_E == 0) & active_E & load_E.any()).tolist()
             without += len(idle)
             if idle and load_E.sum() >= FEW * active_E.sum():
-                self.findings.append(f"{name}: {_listed('expert', idle)} got no tokens in {self._records.steps} steps.")
+                self.findings.append(f"{name}: {_listed('expert', idle)} got no tokens in {steps} steps.")
         return {"moe/experts_without_tokens": without}
 
     def _read_gradients(self) -> dict[str, Any]:
-        names, layers = self._records.meter.names, self._layers
+        names, layers = self._records.names, self._layers
         auxiliary, others = sum_over_ranks(torch.stack([layer.norms() for layer in layers]).sum(0)).tolist()
         if not auxiliary and (reason := self._reason_of_no_loss(is_measured=others > 0)):
             self.findings.append(f"the auxiliary loss does not act: {reason}.")

@@ -85,7 +85,7 @@ def test_layer_with_dropped_pairs_computes_the_kept_pairs() -> None:
     torch.testing.assert_close(gradients(layer, y_TD, x_TD), gradients(layer, expected, x_TD))
     routed_E = routing.expert_ids_TK.flatten().bincount(minlength=EXPERTS)
     assert layer.load_E.tolist() == layer.last_load_E.tolist() == routed_E.tolist()
-    dropped_E = layer.expert_stack.log.dropped_E
+    dropped_E = layer.expert_stack.log.last.dropped_E
     assert dropped_E.tolist() == (routed_E - 12).clamp(min=0).tolist()  # ceil(0.75 * 60 / 4) = 12
     assert 0 < dropped_E.sum() == (~kept_TK).sum()
 
@@ -93,7 +93,7 @@ def test_layer_with_dropped_pairs_computes_the_kept_pairs() -> None:
 def test_evaluation_drops_and_counts_nothing() -> None:
     layer, x_TD = make_layer(*SIZES, capacity_factor=0.5).eval(), torch.randn(30, DIM)
     torch.testing.assert_close(layer(x_TD), make_layer(*SIZES)(x_TD))
-    assert layer.expert_stack.log.dropped_E.tolist() == [0] * EXPERTS
+    assert layer.expert_stack.log.last.dropped_E is None
 
 
 def tiny_capacity() -> dict[str, float]:
@@ -105,7 +105,7 @@ def tiny_capacity() -> dict[str, float]:
     x_TD.requires_grad_()
     y_TD = layer(x_TD)
     y_TD.sum().backward()
-    sent = int((layer.load_E - layer.expert_stack.log.dropped_E).sum())
+    sent = int((layer.load_E - layer.expert_stack.log.last.dropped_E).sum())
     return {"sent": sent, "y": float(y_TD.abs().sum()), "grad": float(x_TD.grad.abs().sum())}
 
 

@@ -17,8 +17,8 @@ from benchmarks.support.processes import run_distributed
 from tests.experts.placement.placements import random_placement
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
-from toolkit.experts.moving.migrate import migrate, place_experts
+from toolkit.experts.layer.stack import ExpertStack, weight_bytes
+from toolkit.experts.moving.migrate import migrate, optimizer_bytes, place_experts
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost

@@ -18,6 +18,7 @@ from benchmarks.support.processes import run_distributed
 from tests.parity.layouts import place
 from toolkit.data.batches import TrainBatches
 from toolkit.data.table import TensorTable
+from toolkit.experts.expert_records import ExpertRecords
 from toolkit.experts.layer import dispatcher, rows
 from toolkit.experts.layer.moe_layer import Experts, make_moe
 from toolkit.experts.layer.recompute import checkpoint
@@ -30,7 +31,6 @@ from toolkit.experts.placement.loads import rank_imbalance
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost
 from toolkit.experts.routing.forwards import ModelForwards
-from toolkit.experts.routing.load_meter import LoadMeter
 from toolkit.experts.routing.metrics import Window, balance_metrics, count, expert_metrics, traffic_metrics
 from toolkit.experts.routing.traces import read_trace
 from toolkit.run.config.run import RunConfig
@@ -107,9 +107,9 @@ def train(folder, ep_size, stride, accumulation, placement, planner, recompute, 
     """Return bytes sent, results, visits of other nodes, and bytes sent to other nodes."""
     config = RunConfig(run_dir=folder, cpu=True, batch_size=BATCH, gradient_accumulation_steps=accumulation)
     meter = Meter(ranks_per_node)
-    with start_run("metered", config) as run, meter.counting():
-        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)):
-            groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange)
+    nodes = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node))
+    with start_run("metered", config) as run, meter.counting(), nodes:
+        groups = make_expert_groups(ep_size, ep_stride=stride, exchange=exchange)
         torch.manual_seed(0)
         model = TwoLayers(groups, place(placement, EXPERTS, ep_size), recompute)
         draws = torch.Generator().manual_seed(5)
@@ -128,7 +128,7 @@ def train(folder, ep_size, stride, accumulation, placement, planner, recompute, 
             schedule=warmup_cosine(max_steps=STEPS),
             log_every=LOG_EVERY,
             callbacks=[
-                ExpertLoad(Experts.of(model), ranks_per_node=ranks_per_node),
+                ExpertLoad(Experts.of(model)),
                 TraceRecorder(Experts.of(model)),
                 Replan(Experts.of(model), ReplanOptions(planner=planner, every=PLAN_EVERY, guarded=False)),
             ],
@@ -296,7 +296,7 @@ def test_dropped_pairs_are_counted_separately_and_in_the_load() -> None:
     (found,) = forwards.take()
     assert found.dropped_FLE.sum() > 0
     assert (found.sent_FLE + found.dropped_FLE)[0, 0].tolist() == layer.load_E.tolist()
-    assert found.dropped_FLE[0, 0].tolist() == layer.expert_stack.log.dropped_E.tolist()
+    assert found.dropped_FLE[0, 0].tolist() == layer.expert_stack.log.last.dropped_E.tolist()
     sent_FLSE, dropped_LE = np.array([[[[1, 2]]]]), np.array([[3, 0]])
     counts = count(sent_FLSE, [contiguous(2, 1)], sources=[0], world_size=1, dropped_LE=dropped_LE)
     assert counts.load_LE.tolist() == [[4, 2]]
@@ -306,21 +306,21 @@ def test_dropped_pairs_are_counted_separately_and_in_the_load() -> None:
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_dropped_fraction_is_reported_for_layers_with_a_capacity_only(capacity_factor: float | None) -> None:
     layer = make_moe(4, 8, 3, 2, capacity_factor=capacity_factor)
-    meter = LoadMeter(Experts.of(layer))
+    records = ExpertRecords(Experts.of(layer))
     layer(torch.randn(10, 4))
-    meter.fold()
-    _, metrics = meter.read(1)
-    dropped = int(layer.expert_stack.log.dropped_E.sum())
-    assert metrics.get("moe/dropped_fraction") == (None if capacity_factor is None else dropped / 20)
+    metrics = records.read(1)
+    expected = None if capacity_factor is None else int(layer.expert_stack.log.last.dropped_E.sum()) / 20
+    assert metrics.get("moe/dropped_fraction") == expected
 
 
 def nodes_of_peers() -> list[int] | None:
     layer = make_moe(4, 4, 2, 1, groups=make_expert_groups(2))
-    LoadMeter(Experts.of(layer), ranks_per_node=3)
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3"):
+        ExpertRecords(Experts.of(layer))
     nodes = layer.expert_stack.node_of_peer
     return None if nodes is None else nodes.tolist()
 
 
-def test_load_meter_has_nodes_of_peers_for_groups_on_two_nodes_only() -> None:
+def test_expert_records_have_nodes_of_peers_for_groups_on_two_nodes_only() -> None:
     # Groups {0, 1} and {2, 3}; ranks 0 to 2 are on the first node.
     assert run_distributed(nodes_of_peers, 4) == [None, None, [0, 1], [0, 1]]

@@ -115,7 +115,7 @@ def metrics_of_unequal_layers() -> list[dict[str, float]]:
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
     loop = ToyLoop(model=model, accelerator=Accelerator(cpu=True, kwargs_handlers=handlers))
     found = [loop.experts.metrics()]
-    with mock.patch("toolkit.experts.routing.load_meter.MOST_WAITING", 4):
+    with mock.patch("toolkit.experts.expert_records.MOST_WAITING", 4):
         for steps in ([()], [(2,)], [(2,), (), (2,)] * 2):
             for skipped in steps:
                 model.skipped = skipped

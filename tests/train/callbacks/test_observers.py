@@ -174,7 +174,7 @@ def test_progress_estimates_the_remaining_time_from_the_first_step_on(tmp_path, 
     monkeypatch.setattr(progress, "time", clock)
     train(config(tmp_path, log_every=5), *advance(clock), epochs=2)
     left = {step: line.partition("  eta ")[2] for step, line in step_lines(capsys).items()}
-    assert left == {"5": "0:15", "10": "2:01", "15": "0:41", "20": ""}
+    assert left == {"5": "0:00:15", "10": "0:02:01", "15": "0:00:41", "20": ""}
 
 
 def test_progress_on_a_terminal_of_80_columns_shows_and_erases_a_bar(tmp_path, capsys, monkeypatch):

@@ -58,12 +58,10 @@ class GroupedExperts(nn.Module):
         up_dim = 2 * hidden_dim if activation == "swiglu" else hidden_dim
         # A hidden unit is one row of `up` and one of `down`. With few rows per expert, products with `up` in this
         # layout take 10 % less time than with its transpose, and those with `down` no more.
-        self.up = nn.Parameter(torch.empty(slots, up_dim, dim))
-        self.down = nn.Parameter(torch.empty(slots, hidden_dim, dim))
+        self.up = nn.Parameter(torch.zeros(slots, up_dim, dim))
+        self.down = nn.Parameter(torch.zeros(slots, hidden_dim, dim))
         for slot, expert_id in enumerate(expert_ids):
             if expert_id == EMPTY_ROW:
-                self.up.data[slot].zero_()
-                self.down.data[slot].zero_()
                 continue
             draws = generator(seed, "expert", expert_id)
             for weight, std in ((self.up, (2 / dim) ** 0.5), (self.down, (2 * hidden_dim) ** -0.5)):

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from toolkit.errors import require, require_choice, require_count, require_type
 from toolkit.experts.layer.capacity import within_capacity
-from toolkit.experts.layer.dispatcher import Plan
 from toolkit.experts.layer.grouped_experts import Activation, GroupedExperts, Weights
 from toolkit.experts.layer.model_inputs import counted_tokens
-from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, in_reentrant_forward, recomputing
+from toolkit.experts.layer.recompute import Recompute, checkpoint, decide, recomputing
 from toolkit.experts.layer.router import Routing, TopKRouter
 from toolkit.experts.layer.router_options import RouterOptions
-from toolkit.experts.layer.rows import count
 from toolkit.experts.layer.stack import ExpertLayer, ExpertStack, expert_stacks, hook_state_dict
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import ExpertPlacement, initial_placement
@@ -121,27 +119,10 @@ class MoE(ExpertLayer):
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if not recomputing():
-            self.record(routing, dispatched.plan, kept_TK, x_TD, y_TD)
+            counted_T, ids_TK = counted_tokens(len(x_TD)), routing.expert_ids_TK
+            self.routing = routing if counted_T is None else replace(routing, counted_T=counted_T)
+            self.expert_stack.record(dispatched.plan, ids_TK, x_TD, routing.weights_TK, y_TD, kept_TK)
         return y_TD.view(x.shape)
-
-    def record(
-        self,
-        routing: Routing,
-        plan: Plan,
-        kept_TK: Bool[Tensor, "T K"] | None,
-        x_TD: Float[Tensor, "T D"],
-        y_TD: Float[Tensor, "T D"],
-    ) -> None:
-        """Keep the routing for the losses, and write it into the log."""
-        counted_T = counted_tokens(len(routing.expert_ids_TK))
-        self.routing = routing if counted_T is None else replace(routing, counted_T=counted_T)
-        dropped_E = None
-        if kept_TK is not None:
-            dropped_TK = ~kept_TK if counted_T is None else ~kept_TK & counted_T[:, None]
-            dropped_E = count(routing.expert_ids_TK, self.expert_stack.num_experts, dropped_TK)
-        training = torch.is_grad_enabled() or in_reentrant_forward()
-        ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
-        self.expert_stack.record(plan, ids_TK, x_TD, weights_TK, y_TD, training=training, dropped_E=dropped_E)
 
 
 def make_moe(

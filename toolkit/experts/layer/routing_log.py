@@ -92,8 +92,6 @@ class RoutingLog:
         # Not buffers: DDP broadcasts rank 0's buffers, which would overwrite the counts of the other ranks.
         self.load_E = torch.zeros(num_experts, dtype=torch.int64)
         """Assignments per expert since this process began, dropped ones included."""
-        self.dropped_E = torch.zeros_like(self.load_E)
-        """The assignments that a capacity dropped."""
         self.last_load_E = self.load_E
         """Load of the last forward pass, in training or evaluation, for router losses."""
         self.last: RoutedForward | None = None
@@ -123,8 +121,6 @@ class RoutingLog:
         """Count one training forward."""
         self.load_E = self.load_E.to(forward.load_E.device) + forward.load_E
         self.last = forward
-        if forward.dropped_E is not None:
-            self.dropped_E = self.dropped_E.to(forward.dropped_E.device) + forward.dropped_E
         if self._has_readers:
             self._deliver(forward)
 

@@ -14,15 +14,16 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.dispatcher import SLOT_TYPE, Plan, make_dispatcher
 from toolkit.experts.layer.model_inputs import counted_tokens
+from toolkit.experts.layer.recompute import in_reentrant_forward
 from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
+from toolkit.experts.layer.rows import count
 from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.optimizer_rows import step_by_only, unwrapped
+from toolkit.experts.parallel.optimizer_rows import step_by_only
 from toolkit.experts.parallel.ownership import local_rows, mark_owned
 from toolkit.experts.parallel.sync import ExpertSync, guard_torch
 from toolkit.experts.parallel.waits import Mark, mark
@@ -199,23 +200,23 @@ class ExpertStack:
         inputs: Float[Tensor, "*batch D"],
         weights_TK: Float[Tensor, "T K"],
         outputs: Float[Tensor, "*batch D"],
-        *,
-        training: bool,
-        dropped_E: Int[Tensor, " E"] | None = None,
+        kept_TK: Bool[Tensor, "T K"] | None = None,
     ) -> None:
-        """Log the forward pass that `plan` dispatched; without `training`, set only `last_load_E`.
+        """Log the forward pass that `plan` dispatched; without gradients, set only `last_load_E`.
 
-        `inputs` (..., D) were dispatched to `expert_ids_TK` with `weights_TK` and gave `outputs` (..., D). `dropped_E`:
-        pairs dropped by a capacity, which are not in the plan's `load_E`. Pairs of padding are not counted.
+        `inputs` (..., D) were dispatched to `expert_ids_TK` with `weights_TK` and gave `outputs` (..., D). `kept_TK`:
+        False for pairs dropped by a capacity, which are not in the plan's `load_E`. Pairs of padding are not counted.
         """
         counted_T = counted_tokens(len(expert_ids_TK))
         choices = Choices(expert_ids_TK, counted_T)
+        dropped_E = None if kept_TK is None else count(expert_ids_TK, self.num_experts, ~kept_TK & choices.counted())
         if counted_T is None:
             load_E = plan.load_E if dropped_E is None else plan.load_E + dropped_E
         else:
             load_E = choices.load(self.num_experts)
         self.log.last_load_E = load_E
-        if not training:
+        # Not `training` of the module: a model that was read from a folder is in eval mode until train() is called.
+        if not torch.is_grad_enabled() and not in_reentrant_forward():
             return
         visits_P = crossed = None
         if plan.visits_TP is not None:
@@ -292,19 +293,6 @@ def crossings(visits_TP: Bool[Tensor, "T P"], node_of_peer_P: Int[Tensor, " P"],
 def weight_bytes(stack: ExpertStack) -> int:
     """Bytes of the weights of one physical expert of `stack`."""
     return sum(bytes_of_slot(parameter) for parameter in stack.parameters.values())
-
-
-def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
-    """Bytes of the state that `optimizer` keeps of one expert of `stack`; 0 before its first step, and without one."""
-    if optimizer is None:
-        return 0
-    inner = unwrapped(optimizer)
-    return sum(
-        bytes_of_slot(value)
-        for parameter in stack.parameters.values()
-        for value in inner.state.get(parameter, {}).values()
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-    )
 
 
 def bytes_of_slot(rows: Tensor) -> int:

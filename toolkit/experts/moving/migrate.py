@@ -91,8 +91,8 @@ def migrate(stack: ExpertStack, new: ExpertPlacement, optimizer: Optimizer | Non
     for parameter in stack.parameters.values():
         parameter.grad = None
     stack.place(new)
-    weight_bytes, optimizer_bytes = (sum(map(bytes_of_slot, rows.values())) for rows in (weights, states))
-    cost = migration_cost(old, new, weight_bytes=weight_bytes, optimizer_bytes=optimizer_bytes)
+    of_weights, of_states = (sum(map(bytes_of_slot, rows.values())) for rows in (weights, states))
+    cost = migration_cost(old, new, weight_bytes=of_weights, optimizer_bytes=of_states)
     return MigrationReport(cost, time.perf_counter() - started)
 
 
@@ -190,6 +190,11 @@ def rows_of_states(stack: ExpertStack, optimizer: Optimizer | None) -> dict[str,
                 state = f"{name}.{key}"
                 rows[state] = _with_contiguous_rows(state, local_rows(require_rows(name, key, value, parameter)))
     return rows
+
+
+def optimizer_bytes(stack: ExpertStack, optimizer: Optimizer | None) -> int:
+    """Bytes of the state that `optimizer` keeps of one expert of `stack`; 0 before its first step, and without one."""
+    return sum(map(bytes_of_slot, rows_of_states(stack, optimizer).values()))
 
 
 def _with_contiguous_rows(name: str, tensor: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from toolkit.experts.layer.routing_log import Sample, sample_forwards, take_parts
-from toolkit.experts.layer.stack import ExpertStack, optimizer_bytes, weight_bytes
-from toolkit.experts.moving.migrate import MigrationReport, migrate
+from toolkit.experts.layer.stack import ExpertStack, weight_bytes
+from toolkit.experts.moving.migrate import MigrationReport, migrate, optimizer_bytes
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel.collectives import extremes_over_ranks, is_main, sum_over_ranks, world_size
 from toolkit.experts.parallel.waits import seconds_between, seconds_per_byte

@@ -81,17 +81,12 @@ class Ownership:
         """
         if device not in self._replicas:
             ranks, here = self.rows_of_ranks or (), self.groups.ep_rank
-            row_of = {row_id: row for row, row_id in enumerate(self.row_ids) if row_id != EMPTY_ROW}
-            borrowed: list[list[int]] = [[] for _ in ranks]
-            lent: list[list[int]] = [[] for _ in ranks]
-            for row_id in sorted(row_of):
-                owner = self.owner_of.get(row_id, here)
-                if owner != here:
-                    borrowed[owner].append(row_of[row_id])
-                    continue
-                for rank, ids in enumerate(ranks):
-                    if rank != here and row_id in ids:
-                        lent[rank].append(row_of[row_id])
+            held = sorted((row_id, row) for row, row_id in enumerate(self.row_ids) if row_id != EMPTY_ROW)
+            owned = [(self.owner_of.get(row_id, here), row_id, row) for row_id, row in held]
+            borrowed = [[row for owner, _, row in owned if owner == rank != here] for rank in range(len(ranks))]
+            lent = [
+                [row for owner, i, row in owned if owner == here != rank and i in ids] for rank, ids in enumerate(ranks)
+            ]
             self._replicas[device] = _rows_of_ranks(borrowed, device), _rows_of_ranks(lent, device)
         return self._replicas[device]
 

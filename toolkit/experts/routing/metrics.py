@@ -74,9 +74,9 @@ def count(
     *,
     sources: Sequence[int],
     world_size: int,
-    dropped_LE: NDArray[Any] | None = None,
-    visits_LSR: NDArray[Any] | None = None,
-    crossings_LSR: NDArray[Any] | None = None,
+    dropped_LE: NDArray[Any] | int = 0,
+    visits_LSR: NDArray[Any] | int = 0,
+    crossings_LSR: NDArray[Any] | int = 0,
 ) -> DispatchCounts:
     """Count the rows that some ranks sent in forward passes under one placement per layer.
 
@@ -85,22 +85,20 @@ def count(
         placements: Placement of each layer.
         sources: Ranks of S, in the order of EP groups.
         world_size: Number of all ranks.
-        dropped_LE: Pairs that a capacity dropped. None: none.
-        visits_LSR: Tokens of each source that have experts on each rank. None: not counted.
+        dropped_LE: Pairs that a capacity dropped.
+        visits_LSR: Tokens of each source that have experts on each rank. 0: not counted.
         crossings_LSR: Tokens of each source that have experts on each other node
-            (`toolkit.experts.layer.stack.crossings`). None: not counted. Neither can be derived from loads, which do
+            (`toolkit.experts.layer.stack.crossings`). 0: not counted. Neither can be derived from loads, which do
             not contain the experts of single tokens.
     """
     forwards, layers, _, experts = sent_FLSE.shape
     group = placements[0].ranks
-    dropped_LE = np.zeros((layers, experts), dtype=np.int64) if dropped_LE is None else dropped_LE
+    all_dropped_LE = np.zeros((layers, experts), dtype=np.int64) + dropped_LE
     received_FLW = np.zeros((forwards, layers, world_size), dtype=np.int64)
     sent_LWR = np.zeros((layers, world_size, group), dtype=np.int64)
     visits_LWR, crossings_LWR = np.zeros_like(sent_LWR), np.zeros_like(sent_LWR)
-    if visits_LSR is not None:
-        visits_LWR[:, list(sources)] = visits_LSR
-    if crossings_LSR is not None:
-        crossings_LWR[:, list(sources)] = crossings_LSR
+    visits_LWR[:, list(sources)] = visits_LSR
+    crossings_LWR[:, list(sources)] = crossings_LSR
     for layer, placement in enumerate(placements):
         rows_FSR = rows_between_ranks(
             sent_FLSE[:, layer, :, : placement.num_experts], placement, sources=[s % group for s in sources]
@@ -110,7 +108,7 @@ def count(
             first = source // group * group
             received_FLW[:, layer, first : first + group] += rows_FSR[:, index]
     load_LE = sent_FLSE.sum((0, 2), dtype=np.int64) + dropped_LE
-    return DispatchCounts(load_LE, dropped_LE, sent_LWR, visits_LWR, crossings_LWR, received_FLW)
+    return DispatchCounts(load_LE, all_dropped_LE, sent_LWR, visits_LWR, crossings_LWR, received_FLW)
 
 
 @dataclass(frozen=True)

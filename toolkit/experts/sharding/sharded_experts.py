@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import MovesParameters
-from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
+from toolkit.experts.layer.recompute import recomputing
 from toolkit.experts.layer.stack import ExpertLayer
 from toolkit.experts.sharding.layout import Layout, extend
 
@@ -44,9 +44,7 @@ class ShardedExperts(ExpertLayer, Layout):
         y_ND = stack.timed(len(rows_ND), _compute, self, rows_ND, dispatched.rows_per_slot)
         y_TD = stack.dispatcher.combine(y_ND, dispatched)
         if not recomputing():
-            # Not `self.training`: a model that was read from a folder is in eval mode until somebody calls train().
-            training = torch.is_grad_enabled() or in_reentrant_forward()
-            stack.record(dispatched.plan, ids_TK, x_TD, weights_TK, y_TD, training=training)
+            stack.record(dispatched.plan, ids_TK, x_TD, weights_TK, y_TD)
         # Not a view, of which FSDP2 loses its hook if the caller changes it in place.
         return y_TD if y_TD.shape == hidden.shape else y_TD.view(hidden.shape)
 

@@ -225,7 +225,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._records is not None:
-            self._records.meter.fold_when_many()
+            self._records.fold_when_many()
         self._require_sync("step").after_step(self.steps, optimizer)
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         state = checkpoint_files.load(folder, sync.model, self.optimizers)
         sync.steps, saved = state["steps"], state["world_size"]
         if self._records is not None:
-            self._records.meter.begin(self.steps)
+            self._records.begin(self.steps)
         if self.replanner is not None and state["replanner"] is not None:
             self.replanner.load_state_dict(state["replanner"])
         if saved != world_size() and is_main() and any(map(steps_once_per_process, schedulers_of(self.accelerator))):

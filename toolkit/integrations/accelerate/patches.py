@@ -15,7 +15,6 @@ One step hook for all optimizers of a process stays, which raises for steps with
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,12 +25,9 @@ class Patches(ExitStack):
     def replace(self, target: Any, name: str, value: Any) -> Any:
         """Set attribute `name` of `target` to `value`, and return the old value."""
         original = getattr(target, name)
-        take_back: Callable[..., None] = setattr if name in vars(target) else _uncover
-        self.callback(take_back, target, name, original)
+        if name in vars(target):
+            self.callback(setattr, target, name, original)
+        else:  # its class has it
+            self.callback(delattr, target, name)
         setattr(target, name, value)
         return original
-
-
-def _uncover(target: Any, name: str, _original: Any) -> None:
-    """Delete an attribute of `target` that its class has."""
-    delattr(target, name)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.experts.expert_records import ExpertRecords
 from toolkit.experts.layer.losses import balance_weight_of
 from toolkit.experts.layer.moe_layer import Experts
-from toolkit.experts.routing.load_meter import LoadMeter
-from toolkit.experts.routing.metrics import Window
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -36,36 +35,30 @@ class ExpertLoad(Callback):
 
     Args:
         experts: The experts of the model.
-        ranks_per_node: Ranks that share a node; None takes the launcher's number.
     """
 
-    def __init__(self, experts: Experts, *, ranks_per_node: int | None = None):
-        self.meter = LoadMeter(experts, ranks_per_node=ranks_per_node)
-        self.forwards = self.meter.forwards
-        self._epoch_load_LE = self.meter.window.load_LE
-        self._stayed_active_LE = self.forwards.active()
+    def __init__(self, experts: Experts):
+        self.records = ExpertRecords(experts)
+        self._load_before_LE = self.records.load_LE
+        """`load_LE` of the records when this epoch began."""
+        self._stayed_active_LE = self.records.forwards.active()
         """Experts that were active when this epoch began."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.meter.began = self.meter.began or trainer.state.step
+        self.records.began = self.records.began or trainer.state.step
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if not self.meter.names:
-            return
-        self._add(self.meter.fold_when_many())
+        self.records.fold_when_many()
         step, per_epoch = trainer.state.step, trainer.batches.steps_per_epoch
         ends_epoch = step % per_epoch == 0
-        if not (trainer.at_log_step or ends_epoch):
-            return
-        self._add(self.meter.fold())
         if ends_epoch or step == trainer.max_steps < per_epoch:
-            active_LE = self.forwards.active()
-            self._sum_up(trainer, self._epoch_load_LE, active_LE & self._stayed_active_LE)
+            self.records.fold()
+            active_LE = self.records.forwards.active()
+            self._sum_up(trainer, self.records.load_LE - self._load_before_LE, active_LE & self._stayed_active_LE)
             if ends_epoch:
-                self._epoch_load_LE, self._stayed_active_LE = self.meter.empty().load_LE, active_LE
+                self._load_before_LE, self._stayed_active_LE = self.records.load_LE, active_LE
         if trainer.at_log_step:
-            shares, metrics = self.meter.read(trainer.state.step)
-            for name, value in {**shares, **metrics}.items():
+            for name, value in self.records.read_loads(step).items():
                 trainer.record(name, value)
 
     def _sum_up(self, trainer: Trainer, load_LE: NDArray[Any], whole_LE: NDArray[Any]) -> None:
@@ -75,10 +68,10 @@ class ExpertLoad(Callback):
             busiest = int((share_LE * whole_LE).max(1).argmax())
             trainer.results["min_expert_load"] = float(share_LE[whole_LE].min(initial=1))
             trainer.results["expert_load"] = {
-                self.meter.names[busiest]: share_LE[busiest, whole_LE[busiest]].round(4).tolist()
+                self.records.names[busiest]: share_LE[busiest, whole_LE[busiest]].round(4).tolist()
             }
         uneven = {}
-        for layer, load_E, whole_E in zip(self.meter.names, load_LE, whole_LE, strict=True):
+        for layer, load_E, whole_E in zip(self.records.names, load_LE, whole_LE, strict=True):
             if whole_E.sum() > 1 and load_E[whole_E].sum() >= FEW * whole_E.sum():
                 times_mean_E = load_E[whole_E] / load_E[whole_E].mean()
                 most, least = times_mean_E.max(), times_mean_E.min()
@@ -93,7 +86,7 @@ class ExpertLoad(Callback):
         """Returns what to change, in words, of what this run has."""
         config: Any = trainer.run.config
         if getattr(config, "freeze_router", False):
-            moves = self.meter.stacks[0].groups.ep_size > 1 and not config.replan.planner
+            moves = self.records.stacks[0].groups.ep_size > 1 and not config.replan.planner
             elsewhere = ", replan.planner='swap' moves experts between processes" if moves else ""
             return f"routers are frozen: freeze_router=False trains them{elsewhere}"
         if getattr(config, "balance", "loss") != "loss":
@@ -104,24 +97,16 @@ class ExpertLoad(Callback):
             return f"the balance loss has the weight {weight}: take more than balance_weight={config.balance_weight:g}"
         return "give the task a RouterPenalty with a balance_weight"
 
-    def _add(self, window: Window | None) -> None:
-        if window is not None:
-            self._epoch_load_LE = self._epoch_load_LE + window.load_LE
-
     def state_dict(self) -> dict[str, Any]:
         """A collective."""
-        if not self.meter.names:
-            return {}
-        self._add(self.meter.fold())
+        self.records.fold()
         return {
-            **self.meter.state_dict(),
-            "epoch_load": self._epoch_load_LE.tolist(),
+            **self.records.state_dict(),
+            "epoch_load": (self.records.load_LE - self._load_before_LE).tolist(),
             "stayed_active": self._stayed_active_LE.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.meter.names:
-            return
-        self.meter.load_state_dict(state)
-        self._epoch_load_LE = np.array(state["epoch_load"], dtype=np.int64)
+        self.records.load_state_dict(state)
+        self._load_before_LE = self.records.load_LE - np.array(state["epoch_load"], dtype=np.int64)
         self._stayed_active_LE = np.array(state["stayed_active"], dtype=bool)

@@ -12,7 +12,8 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import Experts
-from toolkit.experts.layer.stack import optimizer_bytes, weight_bytes
+from toolkit.experts.layer.stack import weight_bytes
+from toolkit.experts.moving.migrate import optimizer_bytes
 from toolkit.experts.parallel.collectives import is_main, world_size
 from toolkit.experts.routing.forwards import Forwards, ModelForwards
 from toolkit.experts.routing.traces import TraceFile

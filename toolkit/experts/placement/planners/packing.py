@@ -106,19 +106,10 @@ class PackingState:
             self.exchange(int(i[first]), int(j[first]))
 
 
-def even_counts(items: int, room: Sequence[int]) -> list[int]:
-    """Divide `items` as evenly as `room` allows; the first get one more. Raises ValueError if `room` is too small."""
-    if items > sum(room):
-        raise ValueError(f"{items} do not fit into {sum(room)} places")
-    counts = [0] * len(room)
-    while items:
-        has_room = [place for place, limit in enumerate(room) if counts[place] < limit]
-        share, more = divmod(items, len(has_room))
-        for place in has_room if share else has_room[:more]:
-            given = min(share or 1, room[place] - counts[place])
-            counts[place] += given
-            items -= given
-    return counts
+def in_turns(items: int, room: Sequence[int]) -> list[int]:
+    """Return the place of each item: places take one item each in turn, as long as they have room."""
+    turns = range(max(room))
+    return [place for turn in turns for place, limit in enumerate(room) if turn < limit][:items]
 
 
 def pack(weights: Sequence[float], room: Sequence[int], replicas: Sequence[int] | None = None) -> list[list[int]]:

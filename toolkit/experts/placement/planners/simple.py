@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from toolkit.experts.placement.loads import Load, checked_load
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.placement.planners.packing import (
     LITTLE_GAIN,
     PackingState,
     as_even,
-    even_counts,
+    in_turns,
     pack,
     settle,
 )
@@ -22,20 +24,19 @@ OTHERS_GAIN = 0.8
 def contiguous(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
     """Plan consecutive blocks; ignore the load. The default of other libraries, for comparison."""
     checked_load(load_E, current)
-    ids = iter(range(current.num_experts))
-    counts = even_counts(current.num_experts, current.slots_per_rank)
-    return settle([[next(ids) for _ in range(count)] for count in counts], current)
+    return _placed(sorted(in_turns(current.num_experts, current.slots_per_rank)), current)
 
 
 @register_planner("round_robin")
 def round_robin(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
     """Plan expert e on rank e modulo ranks, as far as slots allow; ignore the load."""
     checked_load(load_E, current)
-    counts = even_counts(current.num_experts, current.slots_per_rank)
-    rounds = range(max(counts))
-    order = [rank for turn in rounds for rank, count in enumerate(counts) if turn < count]
-    experts_P: list[list[int]] = [[] for _ in counts]
-    for expert, rank in enumerate(order):
+    return _placed(in_turns(current.num_experts, current.slots_per_rank), current)
+
+
+def _placed(rank_of_expert: Sequence[int], current: ExpertPlacement) -> ExpertPlacement:
+    experts_P: list[list[int]] = [[] for _ in current.slots]
+    for expert, rank in enumerate(rank_of_expert):
         experts_P[rank].append(expert)
     return settle(experts_P, current)
 
