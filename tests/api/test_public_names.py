@@ -56,6 +56,12 @@ def test_pages_import_from_packages_with_a_stub():
         assert set(names.split(", ")) <= set(import_module(package).__all__), (package, names)
 
 
+@pytest.mark.parametrize("stub", sorted((ROOT / "toolkit").rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)
+def test_no_function_has_the_name_of_its_module(stub: Path):
+    """Once the module was imported, it would stand in the function's place."""
+    assert re.findall(r"^from \.(\w+) import \1 ", stub.read_text(), re.M) == []
+
+
 def test_name_of_another_package_is_said():
     with pytest.raises(AttributeError, match=r"no attribute 'read_trace'\. Import it from toolkit\.experts$"):
         _ = tk.read_trace

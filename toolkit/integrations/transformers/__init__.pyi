@@ -13,4 +13,4 @@ from .router_watch import RouterWatch as RouterWatch
 from .router_watch import watch_routers as watch_routers
 from .trainer import expert_trainer as expert_trainer
 from .trainer_records import monitor_routers as monitor_routers
-from .upcycle import upcycle as upcycle
+from .upcycling import upcycle as upcycle
