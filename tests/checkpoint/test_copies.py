@@ -14,7 +14,6 @@ from toolkit.errors import Preempted, UserError
 from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.run.storage import Storage
-from toolkit.train.callbacks import checkpointing
 
 
 def train_on_machines(parent: Path) -> tuple[list[str], int]:
@@ -24,8 +23,7 @@ def train_on_machines(parent: Path) -> tuple[list[str], int]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
-        patch.setattr(checkpointing, "is_share", lambda _: True)
-        best = {"best": "eval/loss", "every_steps": 4, "keep": 1, "in_background": True}
+        best = {"best": "eval/loss", "best_mode": "max", "every_steps": 4, "keep": 1, "in_background": True}
         settings: Any = {"checkpoint": CheckpointOptions(**best)}
         uninterrupted = train(small_config(parent / "shared by both", **settings), ep_size=2)
         machine = "ab"[dist.get_rank()]

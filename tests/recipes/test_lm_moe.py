@@ -2,7 +2,6 @@
 
 import logging
 import os
-from unittest import mock
 
 import pytest
 
@@ -54,8 +53,8 @@ def train_two(folder):
     train(config(folder, "two", **moved))
     train(config(folder, "fsdp2", dense_parallel="fsdp2"))
     # The checkpoint with the greatest loss counts as best, so that the last is not best.
-    with mock.patch("toolkit.train.callbacks.checkpointing.is_share", return_value=True):
-        train(config(folder, "best", eval_every=0.25, checkpoint=CheckpointOptions(best="test/loss"), **moved))
+    best = CheckpointOptions(best="test/loss", best_mode="max")
+    train(config(folder, "best", eval_every=0.25, checkpoint=best, **moved))
     lm_moe.main(config(folder, "from weights", model=str(folder / "two" / "model"), max_steps=5))
     train_with_stop(train, config(folder, "stopped", **moved), STOP_AT)
 
