@@ -212,7 +212,7 @@ class OwnLoop(ABC):
         """Assert that a copy with all experts gives the loss `expected` over all ranks, computed on each rank."""
         copied = experts.full_copy(self.model)
         found = summed_loss(copied(input_ids=TEST.to(self.device))["logits"], TEST.to(self.device))
-        torch.testing.assert_close(found, sum_over_ranks(expected), rtol=1e-10, atol=0)
+        torch.testing.assert_close(found, sum_over_ranks(expected.clone()), rtol=1e-10, atol=0)
 
     def evaluate(self) -> Tensor:
         """Return the summed loss of this rank's test samples, an equal number on each rank."""
