@@ -83,7 +83,7 @@ class RouterMonitor:
         self.steps, self.measures = 0, True
         """Optimizer steps of the model so far, and whether the next one measures gradients."""
         self.findings: list[str] = []
-        """What the last reading found, in sentences. Each is printed once, on rank 0."""
+        """Findings of the last reading, in sentences. Each is printed once, on rank 0."""
         self._told: set[str] = set()
         self._undo = ExitStack()
         routers = router_candidates(self.model)
