@@ -1,6 +1,7 @@
 """Public names at run time and in the stub."""
 
 import ast
+import doctest
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import toolkit as tk
 from benchmarks.support.processes import ROOT
 
 STUB = ast.parse((ROOT / "toolkit" / "__init__.pyi").read_text())
+PACKAGES = ("toolkit", "toolkit.experts", "toolkit.data", "toolkit.dynamic", "toolkit.integrations.transformers")
 HEAVY = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "matplotlib", "tyro", "scipy", "networkx"}
 UNTYPED_HERE = (
     "torch accelerate transformers datasets numpy matplotlib networkx scipy sklearn rich psutil PIL tyro filelock"
@@ -60,6 +62,25 @@ def test_pages_import_from_packages_with_a_stub():
 def test_no_function_has_the_name_of_its_module(stub: Path):
     """Once the module was imported, it would stand in the function's place."""
     assert re.findall(r"^from \.(\w+) import \1 ", stub.read_text(), re.M) == []
+
+
+class GivenOutput(doctest.OutputChecker):
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return not want or super().check_output(want, got, optionflags)
+
+
+def test_examples_that_begin_with_an_import_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    examples = {
+        each.docstring: each
+        for package in PACKAGES
+        for name in import_module(package).__all__
+        for each in doctest.DocTestFinder(recurse=False).find(getattr(import_module(package), name), name)
+        if each.examples and "import" in each.examples[0].source
+    }
+    assert len(examples) > 10
+    for example in examples.values():
+        assert doctest.DocTestRunner(GivenOutput()).run(example).failed == 0, example.name
 
 
 def test_name_of_another_package_is_said():

@@ -30,7 +30,13 @@ class HasSplits(Protocol):
 
 
 class Splits(NamedTuple):
-    """Your own tables, data sets or DataLoaders."""
+    """Your own tables, data sets or DataLoaders.
+
+    Example:
+        >>> import toolkit as tk, torch
+        >>> table = tk.TensorTable(input=torch.randn(60, 4), label=torch.randint(3, (60,)))
+        >>> splits = tk.Splits(train=table, test=table)
+    """
 
     train: Samples
     test: Samples

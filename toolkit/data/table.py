@@ -19,6 +19,12 @@ class TensorTable:
     Raises:
         UserError: A column is not a tensor.
         ValueError: The columns have different lengths.
+
+    Example:
+        >>> import toolkit as tk, torch
+        >>> table = tk.TensorTable(input=torch.randn(60, 4), label=torch.arange(60) % 3)
+        >>> table[torch.tensor([4, 5])]["label"]
+        tensor([1, 2])
     """
 
     def __init__(self, **columns: Tensor):

@@ -26,6 +26,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import DataLoader
 
 
+def default_store() -> Any:
+    """Return the store of the process group. Its `timeout` is the group's."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all tensors in place by a scalar tensor, in few kernels and without a host sync on a GPU."""
     torch._foreach_mul_(list(tensors), factor)

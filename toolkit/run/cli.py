@@ -51,8 +51,17 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     Exit codes: 0 done, 1 bug (with traceback), 2 bad input or out of memory (one line), 75 preempted after a
     checkpoint or before training, 130 Ctrl-C, during training after a checkpoint.
 
+    Args:
+        main: The recipe.
+        presets: Functions that return a config by name. The first one is the default.
+        doc: Description in `--help`.
+
     Raises:
         UserError: If Python is interactive, such as in a notebook.
+
+    Example:
+        if __name__ == "__main__":
+            tk.run_recipe(main, {"full": full, "debug": debug}, __doc__)
     """
     if hasattr(sys, "ps1"):  # the recipe would exit an interactive Python
         raise UserError("run_recipe: reads a command line. Call main(config) in a notebook.")

@@ -365,7 +365,25 @@ class Run:
 
 
 def start_run(name: str, config: RunConfig) -> Run:
-    """Set up Accelerate, the seed and the folder. A collective; raises the same UserError on all ranks."""
+    """Set up Accelerate, the seed and the folder. A collective; raises the same UserError on all ranks.
+
+    Args:
+        name: Name of the recipe, for the folder and trackers.
+        config: Flags of the run.
+
+    Returns:
+        The run, a context manager.
+
+    Raises:
+        UserError: A batch size that the processes do not divide, a tracker that is not installed, another config than
+            that of the run in the folder, and processes that were started with other configs.
+
+    Example:
+        >>> import tempfile, toolkit as tk
+        >>> with tk.start_run("digits", tk.RunConfig(run_dir=tempfile.mkdtemp(), cpu=True)) as run:
+        ...     run.begin()
+        ...     run.log({"train/loss": 2.3}, step=1)
+    """
     require_type("name", name, str, "Pass the name of the run, then the config")
     require_type("config", config, RunConfig, "Pass tk.RunConfig() or a config of a class derived from it")
     had_process_group = dist.is_initialized()

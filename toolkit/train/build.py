@@ -62,15 +62,37 @@ def fit(
     """Train `model` as the run's config says, and finish the run: what a recipe's `main` returns.
 
     Args:
+        run: The run, from `start_run`.
+        task: Computes the loss; see `Task` for what it may have besides. The router losses of the config are added,
+            unless there is a `RouterPenalty` of the model.
+        model: The model as the recipe built it.
+        optimizer: Any optimizer of the model's parameters that treats each row of experts by itself.
+        data: `train` and `test`, and perhaps `validation`, which early stopping and the best checkpoint go by.
+        schedule: A scheduler that was made for `optimizer`, instead of the config's.
+        schedule_metric: See `Trainer`.
+        augment: Changes training batches of a table: `toolkit.data.visit_draws.BlankPixels`.
+        order: Replaces the random permutation of each epoch of a table.
+        callbacks: Called before the usual ones.
+        eval_at_start: Evaluate the test data before the first step, too.
+        eval_batch_size: Samples per forward pass of an evaluation, over all ranks.
         at_end: Called on every rank after training, before the run is finished, such as to export the model.
-
-    The others are those of `standard_trainer`.
 
     Returns:
         The results of the run.
 
     Raises:
-        UserError: As `standard_trainer` does.
+        UserError: For an argument of another type, experts in other EP groups than the config asks for, and training
+            data of unknown length without `max_steps`.
+
+    Example:
+        >>> import tempfile, toolkit as tk, torch
+        >>> config = tk.RunConfig(epochs=2, lr=1e-2, run_dir=tempfile.mkdtemp(), cpu=True)
+        >>> inputs = torch.randn(60, 4)
+        >>> table = tk.TensorTable(input=inputs, label=inputs.argmax(1))
+        >>> with tk.start_run("example", config) as run:
+        ...     model = torch.nn.Linear(4, 4)
+        ...     optimizer = tk.build_optimizer(model, config)
+        ...     results = tk.fit(run, tk.Classification(), model, optimizer, tk.Splits(table, table))
     """
     trainer = standard_trainer(
         run,
@@ -109,24 +131,7 @@ def standard_trainer(
 ) -> Trainer:
     """Return the trainer that the config asks for: it evaluates, saves each epoch, resumes, and can be preempted.
 
-    Args:
-        run: The run, from `start_run`.
-        task: Computes the loss; see `Task` for what it may have besides. The router losses of the config are added,
-            unless there is a `RouterPenalty` of the model.
-        model: The model as the recipe built it.
-        optimizer: Any optimizer of the model's parameters that treats each row of experts by itself.
-        data: `train` and `test`, and perhaps `validation`, which early stopping and the best checkpoint go by.
-        schedule: A scheduler that was made for `optimizer`, instead of the config's.
-        schedule_metric: See `Trainer`.
-        augment: Changes training batches of a table: `toolkit.data.visit_draws.BlankPixels`.
-        order: Replaces the random permutation of each epoch of a table.
-        callbacks: Called before the usual ones.
-        eval_at_start: Evaluate the test data before the first step, too.
-        eval_batch_size: Samples per forward pass of an evaluation, over all ranks.
-
-    Raises:
-        UserError: For an argument of another type, experts in other EP groups than the config asks for, and training
-            data of unknown length without `max_steps`.
+    Arguments and errors are those of `fit`.
     """
     require_type("callbacks", callbacks, Sequence, "Pass a list of callbacks")
     for name, value, kind, remedy in (

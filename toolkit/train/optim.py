@@ -98,6 +98,12 @@ def build_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimize
     Args:
         model: After its experts are sharded.
         config: The run's config, with the kind of optimizer, weight decay and peak learning rate.
+
+    Example:
+        >>> import toolkit as tk, torch
+        >>> optimizer = tk.build_optimizer(torch.nn.Linear(4, 3), tk.RunConfig(lr=1e-3))
+        >>> [group["weight_decay"] for group in optimizer.param_groups]
+        [0.01, 0.0]
     """
     lr, options = config.peak_lr, config.optimizer
     if options.kind == "muon":

@@ -56,6 +56,18 @@ class Task(Protocol):
     A task may have two more methods. `summarise(means) -> metrics`, for metrics that are no means, such as an F1 score
     or a word error rate, gets the means of what `evaluate` summed, over all batches and ranks, and returns what to
     report instead. `for_run` is described in `AdaptsToRun`.
+
+    Example:
+        >>> import toolkit as tk
+        >>> class Regression:
+        ...     def count(self, batch):
+        ...         return len(batch["target"])
+        ...
+        ...     def loss(self, model, batch):
+        ...         error = model(batch["input"]) - batch["target"]
+        ...         return tk.Loss(error.square().sum(), self.count(batch))
+        ...
+        ...     evaluate = loss
     """
 
     def count(self, batch: Batch) -> int | Int[Tensor, ""]:

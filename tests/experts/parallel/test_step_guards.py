@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +21,9 @@ from benchmarks.support.processes import run_distributed
 from tests.experts.parallel.test_optimizer_rows import LayerwiseRate
 from tests.integrations.accelerate.toy import error_of, sgd
 from tests.support.trainers import in_hook
-from tests.traps.toys import ToyMoE, local_loss, toy_trainer
+from tests.traps.toys import ToyMoE, local_loss, toy_data, toy_trainer
 from toolkit.errors import UserError
+from toolkit.experts.compat import default_store
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.sync import ExpertSync
 from toolkit.experts.sharding.shard import shard_experts
@@ -179,6 +182,31 @@ def test_clip_grad_value_averages_gradients_over_ranks_first() -> None:
     for once, again in zip(averaged, late, strict=True):
         assert torch.equal(once, again)
         assert once.abs().max() == 0.01
+
+
+def errors_of_calls_on_rank_0(folder: Path) -> dict[str, str]:
+    accelerator = Accelerator(cpu=True)
+    model = Toy(ExpertGroups())
+    parallel = ExpertParallel(accelerator)
+    model, _ = parallel.prepare(model, sgd(model))
+    parallel.metrics()
+    default_store().set_timeout(timedelta(seconds=0.2))
+    calls: dict[str, Callable[[], object]] = {
+        "metrics": parallel.metrics,
+        "save": lambda: parallel.save(folder),
+        "load": lambda: parallel.load(folder),
+        "whole_state_dict": lambda: accelerator.get_state_dict(model),
+        "join": lambda: parallel.join().__enter__(),
+        "evaluation": lambda: torch.no_grad()(model)(toy_data()[0]),
+    }
+    return {name: error_of(call) for name, call in calls.items() if accelerator.is_main_process}
+
+
+def test_call_on_one_rank_raises_and_names_the_missing_rank(tmp_path: Path) -> None:
+    errors, _ = run_distributed(errors_of_calls_on_rank_0, 2, tmp_path)
+    assert len(errors) == 6
+    for name, error in errors.items():
+        assert error == f"{name}: rank 1 did not come within 0:00:00.180000. Call it on every rank."
 
 
 def test_expert_sync_of_parameters_raises() -> None:

@@ -169,6 +169,13 @@ def make_moe(
         UserError: For an argument of another type, sizes below 1, fewer `spare_slots` than 0, a `capacity_factor` of 0
             or less, a `top_k` that does not fit, and an unknown `placement`, `activation` or `recompute`.
         ValueError: For a placement of other experts.
+
+    Example:
+        >>> import torch
+        >>> from toolkit import experts
+        >>> layer = experts.make_moe(dim=64, hidden_dim=128, num_experts=8, top_k=2)
+        >>> layer(torch.randn(3, 5, 64)).shape
+        torch.Size([3, 5, 64])
     """
     for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts), ("top_k", top_k)):
         require_count(name, size)

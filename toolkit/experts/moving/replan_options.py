@@ -31,6 +31,10 @@ class ReplanOptions(Options):
 
     By default a guard applies a plan only if its predicted saving outweighs its migration. It measures the time of
     the experts and the speed of the link between ranks.
+
+    Example:
+        >>> from toolkit.experts import ReplanOptions
+        >>> options = ReplanOptions(planner="swap", every=100)
     """
 
     switch: ClassVar[str] = "planner"

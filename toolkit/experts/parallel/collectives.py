@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from toolkit.errors import Preempted, UserError
+from toolkit.experts.compat import default_store
 from toolkit.experts.parallel.waits import waits
 
 if TYPE_CHECKING:
@@ -35,6 +36,30 @@ def is_main() -> bool:
 def world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of ranks of `group`, by default the world; 1 for a single process."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def meet(called: str, group: dist.ProcessGroup | None = None) -> None:
+    """Wait until all ranks of `group`, by default of the world, are in the call `called` of a training loop.
+
+    The wait ends before the timeout of the process group, whose own error names no rank.
+
+    Raises:
+        UserError: With the ranks that are missing.
+    """
+    if world_size(group) == 1:
+        return
+    store, ranks = default_store(), dist.get_process_group_ranks(group or dist.group.WORLD)
+    count = store.add(f"{called}/{rank()}", 1)
+    met = f"{called}/{ranks[0]}/{count}"
+    if store.add(f"{met}/arrived", 1) == len(ranks):
+        store.set(met, "")
+    try:
+        store.wait([met], 0.9 * store.timeout)
+    except dist.DistStoreError:
+        missing = [str(each) for each in ranks if store.add(f"{called}/{each}", 0) < count]
+        raise UserError(
+            f"{called}: rank {', '.join(missing)} did not come within {0.9 * store.timeout}. Call it on every rank."
+        ) from None
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

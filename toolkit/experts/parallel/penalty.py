@@ -39,7 +39,7 @@ def parameter_penalty(function: Callable[[Tensor], Tensor], parameters: Iterable
         >>> from toolkit import experts
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> start = {p: p.detach().clone() + 1 for p in model.parameters()}
-        >>> experts.parameter_penalty(lambda p: (p - start[p]).square(), model.parameters()).item()
+        >>> round(experts.parameter_penalty(lambda p: (p - start[p]).square(), model.parameters()).item(), 4)
         2.0
     """
     common, rows, group = [], [], None

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import norm_of_each
+from toolkit.experts.parallel.collectives import meet
 from toolkit.experts.parallel.ownership import is_owned, is_shard, local_rows, ownership_of
 from toolkit.experts.placement.placement import EMPTY_ROW
 
@@ -49,16 +50,29 @@ class ReplicaCheck:
         self._experts = {name: p for name, p in model.named_parameters() if p in owned}
         self._different = self._experts.keys() - self._equal_experts()[0]
         """Parameters of experts that once differed between ranks."""
+        groups = [ownership.groups for p in experts if (ownership := ownership_of(p)) is not None]
+        self._ep_group = groups[0].ep_group if groups else None
+        self.is_evaluating = False
+        """Whether the last forward pass had no gradients."""
 
     def watch_forwards(self, model: nn.Module) -> RemovableHandle:
         """Also compare the weights in forward passes with gradients of `model`, the model within DDP or FSDP2.
 
         They can be equal again when the optimizer steps: SAM perturbs weights by a norm of one rank's experts, and MAML
-        calls the model with other weights.
+        calls the model with other weights. In the first forward pass without gradients, ranks that share experts wait
+        for each other, because an evaluation on one rank would take the tokens of another rank's training step.
         """
         self._originals = dict(model.named_parameters())
         _CHECK_OF[model] = ref(self)
-        return model.register_forward_pre_hook(_note_weights, prepend=True)  # before FSDP2 gathers shards
+        return model.register_forward_pre_hook(_note_forward, prepend=True)  # before FSDP2 gathers shards
+
+    def note_forward(self, model: nn.Module) -> None:
+        """Measure the weights of a forward pass with gradients, or meet in the first one without."""
+        was_evaluating, self.is_evaluating = self.is_evaluating, not torch.is_grad_enabled()
+        if not self.is_evaluating:
+            self.note_weights(model)
+        elif not was_evaluating and self._ep_group is not None:
+            meet("evaluation", self._ep_group)
 
     @torch.no_grad()
     def note_weights(self, model: nn.Module) -> None:
@@ -190,12 +204,12 @@ _CHECK_OF: WeakKeyDictionary[nn.Module, ref[ReplicaCheck]] = WeakKeyDictionary()
 """Model -> the check of its forward passes. A copy of the model has the hook, and no check."""
 
 
-def _note_weights(model: nn.Module, _: Any) -> None:
+def _note_forward(model: nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():  # a trace would depend on the number of the step
         return
     check = _CHECK_OF.get(model)
-    if torch.is_grad_enabled() and check is not None and (found := check()) is not None:
-        found.note_weights(model)
+    if check is not None and (found := check()) is not None:
+        found.note_forward(model)
 
 
 class _Variants(NamedTuple):

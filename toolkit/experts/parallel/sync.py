@@ -232,6 +232,11 @@ class ExpertSync:
         if self.rebalance is not None:
             self.rebalance(step, optimizer)
 
+    def begin_evaluation(self) -> None:
+        """Let ranks make unequal numbers of forward passes without gradients: the first one waits for no other rank."""
+        if self._check is not None:
+            self._check.is_evaluating = True
+
     def check(self, step: int) -> None:
         """Raise UserError on every rank if weights differ between ranks that have them. A collective."""
         if self._check is not None:

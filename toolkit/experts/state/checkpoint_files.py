@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.parallel.collectives import gather_objects, is_main, on_main, rank, together, world_size
+from toolkit.experts.parallel.collectives import gather_objects, is_main, meet, on_main, rank, together, world_size
 from toolkit.experts.parallel.optimizer_rows import refuse_foreign_parameters, unwrapped
 from toolkit.experts.state import manifest
 from toolkit.experts.state.random_states import random_states, restore_random_states
@@ -84,6 +84,7 @@ def save(folder: Path | str, model: nn.Module, optimizer: Optimizers, extra: dic
         >>> experts.load(folder, model, optimizer)
         {'epoch': 3}
     """
+    meet("save")
     final, optimizers = Path(folder).absolute(), _listed(model, optimizer)
 
     def check_folder() -> None:
@@ -219,6 +220,7 @@ def load(folder: Path | str, model: nn.Module, optimizer: Optimizers) -> dict[st
     Raises:
         UserError: On every rank, before anything is changed, if the checkpoint is missing, damaged or does not fit.
     """
+    meet("load")
     path = Path(folder).absolute()
 
     def check() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
-from toolkit.experts.parallel.collectives import is_main
+from toolkit.experts.parallel.collectives import is_main, meet
 from toolkit.experts.parallel.ownership import whole
 
 
@@ -17,6 +17,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     A collective. Rank 0 gathers one tensor at a time, in main memory.
     """
+    meet("whole_state_dict")
     gather, state = Gatherer(model), dict[str, Tensor]()
     for name, value in model.state_dict(keep_vars=True).items():
         gather(state, name, value)

@@ -24,7 +24,7 @@ from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.moving.replan import Migration, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
-from toolkit.experts.parallel.collectives import is_main, world_size
+from toolkit.experts.parallel.collectives import is_main, meet, world_size
 from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.nodes import launched_world
@@ -277,6 +277,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             raise UserError(
                 "join: FSDP2 gathers parameters in each forward pass. Use the same number of batches on all ranks."
             )
+        meet("join")
+        sync.begin_evaluation()
         with Patches() as meanwhile:
             if isinstance(sync.prepared, DistributedDataParallel):
                 # Or each forward pass would broadcast buffers.
@@ -310,6 +312,7 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             >>> tk.save_expert_figures("figures", records)
         """
         model = self._require_sync("metrics").model
+        meet("metrics")
         if self._records is None:
             self._records = ExpertRecords(Experts.of(model), self.replanner, step=self.steps)
         return self._records.read(self.steps)

@@ -75,6 +75,13 @@ def expert_trainer(
 
     Raises:
         UserError: For settings that would train, save or generate with the experts of one rank only.
+
+    Example:
+        from transformers import Trainer
+        from toolkit.integrations.transformers import expert_trainer
+
+        trainer = expert_trainer(Trainer, ep_size=4)(model=model, args=args, train_dataset=dataset)
+        trainer.train()
     """
     from transformers import TrainerCallback
 

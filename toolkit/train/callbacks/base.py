@@ -47,7 +47,15 @@ HOOKS = (
 
 
 class Callback:
-    """Override any of the nine hooks. All ranks run all callbacks; ask `trainer.run.is_main` before writing."""
+    """Override any of the nine hooks. All ranks run all callbacks; ask `trainer.run.is_main` before writing.
+
+    Example:
+        >>> import toolkit as tk
+        >>> class StopAfterEvaluation(tk.Callback):
+        ...     def on_evaluate_end(self, trainer, name, metrics):
+        ...         if metrics["accuracy"] > 0.95:
+        ...             trainer.request_stop("accurate enough")
+    """
 
     runs_after: ClassVar[tuple[type[Callback], ...]] = ()
     """Callbacks of these classes, if the list has any, must come earlier in it."""
