@@ -5,12 +5,13 @@
     python benchmarks/faults/mutations.py --tree FOLDER --out FILE   the tests of another checkout
 
 A mutation of `mutations.toml` replaces text in one file. The runner applies it to a copy of the checkout and runs the
-test files that cover the changed lines, quick and closely named ones first, until a test fails. Tests that also fail
-without a mutation do not count.
+test that killed it the last time, by the table in `--last`. If that test passes, the runner goes on with the test files
+that cover the changed lines, quick and closely named ones first, until a test fails. Tests that also fail without a
+mutation do not count.
 
-The coverage of each test file, with its forks and subprocesses, is measured first and kept in `--map`. A test file is
-measured again after it, or toolkit/, has changed. Test runs are forks of this process, which has imported the slow
-libraries.
+The coverage of each test file, with its forks and subprocesses, is measured when a mutation needs it, and kept in
+`--map`. A test file is measured again after it, or toolkit/, has changed. Test runs are forks of this process, which
+has imported the slow libraries.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import tomllib
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -50,6 +51,7 @@ from hypothesis import Phase, settings
 from benchmarks.report import COMMIT, command, machine, markdown, write_report
 
 MAP = ROOT / "build" / "mutations" / "map.json"
+LAST = ROOT / "benchmarks" / "results" / "mutations.json"
 LIMIT_S = 900
 """Seconds for a test file while coverage is measured; a mutant gets three times the measured seconds, and `EXTRA_S`."""
 EXTRA_S = 120
@@ -342,17 +344,18 @@ def covering(mutation: Mutation, tree: Path, cover: Mapping[str, Any]) -> list[s
     )
 
 
-def examine(mutation: Mutation, tree: Path, cover: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the tests of `mutation` until one fails; returns a row of the table."""
-    begin, killed, tests = time.monotonic(), [], 0
+def run_mutant(mutation: Mutation, tree: Path, tests: Sequence[str], cover: Mapping[str, Any]) -> dict[str, Any]:
+    """Run test files or tests on a copy with `mutation` until one fails; returns a row of the table."""
+    begin, killed, files = time.monotonic(), [], 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name) / "tree"
         copy_tree(tree, folder)
         (folder / mutation.path).write_text(mutated(mutation, tree))
-        for test in covering(mutation, tree, cover):
-            tests += 1
-            known = [f"--deselect={each}" for each in cover[test]["failed"]]
-            limit_s = 3 * cover[test]["seconds"] + EXTRA_S
+        for test in tests:
+            files += 1
+            entry = cover.get(test, {"failed": [], "seconds": EXTRA_S})
+            known = [f"--deselect={each}" for each in entry["failed"]]
+            limit_s = 3 * entry["seconds"] + EXTRA_S
             killed = run_tests(folder, test, ["-x", *known], limit_s).failed
             if killed and "::" in killed[0]:  # a test may fail because the machine is busy
                 killed = run_tests(folder, killed[0], [], limit_s).failed
@@ -362,9 +365,29 @@ def examine(mutation: Mutation, tree: Path, cover: Mapping[str, Any]) -> dict[st
         "mutation": mutation.name,
         "path": mutation.path,
         "killed by": killed[0] if killed else None,
-        "test files": tests,
+        "test files": files,
         "seconds": round(time.monotonic() - begin),
     }
+
+
+def run_without(tree: Path, test: str) -> list[str]:
+    """Run a test on a copy without a mutation; returns the ids of failed tests."""
+    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
+        folder = Path(name) / "tree"
+        copy_tree(tree, folder)
+        return run_tests(folder, test, [], LIMIT_S).failed
+
+
+def killers(table: Path, tree: Path, names: Collection[str], jobs: int) -> dict[str, str]:
+    """Return the test that killed each mutation by the table of an earlier run, if it passes without a mutation."""
+    rows = json.loads(table.read_text())["rows"] if table.exists() else []
+    tests = {row["mutation"]: row["killed by"] for row in rows if row["killed by"] and row["mutation"] in names}
+    passed = {
+        test
+        for test, failed in in_forks(lambda test: run_without(tree, test), sorted(set(tests.values())), jobs)
+        if not failed
+    }
+    return {name: test for name, test in tests.items() if test in passed}
 
 
 def import_libraries() -> None:
@@ -383,20 +406,30 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of mutations. Default: all")
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout with the tests. Default: this one")
     parser.add_argument("--map", type=Path, default=MAP, help="file of the coverage. Default: build/mutations/map.json")
+    parser.add_argument(
+        "--last", type=Path, default=LAST, help="result of the last run. Default: benchmarks/results/mutations.json"
+    )
     parser.add_argument("--out", type=Path, help="file of the result. Default: benchmarks/results/mutations.json")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="folders and files with tests. Default: tests")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time. Default: %(default)s")
-    parser.add_argument("--cover", action="store_true", help="measure the coverage only")
     options = parser.parse_args()
     tree = options.tree.resolve()
     mutations = read_mutations(tree)
     chosen = [each for each in mutations if options.only is None or each.name in options.only]
     import_libraries()
-    cover = measured(tree, test_files(tree, options.tests), options.map.resolve(), options.jobs)
-    if options.cover:
-        return 0
-    rows = []
-    for mutation, row in in_forks(lambda each: examine(each, tree, cover), chosen, options.jobs):
+    last = killers(options.last, tree, [each.name for each in chosen], options.jobs)
+    rows, again = [], [each for each in chosen if each.name not in last]
+    known = [each for each in chosen if each.name in last]
+    for mutation, row in in_forks(lambda each: run_mutant(each, tree, [last[each.name]], {}), known, options.jobs):
+        if row["killed by"] is None:
+            again.append(mutation)
+        else:
+            rows.append(row)
+            print(f"{row['seconds']:4} s {mutation.name}: {row['killed by']}", flush=True)
+    cover = measured(tree, test_files(tree, options.tests), options.map.resolve(), options.jobs) if again else {}
+    for mutation, row in in_forks(
+        lambda each: run_mutant(each, tree, covering(each, tree, cover), cover), again, options.jobs
+    ):
         rows.append(row)
         print(f"{row['seconds']:4} s {mutation.name}: {row['killed by'] or 'SURVIVED'}", flush=True)
     rows.sort(key=lambda row: [each.name for each in mutations].index(row["mutation"]))
