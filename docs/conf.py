@@ -87,6 +87,7 @@ toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_static_path = ["static"]
+html_search_scorer = str(ROOT / "docs" / "extensions" / "search_scorer.js")
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False

@@ -1,11 +1,13 @@
 """Contents, API pages, links and search of the documentation site."""
 
+import csv
 import os
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -97,3 +99,18 @@ def test_search_of_local_files_shows_excerpts(site: Path):
         excerpt = page.locator("#search-results .context").first.text_content()
     assert "the same command again after an interruption" in (excerpt or "")
     assert console == []
+
+
+@pytest.mark.browser
+def test_search_finds_the_page_of_each_query(tmp_path: Path):
+    sphinx("--conf-dir", ROOT / "docs", "--doctree-dir", tmp_path / "doctrees", ROOT, tmp_path / "site")
+    missed = {}
+    with browser_page() as (page, _), (Path(__file__).parent / "searches.csv").open() as file:
+        for row in csv.DictReader(file):
+            page.goto(f"{(tmp_path / 'site' / 'search.html').as_uri()}?q={quote(row['query'])}")
+            page.locator("#search-results .search-summary", has_text="found").wait_for()
+            links = page.locator("#search-results ul.search > li > a").all()[:3]
+            found = [link.get_attribute("href") or "" for link in links]
+            if not any(row["page"] in link for link in found):
+                missed[row["query"]] = found
+    assert missed == {}

@@ -15,7 +15,6 @@ from accelerate.utils import (
     ParallelismConfig,
     patch_environment,
 )
-from torch.distributed import DistError
 
 from toolkit.errors import UserError, one_line, require
 from toolkit.experts.parallel.nodes import launched_world
@@ -59,10 +58,12 @@ def build_accelerator(config: RunConfig) -> Accelerator:
                     ),
                 ],
             )
-    except DistError as error:
+    except UserError:
+        raise
+    except (RuntimeError, ValueError) as error:  # of torch's rendezvous, and of Accelerate's environment variables
         raise UserError(
-            f"launch: the ranks did not meet ({one_line(error)}). Start all {os.environ.get('WORLD_SIZE')} ranks "
-            "with the same MASTER_ADDR and MASTER_PORT, or raise process_timeout."
+            f"launch: the processes did not start together ({one_line(error)}). Start all ranks with the same "
+            "MASTER_ADDR and MASTER_PORT, unset variables of other launches, or raise process_timeout."
         ) from error
     # Here Accelerate silently trains in float32.
     require(

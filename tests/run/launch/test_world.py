@@ -84,7 +84,7 @@ def test_rank_without_its_other_rank_ends_with_one_message(rank, tmp_path):
     )
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "the ranks did not meet" in line
+    assert "the processes did not start together" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -36,6 +36,7 @@ def check_world(config: RunConfig) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         number_of_launcher(name, most=world - 1)
     number_of_launcher("MASTER_PORT", most=65535)
+    number_of_launcher("TORCHELASTIC_RESTART_COUNT")
     if "RANK" in os.environ and world > 1 and LAUNCH not in os.environ and "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR: is not set. Set the address of rank 0 on every rank, or use torchrun.")
     remedy = f"the launcher started {world}: leave it out, or make the two numbers equal"
