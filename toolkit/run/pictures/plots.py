@@ -405,7 +405,7 @@ def colour_of(number: int, colour_map: str = EXPERTS) -> Any:
 
     first = colormaps[colour_map]
     # Multiples of the golden ratio are far from one another.
-    return first(number) if number < first.N else colormaps["turbo"](0.05 + 0.9 * (number * 0.618034 % 1))
+    return first(number) if number < first.N else colormaps["turbo"](0.05 + 0.9 * ((0.5 + number * 0.618034) % 1))
 
 
 def step_axis(axes: Axes, label: str = "step") -> None:

@@ -59,7 +59,9 @@ def _draw(figure: Figure, metric: str, axis: str, fields: Sequence[str], runs: S
         axes.legend(loc="best", fontsize=8, title=None if len(lines) == len(shown) else f"first {MOST_LINES} lines")
     seeds = sorted({row["runs"] for row in rows})
     spread = f"mean and sd of {seeds[0]}" + (f" to {seeds[-1]}" if seeds[-1] > seeds[0] else "") + " runs"
-    axes.annotate(spread, (1, 1.02), xycoords="axes fraction", ha="right", fontsize=8, color=INK)
+    axes.annotate(
+        spread if seeds[-1] > 1 else "", (1, 1.02), xycoords="axes fraction", ha="right", fontsize=8, color=INK
+    )
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
