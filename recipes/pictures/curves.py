@@ -15,7 +15,8 @@ import toolkit as tk
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SECONDS_BETWEEN = 10
+SECONDS_BETWEEN = 30
+"""Least time between two drawings in training, whose throughput includes them."""
 
 
 class CurvePicture(tk.Callback):
@@ -29,6 +30,7 @@ class CurvePicture(tk.Callback):
         self._drawn_at = 0.0
 
     def on_fit_start(self, trainer: tk.Trainer) -> None:
+        self._drawn_at = time.monotonic()
         trainer.run.draw_at_finish(self.draw)
 
     def on_save(self, trainer: tk.Trainer, folder: Path) -> None:  # noqa: ARG002
