@@ -107,6 +107,7 @@ def main(config: Config) -> dict[str, Any]:
     from activity.activity import load_activity
     from activity.confusion import ConfusionPicture
     from activity.voting import VotedClassification, class_weights
+    from pictures.curves import CurvePicture
 
     with tk.start_run("har", config) as run:
         data = load_activity(
@@ -125,7 +126,9 @@ def main(config: Config) -> dict[str, Any]:
         run.describe(**data.facts(), mode=config.mode, class_balance=config.class_balance, frozen=config.freeze_encoder)
         run.print(f"{data.describe()}; loss balanced by class: {config.class_balance}")
         task = VotedClassification(class_weights=class_weights(data.class_counts, config.class_balance))
-        return tk.fit(run, task, model, optimizer, data, callbacks=[ConfusionPicture()])
+        scores = {"eval/accuracy": "accuracy", "eval/macro_f1": "macro-F1"}
+        pictures = [CurvePicture("scores", "Test windows", scores, percent=True), ConfusionPicture()]
+        return tk.fit(run, task, model, optimizer, data, callbacks=pictures)
 
 
 PRESETS = {"full": full, "debug": debug, "flatten": flatten, "average": average, "first": first}

@@ -104,11 +104,14 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(config: Config) -> dict[str, Any]:
+    from pictures.curves import CurvePicture
     from speech.audio import LogMel
     from speech.characters import Characters
+    from speech.ctc import CTC
     from speech.recogniser import save_recogniser
     from speech.spec_augment import SpecAugment
     from speech.speech import load_speech
+    from speech.transcripts import Transcripts
 
     with tk.start_run("lmu_speech", config) as run:
         letters = Characters()
@@ -130,6 +133,11 @@ def main(config: Config) -> dict[str, Any]:
             dataset=data.name, dataset_notice=data.notice, parameters=sum(p.numel() for p in model.parameters())
         )
 
+        callbacks: list[tk.Callback] = []
+        if isinstance(task, CTC):
+            rates = {"eval/wer": "words", "eval/cer": "characters"}
+            callbacks = [Transcripts(task), CurvePicture("error_rates", "Error rates", rates, percent=True)]
+
         def save(trainer: tk.Trainer) -> None:
             if run.is_main and not run.accelerator.is_fsdp2:
                 save_recogniser(run.folder / "recogniser", trainer.raw_model, mel, letters, config.tail_s)
@@ -142,6 +150,7 @@ def main(config: Config) -> dict[str, Any]:
             data,
             order=tk.data.BucketedOrder.of(data.train, "input", batch_size=config.batch_size, seed=config.seed),
             augment=SpecAugment(data.mean, seed=config.seed, gain=1.0, shift=1.0) if config.spec_augment else None,
+            callbacks=callbacks,
             eval_batch_size=100,
             at_end=save,
         )

@@ -99,6 +99,8 @@ def main(config: Config) -> dict[str, Any]:
     from autoencoder.batch_mask import reference_mask
     from autoencoder.labels import FewLabels, with_noise
     from autoencoder.leakage import StyleLeakage
+    from autoencoder.pictures import AutoencoderPictures
+    from pictures.curves import CurvePicture
 
     with tk.start_run("vae_robustness", config) as run:
         share = run.on_main_and_share
@@ -117,7 +119,13 @@ def main(config: Config) -> dict[str, Any]:
             directions=config.objective == "exact",
         )
         test = with_noise(data.test, model.noise_shape, seed=config.seed)
-        callbacks: list[tk.Callback] = [StyleLeakage(test)] if model.noise_shape else []
+        callbacks: list[tk.Callback] = []
+        if model.noise_shape:
+            leakage = {"style_information": "best style, information", "one_style_probe": "best style, accuracy"}
+            leakage |= {"all_styles_probe": "all styles, accuracy", "mig": "mig, the higher the better"}
+            labels = {f"leakage/{name}": label for name, label in leakage.items()}
+            curves = CurvePicture("leakage", "Class read from the style, 0 is none", labels)
+            callbacks = [StyleLeakage(test), curves, AutoencoderPictures(test)]
         order = None
         if config.objective == "reference":
             order, mask = reference_mask(len(data.train), config.labels, config.batch_size, seed=config.seed)

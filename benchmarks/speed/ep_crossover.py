@@ -2,6 +2,7 @@
 
     python benchmarks/speed/ep_crossover.py                      2 and 4 processes, about half an hour on two cores
     python benchmarks/speed/ep_crossover.py --worlds 2 --only memory
+    python benchmarks/speed/ep_crossover.py --only plot          draw docs/images/ep_crossover.png from the result
 
 The models of `ep_speed.py` (Qwen3-MoE, four layers, float32, 2,048 tokens a step; forward, backward, clipping, AdamW)
 with experts of four sizes, top 2 of 16 and top 8 of 64: plain DDP, which averages the gradients of all experts;
@@ -17,12 +18,14 @@ Writes benchmarks/results/ep_crossover.json, ep_memory.json and docs/images/ep_c
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +49,11 @@ from benchmarks.speed.ep_speed import (
 )
 from benchmarks.speed.large_checkpoint import Watch
 from benchmarks.support.processes import run_distributed
+from toolkit.run.pictures.plots import GREY, colour_of, save_figure
 from toolkit.run.process_settings import process_settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHAPES = [(128, 128, 16, 2), (256, 512, 16, 2), (512, 1024, 16, 2), (256, 512, 64, 8)]
 """Width, hidden width, experts, top-k."""
@@ -112,39 +119,38 @@ def largest(world: int, name: str, limit_gb: float) -> dict[str, Any]:
     return found | {"refused at, million parameters": None}
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(figure: Figure, rows: list[dict[str, Any]]) -> None:
     """Plot the throughput of each variant relative to plain DDP, by parameters."""
-    from matplotlib.figure import Figure
-
     worlds = sorted({row["processes"] for row in rows})
-    figure = Figure(figsize=(4.2 * len(worlds), 3.4), layout="constrained")
+    figure.set_size_inches(4.2 * len(worlds), 3.4)
     for axes, world in zip(figure.subplots(1, len(worlds), sharey=True, squeeze=False)[0], worlds, strict=True):
-        for name in COMPARED:
+        for number, name in enumerate(COMPARED):
             own = [row for row in rows if row["processes"] == world and row["contender"] == name and row["top k"] == 2]
             own.sort(key=lambda row: row["million parameters"])
             sizes, ratios = [row["million parameters"] for row in own], [row["x plain DDP"] for row in own]
-            axes.plot(sizes, ratios, marker="o", label=name)
+            axes.plot(sizes, ratios, color=colour_of(number), marker="o", ms=4, label=name.replace("ours", "toolkit"))
         axes.set(xscale="log", xlabel="million parameters", title=f"{world} processes, top 2 of 16")
         axes.set_xticks(sizes, [f"{size:g}" for size in sizes], minor=False)
         axes.minorticks_off()
-        axes.grid(visible=True, alpha=0.3)
-    figure.axes[0].set_ylabel("tokens per second,\nas a multiple of plain DDP")
-    figure.axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=150)
+        axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.6)
+    figure.axes[0].set_ylabel("tokens per second over plain DDP")
+    figure.axes[0].legend()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["speed", "memory"])
+    parser.add_argument("--only", choices=["speed", "memory", "plot"])
     parser.add_argument("--limit-gb", type=float, default=LIMIT_GB)
     options = parser.parse_args()
-    if options.only != "memory":
+    if options.only in (None, "speed"):
         rows = [row for world in options.worlds for row in speeds(world, options.rounds)]
         write_report("ep_crossover", rows, rounds=options.rounds, tokens_per_step=TOKENS)
-        draw(rows, ROOT / "docs" / "images" / "ep_crossover.png")
-    if options.only != "speed":
+    if options.only != "memory":
+        rows = json.loads((ROOT / "benchmarks" / "results" / "ep_crossover.json").read_text())["rows"]
+        save_figure(ROOT / "docs" / "images" / "ep_crossover.png", partial(draw, rows=rows))
+    if options.only in (None, "memory"):
         found = [largest(world, name, options.limit_gb) for world in options.worlds for name in (PLAIN, OURS)]
         write_report(
             "ep_memory", found, gigabytes_of_a_process=options.limit_gb, dim=MEMORY_SHAPE[0], hidden=MEMORY_SHAPE[1]

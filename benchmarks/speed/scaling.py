@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import markdown, put_tables, write_report
-from toolkit.run.pictures.plots import GREY, palette, save_figure
+from toolkit.run.pictures.plots import GREY, colour_of, save_figure
 from toolkit.run.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
     figure.set_size_inches(11, 3.8)
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     rate, share = figure.subplots(1, 2)
-    for name, colour in zip(names, palette(len(names)), strict=True):
+    for number, name in enumerate(names):
+        colour = colour_of(number)
         line = [row for row in rows if row["recipe"] == name]
         worlds = [row["processes"] for row in line]
         rate.plot(worlds, [row["times one process"] for row in line], color=colour, marker="o", ms=4, label=name)

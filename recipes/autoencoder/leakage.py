@@ -19,14 +19,23 @@ BATCH = 1000
 
 
 class StyleLeakage(tk.Callback):
-    """Adds `measure_leakage` of `table` to the results, for a model that returns "style" and "logits"."""
+    """Adds `measure_leakage` of `table` to the results, for a model that returns "style" and "logits".
+
+    Each evaluation of the test data logs it as `leakage/...`.
+    """
+
+    state_attributes = ("leakage",)
 
     def __init__(self, table: tk.TensorTable):
         self.table = table
+        self.leakage: dict[str, float] = {}
 
     @torch.no_grad()
-    def on_fit_end(self, trainer: tk.Trainer) -> None:
+    def on_evaluate_end(self, trainer: tk.Trainer, name: str, metrics: dict[str, float]) -> None:  # noqa: ARG002
+        if name != "eval":
+            return
         trainer.model.eval()
+        trainer.use_weights_for("eval")
         styles, answers = [], []
         for rows in torch.arange(len(self.table)).split(BATCH):
             # All ranks see all images: a forward pass may be a collective.
@@ -35,10 +44,16 @@ class StyleLeakage(tk.Callback):
             styles.append(out["style"].float().cpu())
             answers.append(out["logits"].argmax(-1).cpu())
         trainer.model.train()
+        trainer.use_weights_for("train")
         labels = self.table.columns["label"].numpy()
-        trainer.results |= trainer.run.on_main_and_share(
+        self.leakage = trainer.run.on_main_and_share(
             lambda: measure_leakage(torch.cat(styles).numpy(), torch.cat(answers).numpy(), labels)
         )
+        for measure, value in self.leakage.items():
+            trainer.record(f"leakage/{measure}", value)
+
+    def on_fit_end(self, trainer: tk.Trainer) -> None:
+        trainer.results |= self.leakage
 
 
 def measure_leakage(

@@ -5,6 +5,8 @@ B images, S samples, C classes, D style dimensions, P pixels.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,6 +14,9 @@ from torch.nn import functional as F
 import toolkit as tk
 from autoencoder.labels import UNLABELLED, correct
 from autoencoder.vae import to_unit
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 SAMPLES = 8
 TEMPERATURE = 0.66
@@ -31,10 +36,28 @@ class RelaxedVAE(nn.Module):
             nn.Linear(num_classes + style_dim, hidden), nn.ReLU(), nn.Linear(hidden, num_pixels)
         )
 
-    def forward(
-        self, images: Tensor, noise: Tensor, *, label: Tensor | None = None, styles: bool = False
+    def draw(
+        self, hidden: Float[Tensor, "B H"], classes: Integer[Tensor, " B"], styles: Float[Tensor, "N D"]
     ) -> dict[str, Tensor]:
-        """Return `logits` (B, C), `log_weight` (B, S) and `mean_class` (B, C).
+        """Return `reconstruction` (B, P) from the mean style under `classes`, and `samples` (N, C, P) of each class
+        with `styles`, as means of the pixels."""
+        every = torch.eye(self.num_classes, device=hidden.device)
+        mean, _ = self.to_style(torch.cat([every[classes], hidden], -1)).chunk(2, -1)
+        shape = len(styles), self.num_classes, -1
+        sampled = torch.cat([every.expand(shape), styles[:, None].expand(shape)], -1)
+        own = torch.cat([every[classes], mean], -1)
+        return {"reconstruction": self.decoder(own).sigmoid(), "samples": self.decoder(sampled).sigmoid()}
+
+    def forward(
+        self,
+        images: Tensor,
+        noise: Tensor,
+        *,
+        label: Tensor | None = None,
+        styles: bool = False,
+        pictures: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return `logits` (B, C), `log_weight` (B, S), `mean_class` (B, C), and with `pictures` those of `draw`.
 
         `noise` (B, S, C + D) is standard normal; an unknown `label` (B,), -1, is drawn. `log_weight` is
         log p(x, z | y) / q(z | x, y) in nats, `mean_class` the weighted mean of the samples of y.
@@ -64,7 +87,9 @@ class RelaxedVAE(nn.Module):
             "log_weight": log_weight,
             "mean_class": (log_weight.softmax(-1)[..., None] * y).sum(1),
         }
-        return out | {"style": mean.mean(1)} if styles else out
+        if styles:
+            out["style"] = mean.mean(1)
+        return out | self.draw(hidden, logits.argmax(-1), draw[:, 0]) if pictures else out
 
     def relaxed(self, logits: Tensor, normal: Tensor) -> Tensor:
         """Samples (B, S, C) of the class (Maddison et al. 2017, sec. 3.2); `normal` (B, S, C) become Gumbel draws by

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import toolkit as tk
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, UInt8
+    from jaxtyping import Float, Integer, UInt8
 
 
 class StyleAutoencoder(nn.Module):
@@ -46,6 +46,16 @@ class StyleAutoencoder(nn.Module):
         """Map styles (B, C, S) to the last hidden units (B, C, hidden); `to_pixels` maps these to logits."""
         hidden = (self.from_style(z) + self.from_class).relu()
         return self.to_hidden(hidden).relu()
+
+    def draw(
+        self, x: Float[Tensor, "B P"], classes: Integer[Tensor, " B"], styles: Float[Tensor, "N S"]
+    ) -> dict[str, Tensor]:
+        """Return `reconstruction` (B, P) from the mean style under `classes`, and `samples` (N, C, P) of each class
+        with `styles`, as means of the pixels."""
+        mean, _ = self.encode(x)
+        own = self.decode(mean)[torch.arange(len(x), device=x.device), classes]
+        sampled = self.decode(styles[:, None].expand(-1, len(self.from_class), -1))
+        return {"reconstruction": self.to_pixels(own).sigmoid(), "samples": self.to_pixels(sampled).sigmoid()}
 
     def forward(self, x: Float[Tensor, "B P"], noise: Float[Tensor, "B S"]) -> Float[Tensor, "B C"]:
         """-L(x, y) of eq. 6 in nats, for each class y: (B, C).
@@ -99,12 +109,13 @@ class SemiSupervisedVAE(nn.Module):
         paired: UInt8[Tensor, "B2 ..."] | None = None,
         directions: Float[Tensor, "B P"] | None = None,
         styles: bool = False,
+        pictures: bool = False,
     ) -> dict[str, Tensor]:
         """Return `logits` (B, C) of q(y | x) for uint8 `images` (B, ...), and optional outputs.
 
         `noise` (B, S) gives `bounds` (B, C), see `StyleAutoencoder`; `paired` uint8 images give `paired_logits`;
         `directions` (B, P), the start of a power iteration, give `divergence` (B,), the local KL in nats; `styles`
-        gives `style` (B, S), the mean under the likeliest class.
+        gives `style` (B, S), the mean under the likeliest class; `pictures` gives those of `StyleAutoencoder.draw`.
         """
         x = to_unit(images)
         out: dict[str, Tensor] = {}
@@ -121,6 +132,8 @@ class SemiSupervisedVAE(nn.Module):
         if styles and self.autoencoder is not None:
             mean, _ = self.autoencoder.encode(x)
             out["style"] = mean[torch.arange(len(x), device=x.device), out["logits"].argmax(-1)]
+        if pictures and noise is not None and self.autoencoder is not None:
+            out |= self.autoencoder.draw(x, out["logits"].argmax(-1), noise)
         return out
 
 

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
+MOST_TRANSCRIPTS = 50
+
+
 class CTC:
     """The loss in nats per utterance (Graves et al. 2006, ICML, eq. 8), and word and character error rates.
 
     `decode` turns ids into text. An evaluation takes the best path, or with `beam_size` a beam of prefixes, which a
     `lexicon` may restrict to its words. Errors and words are added up over all utterances and ranks before they are
-    divided.
+    divided. `transcripts` has the first pairs of reference and transcript that this rank evaluated.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class CTC:
         lexicon: Lexicon | None = None,
     ):
         self.decode, self.blank, self.beam_size, self.lexicon = decode, blank, beam_size, lexicon
+        self.transcripts: list[tuple[str, str]] = []
         try:
             import jiwer  # noqa: F401
         except ImportError:
@@ -54,6 +58,7 @@ class CTC:
             for row, length in zip(batch["target"].cpu(), batch["target_length"].tolist(), strict=True)
         ]
         heard = [self.decode(ids) for ids in self.recognise(log_probs, steps)]
+        self.transcripts = [*self.transcripts, *zip(said, heard, strict=True)][:MOST_TRANSCRIPTS]
         sums = {name: torch.tensor(float(n), device=nats.device) for name, n in count_errors(said, heard).items()}
         return tk.Loss(nats, len(said), sums=sums)
 

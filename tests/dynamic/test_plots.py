@@ -10,7 +10,7 @@ from toolkit.dynamic.knowledge_graph_plot import EDGES, draw_knowledge_graph
 from toolkit.dynamic.performance import performance_summary
 from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import read_lifecycle
-from toolkit.run.pictures.plots import spread
+from toolkit.run.pictures.plots import colour_of, spread
 
 FIGURES = ["training_metrics", "expert_activations", "expert_device_distribution"]
 GRAPH = "knowledge_graph_epoch_004"
@@ -69,6 +69,7 @@ def test_knowledge_graph_has_experts_and_relations_over_steps(tmp_path):
     spans = [tuple(part[:, 0]) for lines in axes.collections for part in lines.get_segments()]
     assert spans == [(0, 400), (0, 400), (120, 400), (390, 400), (0, 400), (0, 230), (150, 310)]
     dots = [line.get_xydata()[0].tolist() for line in axes.get_lines() if line.get_marker() == "o"]
+    assert {line.get_color() for line in axes.get_lines() if line.get_marker() == "o"} == {*map(colour_of, range(7))}
     steps = [epoch.step for epoch in epochs for _ in epoch.layers["moe"].active]
     assert sorted(x for x, _ in dots) == steps
     arrows = [(edge.xyann, edge.xy) for edge in axes.texts if edge.arrowprops["arrowstyle"] == "-|>"]

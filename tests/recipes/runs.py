@@ -24,6 +24,10 @@ def results(run):
     return json.loads((run / "results.json").read_text())
 
 
+def drawn(run):
+    return sorted(path.stem for path in run.glob("*.png"))
+
+
 def assert_equal_curves(run, reference):
     """Assert that training and evaluation metrics are equal up to rounding in float64."""
     for found, expected in zip(metrics(run), metrics(reference), strict=True):

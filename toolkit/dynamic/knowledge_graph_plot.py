@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.dynamic.graph import LINEAGE
 from toolkit.dynamic.records import Epoch, LayerState
-from toolkit.run.pictures.plots import GREY, INK, palette, spread, step_axis
+from toolkit.run.pictures.plots import GREY, INK, colour_of, ink_on, spread, step_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PLAIN = "#8d95a3"
-"""The colour of an expert without a prevalent class."""
 EDGES = {
     "similarity": ("similar", "#4269d0", "solid", 0.3),
     "coactivation": ("co-activated", "#9aa1ab", "solid", -0.3),
@@ -27,8 +25,6 @@ STRONGEST = 2
 """Similarities, and co-activations, drawn per active expert; more would hide the rest."""
 MOST_EPOCHS = 12
 """Epochs drawn, evenly spaced in longer runs."""
-MOST_CLASSES = 20
-"""Classes named in the legend."""
 
 
 def rows_by_lineage(state: LayerState) -> dict[int, int]:
@@ -44,25 +40,20 @@ def draw_knowledge_graph(figure: Figure, epochs: Sequence[Epoch], layers: Sequen
     from matplotlib.lines import Line2D
 
     last = epochs[-1].layers
-    num_classes = max(len(node["classes"]) for layer in layers for node in last[layer].nodes.values())
-    colours = palette(num_classes)
     tallest = max(len(last[layer].nodes) for layer in layers)
     figure.set_size_inches(13, max(4.5, 1.5 + 0.42 * tallest) * len(layers))
     for axes, layer in zip(figure.subplots(len(layers), 1, squeeze=False)[:, 0], layers, strict=True):
-        _draw_layer(axes, {epoch.step: epoch.layers[layer] for epoch in spread(epochs, MOST_EPOCHS)}, colours)
+        _draw_layer(axes, {epoch.step: epoch.layers[layer] for epoch in spread(epochs, MOST_EPOCHS)})
         axes.set_title(f"Experts of {layer or 'the MoE layer'} and their relations")
-    dot: dict[str, Any] = {"lw": 0, "marker": "o", "ms": 9}
-    handles = [Line2D([], [], color=colour, ls=style, lw=2.4, label=name) for name, colour, style, _ in EDGES.values()]
-    handles += [
-        Line2D([], [], lw=0, marker="x", ms=8, mew=2, color=INK, label="pruned"),
-        Line2D([], [], **dot, color=PLAIN, label="no prevalent class"),
-        *(Line2D([], [], **dot, color=colour, label=f"class {c}") for c, colour in enumerate(colours[:MOST_CLASSES])),
-    ]
-    title = "area: share of load\nwidth: weight"
+    kinds = {edge["kind"] for epoch in epochs for layer in layers for edge in epoch.layers[layer].edges}
+    shown = [EDGES[kind] for kind in EDGES if kind in kinds]
+    handles = [Line2D([], [], color=colour, ls=style, lw=2.4, label=name) for name, colour, style, _ in shown]
+    handles.append(Line2D([], [], lw=0, marker="x", ms=8, mew=2, color=INK, label="pruned"))
+    title = "area: share of load\nnumber: prevalent class\nwidth: weight"
     figure.legend(handles=handles, loc="outside right upper", fontsize=9, title=title, alignment="left")
 
 
-def _draw_layer(axes: Axes, states: Mapping[int, LayerState], colours: Sequence[Any]) -> None:
+def _draw_layer(axes: Axes, states: Mapping[int, LayerState]) -> None:
     """Draw the states of a layer by step."""
     end = max(states)
     last = states[end]
@@ -88,9 +79,11 @@ def _draw_layer(axes: Axes, states: Mapping[int, LayerState], colours: Sequence[
             top = next(iter(node["top_classes"]), -1)
             # A class is at least twice as frequent as with equal frequencies.
             prevalent = top >= 0 and node["classes"][top] >= 2 / len(node["classes"])
-            colour = colours[top] if prevalent else PLAIN
             diameter = 4 + 26 * math.sqrt(node["share"])
+            colour = colour_of(uid)
             axes.plot(step, rows[uid], marker="o", mec="white", zorder=5, color=colour, ms=diameter)
+            if prevalent:
+                axes.plot(step, rows[uid], marker=f"${top}$", mew=0, zorder=6, color=ink_on(colour), ms=7)
     axes.set_yticks([*rows.values()], [f"expert {uid}" for uid in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     step_axis(axes)

@@ -24,7 +24,6 @@ from toolkit.run.pictures.plots import (
     draw_loss,
     draw_placements,
     mark_steps,
-    palette,
     save_figure,
     short_names,
     spread,
@@ -64,14 +63,15 @@ def draw_dynamic_run(folder: Path, results: Mapping[str, Any]) -> dict[str, Path
         f"After epoch {epoch.name}": {layer: epoch.layers[layer].uids_on_ranks for layer in layers}
         for epoch in spread(epochs, MOST_TIMES)
     }
-    colours = palette(1 + max(uid for state in last.values() for uid in state.nodes))
-    graph = f"knowledge_graph_epoch_{math.ceil(epochs[-1].number):03d}"
     drawings: dict[str, Callable[[Figure], None]] = {
         "training_metrics": partial(_draw_training, lines=lines, epochs=epochs),
-        "expert_activations": partial(_draw_activations, loads=loads, states=last, colours=colours),
-        "expert_device_distribution": partial(draw_placements, times=times, colours=colours),
-        graph: partial(draw_knowledge_graph, epochs=epochs, layers=layers),
+        "expert_activations": partial(_draw_activations, loads=loads, states=last),
     }
+    if any(len(rows) > 1 for rows in experts.placement.values()):
+        drawings["expert_device_distribution"] = partial(draw_placements, times=times)
+    drawings[f"knowledge_graph_epoch_{math.ceil(epochs[-1].number):03d}"] = partial(
+        draw_knowledge_graph, epochs=epochs, layers=layers
+    )
     moved = replace(experts, loads={}, placement={})
     pictures = draw_experts(folder, moved, lines, moves(results))
     pictures |= {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
@@ -117,9 +117,7 @@ def _draw_training(figure: Figure, *, lines: Sequence[Mapping[str, Any]], epochs
     step_axis(axes, "epoch")
 
 
-def _draw_activations(
-    figure: Figure, *, loads: Loads, states: Mapping[str, LayerState], colours: Sequence[Any]
-) -> None:
+def _draw_activations(figure: Figure, *, loads: Loads, states: Mapping[str, LayerState]) -> None:
     """Draw the load of each expert over steps, and its tokens by class in the last epoch."""
     tallest = max(len(states[layer].active) for layer in loads)
     names = short_names(list(loads))
@@ -127,13 +125,13 @@ def _draw_activations(
     for (layer, points), (load, classes) in zip(
         loads.items(), figure.subplots(len(loads), 2, squeeze=False), strict=True
     ):
-        draw_load(load, points, states[layer].uids_on_ranks, colours, name=names[layer])
+        draw_load(load, points, states[layer].uids_on_ranks, name=names[layer])
         _draw_classes(classes, states[layer])
 
 
 def _draw_classes(axes: Axes, state: LayerState) -> None:
     seen = [uid for uid in state.active if state.nodes[uid]["classes"]]
-    axes.set_title("Tokens of each expert by class in the last epoch, %" if seen else "No classes were recorded")
+    axes.set_title("Classes of the tokens of each expert, last epoch" if seen else "No classes were recorded")
     if not seen:
         return
     grid = [[100 * fraction for fraction in state.nodes[uid]["classes"]] for uid in seen]
@@ -145,4 +143,4 @@ def _draw_classes(axes: Axes, state: LayerState) -> None:
     axes.set_xlabel("class")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    axes.figure.colorbar(image, ax=axes, pad=0.02)
+    axes.figure.colorbar(image, ax=axes, pad=0.02, label="% of the expert's tokens")

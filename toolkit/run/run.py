@@ -61,7 +61,7 @@ from toolkit.run.tracking.trackers import check_installed, start_trackers
 
 T = TypeVar("T")
 Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
-"""`draw(folder, results)`: writes plots of a finished run to its folder, returns the plots for trackers by name."""
+"""`draw(folder, results)`: writes plots of a run to its folder, returns the plots for trackers by name."""
 
 
 class Sink(Protocol):
@@ -247,6 +247,21 @@ class Run:
         """Make `finish` call `draw` on the main process once, and not `instead_of`."""
         self._draws = [*(other for other in self._draws if other not in (draw, instead_of)), draw]
 
+    def draw(self, draw: Draw, results: Mapping[str, Any]) -> None:
+        """Call `draw` now and log its plots to the trackers. Main process only.
+
+        Raises UserError or OSError if the plots cannot be written; other errors are printed.
+        """
+        try:
+            pictures = draw(self.folder, results)
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # a plot is not worth a failed run
+            self.print(f"no plots ({type(error).__name__}: {error})")
+            return
+        for tracker in self._trackers:
+            tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
+
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Return the log steps so far, including those before a restart. Main process only."""
         return read_metrics(self.folder / "metrics.jsonl")
@@ -281,7 +296,7 @@ class Run:
                 tracker.log_results(numbers, last_tables(self.metrics()))
             for draw in self._draws:
                 self._enter("finish")
-                self._draw(draw, numbers)
+                self.draw(draw, numbers)
             (self.folder / FINISHING).unlink(missing_ok=True)
             if self.storage is not None:
                 self._enter("finish")
@@ -298,17 +313,6 @@ class Run:
             _write_config(self, self.folder)
         if self._metrics is not None:
             self._metrics.restore()
-
-    def _draw(self, draw: Draw, numbers: Mapping[str, Any]) -> None:
-        try:
-            pictures = draw(self.folder, numbers)
-        except (UserError, OSError):
-            raise
-        except Exception as error:  # results are already written, and a plot is not worth a failed run
-            self.print(f"no plots ({type(error).__name__}: {error})")
-            return
-        for tracker in self._trackers:
-            tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
 
     def _write_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
         restarted = [line for line in self.metrics() if RESTART_REASON in line]

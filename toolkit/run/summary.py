@@ -18,6 +18,7 @@ RESULTS = (
     ("recipe", "{recipe}"),
     ("data", "{dataset}", " ({dataset_notice})"),
     ("test accuracy", "{test_accuracy:.2%}", ", loss {test_loss:.4f}", ", macro-F1 {test_macro_f1:.3f}"),
+    ("test words", "WER {test_wer:.2%}, CER {test_cer:.2%}"),
     ("held-out text", "{test_bits_per_byte:.4f} bits/byte, perplexity {perplexity:.3f}"),
     ("validation", "{validation_accuracy:.2%}, loss {validation_loss:.4f}"),
     ("validation", "loss {validation_loss:.4f}"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.commands.report.records import RunRecord
+from toolkit.run.pictures.plots import natural
 from toolkit.run.runs_table import is_number
 
 POINTS_OF_A_PAGE = 120_000
@@ -88,12 +89,12 @@ def _curve(run: int, points: Sequence[tuple[int, Any]], limit: int) -> Curve:
     return Curve(run, steps, values[kept])
 
 
-def page_order(metric: str) -> tuple[int, int, str]:
+def page_order(metric: str) -> tuple[int, int, list[Any]]:
     """Sort metrics by heading, metrics in `FIRST` first."""
     group, _, name = metric.partition("/")
     groups = list(GROUPS)
     return (
         groups.index(group) if group in groups else len(groups),
         FIRST.index(name) if name in FIRST else len(FIRST),
-        metric,
+        natural(metric),
     )

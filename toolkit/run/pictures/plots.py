@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
+EXPERTS, RANKS = "tab10", "Dark2"
+"""Colour maps of the first experts, which lines of other plots have, too, and of the first ranks."""
 LOAD_PREFIX, RANK_LOAD_PREFIX, PLACEMENT_PREFIX = "moe/load/", "moe/rank_load/", "moe/placement/"
 MOST_LAYERS, MOST_MAPS = 8, 4
 """Maximum layers in load plots and in placement plots; evenly spaced in deeper models."""
@@ -76,14 +79,6 @@ class Experts:
             by_layer(lines, PLACEMENT_PREFIX),
         )
 
-    @property
-    def colours(self) -> list[Any]:
-        """The colour of each expert in all plots of the run."""
-        placed = [*self.placement.values(), *self.before.values()]
-        last = max((expert for rows in placed for row in rows for expert in row), default=0)
-        known = max((len(shares) for points in self.loads.values() for _, shares in points), default=0)
-        return palette(max(known, last + 1))
-
 
 def save_figure(path: str | Path, draw: Callable[[Figure], None]) -> Path:
     """Call `draw` on an empty figure and save it as a PNG at `path`, in the toolkit's style. Creates the folder.
@@ -115,7 +110,7 @@ def draw_losses(folder: Path, lines: Sequence[Mapping[str, Any]]) -> dict[str, P
 
 def by_layer(lines: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[tuple[int, Any]]]:
     """Return the log steps and values of the metrics with `prefix`, by layer."""
-    names = sorted({name for line in lines for name in line if name.startswith(prefix)}, key=_natural)
+    names = sorted({name for line in lines for name in line if name.startswith(prefix)}, key=natural)
     return {name.removeprefix(prefix): points_of(lines, name) for name in names}
 
 
@@ -157,18 +152,15 @@ def draw_experts(
     `moved` describes the moves in words.
     """
     drawings: dict[str, Callable[[Figure], None]] = {}
-    if any(len(shares) > 1 for points in experts.loads.values() for _, shares in points):
-        drawings["expert_load"] = partial(
-            _draw_loads, loads=experts.loads, placement=experts.placement, colours=experts.colours
-        )
-    if ranks := by_layer(lines, RANK_LOAD_PREFIX):
-        most = max(len(shares) for points in ranks.values() for _, shares in points)
-        drawings["rank_load"] = partial(_draw_loads, loads=ranks, placement={}, colours=palette(most), of="rank")
+    ranks = by_layer(lines, RANK_LOAD_PREFIX)
+    for of, loads, placement in (("expert", experts.loads, experts.placement), ("rank", ranks, {})):
+        if any(len(shares) > 1 for points in loads.values() for _, shares in points):
+            drawings[f"{of}_load"] = partial(_draw_loads, loads=loads, placement=placement, of=of)
     if any(len(rows) > 1 for rows in experts.placement.values()):
         times = {"Before moves": experts.before, "After moves": experts.placement}
         times = times if experts.before else {"Experts per rank": experts.placement}
-        drawings["expert_placement"] = partial(draw_placements, times=times, colours=experts.colours)
-    if experts.before:
+        drawings["expert_placement"] = partial(draw_placements, times=times)
+    if any(len(rows) > 1 for rows in experts.before.values()):
         drawings["expert_moves"] = partial(_draw_moves, experts=experts, lines=lines, moved=moved)
     return {name: save_figure(folder / f"{name}.png", draw) for name, draw in drawings.items()}
 
@@ -222,7 +214,6 @@ def _draw_loads(
     *,
     loads: Loads,
     placement: Mapping[str, Placement],
-    colours: Sequence[Any],
     of: str = "expert",
 ) -> None:
     """Draw the load of each expert or rank over steps, with a panel per layer."""
@@ -232,7 +223,7 @@ def _draw_loads(
     figure.set_size_inches(10 if columns == 2 else 8, 3.6 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for layer, axes in zip(layers, panels, strict=False):
-        draw_load(axes, loads[layer], placement.get(layer), colours, name=names[layer], of=of)
+        draw_load(axes, loads[layer], placement.get(layer), name=names[layer], of=of)
     for axes in panels:
         axes.set_visible(False)
 
@@ -241,7 +232,6 @@ def draw_load(
     axes: Axes,
     points: Sequence[tuple[int, Sequence[float | None]]],
     placement: Placement | None,
-    colours: Sequence[Any],
     *,
     name: str,
     of: str = "expert",
@@ -250,7 +240,7 @@ def draw_load(
 
     Experts that are inactive at the end and had no load are left out. The fair share is 1 / active experts.
     """
-    unit = "% of assignments" if of == "expert" else "% of rows"
+    unit, colour_map = ("% of assignments", EXPERTS) if of == "expert" else ("% of rows", RANKS)
     steps = [step for step, _ in points]
     known = max((len(shares) for _, shares in points), default=0)
     active = {expert for row in placement or [range(known)] for expert in row}
@@ -263,7 +253,8 @@ def draw_load(
         marker = "o" if len(points) == 1 else ""
         for column, expert in enumerate(ids):
             values = [row[column] for row in table]
-            axes.plot(steps, values, color=colours[expert], lw=1.4, marker=marker, ms=4, label=str(expert))
+            colour = colour_of(expert, colour_map)
+            axes.plot(steps, values, color=colour, lw=1.4, marker=marker, ms=4, label=str(expert))
         axes.axhline(fair, color=INK, lw=1.4, ls=(0, (4, 3)), label=f"fair: {fair:.3g} %")
         axes.set_ylim(bottom=0)
         axes.set_ylabel(unit)
@@ -290,7 +281,7 @@ def name_rows(axes: Axes, ids: Sequence[int]) -> None:
     axes.set_yticks([row + 0.5 for row in named], [str(ids[row]) for row in named])
 
 
-def draw_placements(figure: Figure, *, times: Mapping[str, Mapping[str, Placement]], colours: Sequence[Any]) -> None:
+def draw_placements(figure: Figure, *, times: Mapping[str, Mapping[str, Placement]]) -> None:
     """Draw the experts on each rank as boxes, one colour per expert, at each of `times` in turn."""
     known = list(list(times.values())[-1])
     layers, names = spread(known, MOST_MAPS), short_names(known)
@@ -306,7 +297,7 @@ def draw_placements(figure: Figure, *, times: Mapping[str, Mapping[str, Placemen
             for rank, ids in enumerate(rows):
                 new = set(ids).difference(*before[rank : rank + 1]) if before else set()
                 for slot, expert in enumerate(ids):
-                    colour = colours[expert]
+                    colour = colour_of(expert)
                     edge: dict[str, Any] = {"edgecolor": INK, "lw": 2} if expert in new else {}
                     axes.barh(rank, 0.88, left=slot + 0.02, height=0.8, color=colour, **edge)
                     if widest * len(times) <= MOST_IDS:
@@ -337,7 +328,7 @@ def _draw_moves(figure: Figure, *, experts: Experts, lines: Sequence[Mapping[str
     changed = [layer for layer, points in changes.items() if any(rows != points[0][1] for _, rows in points)]
     layers, names = spread(changed or list(changes), MOST_MAPS), short_names(list(changes))
     ranks = max(len(rows) for points in changes.values() for _, rows in points)
-    colours = palette(ranks)
+    colours = [colour_of(rank, RANKS) for rank in range(ranks)]
     figure.set_size_inches(10, 2.2 + 2.6 * len(layers))
     heights = [1.6, *[2.6] * len(layers)]
     top, *maps = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -408,20 +399,20 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def palette(count: int) -> list[Any]:
-    """Return `count` colours, as distinct as possible."""
+def colour_of(number: int, colour_map: str = EXPERTS) -> Any:
+    """Return the colour of an expert, a rank or a line, equal in all plots of all runs."""
     from matplotlib import colormaps
 
-    if count <= 10:
-        return [colormaps["tab10"](i) for i in range(count)]
-    return [colormaps["turbo"](0.05 + 0.9 * i / (count - 1)) for i in range(count)]
+    first = colormaps[colour_map]
+    # Multiples of the golden ratio are far from one another.
+    return first(number) if number < first.N else colormaps["turbo"](0.05 + 0.9 * ((0.5 + number * 0.618034) % 1))
 
 
 def step_axis(axes: Axes, label: str = "step") -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.grid(axis="y", color=GREY, alpha=0.25, lw=0.6)
 
@@ -439,15 +430,15 @@ def _edges(steps: Sequence[int]) -> list[float]:
     return [2 * steps[0] - middles[0], *middles, 2 * steps[-1] - middles[-1]]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[Any]:
     """Sort layer 2 before layer 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.replace("/", ".").split(".")]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def draw_imbalances(figure: Figure, panels: Mapping[str, Mapping[str, Sequence[float]]], *, first_step: int) -> None:
     """Draw imbalance over steps, a panel per case and a line per planner, smoothed over a fortieth of the steps."""
     planners = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    colours = dict(zip(planners, [GREY, *palette(max(1, len(planners) - 1))], strict=False))
+    colours = {name: colour_of(number - 1) if number else GREY for number, name in enumerate(planners)}
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure.set_size_inches(4.2 * columns, 2.6 * rows + 0.6)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.run.pictures.plots import GREY, INK, palette, save_figure
+from toolkit.run.pictures.plots import GREY, INK, colour_of, save_figure
 from toolkit.run.tracking.metric_names import is_share
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def _draw(figure: Figure, metric: str, axis: str, fields: Sequence[str], runs: S
     figure.set_size_inches(7.5, 4.5)
     axes = figure.subplots()
     shown = list(lines.items())[:MOST_LINES]
-    for (label, points), colour in zip(shown, palette(len(shown)), strict=True):
+    for number, (label, points) in enumerate(shown):
+        colour = colour_of(number)
         points.sort(key=lambda row: row[axis])
         x = [row[axis] for row in points]
         means = [scale * row[f"{metric} mean"] for row in points]
@@ -58,7 +59,9 @@ def _draw(figure: Figure, metric: str, axis: str, fields: Sequence[str], runs: S
         axes.legend(loc="best", fontsize=8, title=None if len(lines) == len(shown) else f"first {MOST_LINES} lines")
     seeds = sorted({row["runs"] for row in rows})
     spread = f"mean and sd of {seeds[0]}" + (f" to {seeds[-1]}" if seeds[-1] > seeds[0] else "") + " runs"
-    axes.annotate(spread, (1, 1.02), xycoords="axes fraction", ha="right", fontsize=8, color=INK)
+    axes.annotate(
+        spread if seeds[-1] > 1 else "", (1, 1.02), xycoords="axes fraction", ha="right", fontsize=8, color=INK
+    )
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
