@@ -33,6 +33,7 @@ toolkit.experts.sharding
 toolkit.experts.routing
 toolkit.experts.state
 toolkit.experts.layer
+toolkit.progress_bar
 toolkit.experts.parallel
 toolkit.experts.placement
 toolkit.experts.compat  toolkit.experts.options
@@ -50,6 +51,7 @@ IMPORTERS = {
     "matplotlib": ("toolkit.run.pictures", "toolkit.dynamic"),
     "bokeh": ("toolkit.commands.report",),
     "wandb_workspaces": ("toolkit.commands.report",),
+    "tqdm": ("toolkit.progress_bar", "toolkit.train.callbacks.progress"),
     "fsspec": ("toolkit.run",),
     "datasets": ("toolkit.data",),
     "pickle": ("toolkit.audit.tensors",),

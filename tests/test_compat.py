@@ -4,7 +4,6 @@ If a library release breaks one, only its `compat.py` has to change.
 """
 
 import copy
-import json
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -303,13 +302,6 @@ def test_fingerprint_depends_on_the_content_of_a_dataset():
     mapped = first.map(lambda row: {"text": row["text"] + "!"})
     assert other_compat.fingerprint(first) == other_compat.fingerprint(equal)
     assert other_compat.fingerprint(first) not in (other_compat.fingerprint(other), other_compat.fingerprint(mapped))
-
-
-def test_workspace_as_json_has_the_sections_of_a_workspace():
-    ws = pytest.importorskip("wandb_workspaces.workspaces")
-    workspace = ws.Workspace(entity="me", project="digits", sections=[ws.Section(name="Training")])
-    content = json.loads(other_compat.workspace_as_json(workspace))
-    assert content["section"]["panelBankConfig"]["sections"][0]["name"] == "Training"
 
 
 def test_is_wandb_service_matches_the_binary_of_wandb():

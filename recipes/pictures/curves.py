@@ -37,7 +37,7 @@ class CurvePicture(tk.Callback):
         is_due = trainer.run.is_main and time.monotonic() > self._drawn_at + SECONDS_BETWEEN
         if is_due and importlib.util.find_spec("matplotlib"):
             with suppress(OSError):  # a full disk is no reason to stop training
-                trainer.run.draw(self.draw, {})
+                trainer.run.draw(self.draw, {"steps": trainer.state.step})
             self._drawn_at = time.monotonic()
 
     def draw(self, folder: Path, results: Mapping[str, Any]) -> dict[str, Path]:  # noqa: ARG002

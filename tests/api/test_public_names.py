@@ -18,7 +18,7 @@ STUB = ast.parse((ROOT / "toolkit" / "__init__.pyi").read_text())
 PACKAGES = ("toolkit", "toolkit.experts", "toolkit.data", "toolkit.dynamic", "toolkit.integrations.transformers")
 HEAVY = {"torch", "accelerate", "transformers", "datasets", "wandb", "numpy", "matplotlib", "tyro", "scipy", "networkx"}
 UNTYPED_HERE = (
-    "torch accelerate transformers datasets numpy matplotlib networkx scipy sklearn rich psutil PIL tyro filelock"
+    "torch accelerate transformers datasets numpy matplotlib networkx scipy sklearn tqdm psutil PIL tyro filelock"
 )
 """Libraries that mypy skips, because checking torch takes minutes."""
 MISUSE = """

@@ -117,14 +117,6 @@ def test_hub_is_reached_through_a_proxy_and_503_is_unreachable(monkeypatch):
         server.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no/such-model-anywhere", "neither a folder nor in the Hub's cache"),
-        ("not a name at all", "is not a folder. Give a folder, or a Hub name"),
-    ],
-)
-def test_missing_model_raises(name: str, message: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=message):
-        model_folder(name)
+def test_invalid_model_name_raises():
+    with pytest.raises(UserError, match=r"is not a folder\. Give a folder, or a Hub name"):
+        model_folder("not a name at all")

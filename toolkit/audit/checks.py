@@ -25,6 +25,7 @@ from toolkit.audit.tensors import AdapterFiles, Checkpoint, open_checkpoint
 from toolkit.errors import UserError
 from toolkit.experts.state.tensor_files import first_not_finite
 from toolkit.integrations.transformers.compat import names_of_separate_experts
+from toolkit.progress_bar import progress
 
 SKETCH = 16
 NEAR = 0.5
@@ -112,7 +113,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     places = {place for matrix in matrices.values() for place in matrix.places.values()}
     others = checkpoint.tensors.keys() - {place.tensor for place in places}
     summaries = summarize(checkpoint, places, sketches=against is not None)
-    summaries |= {Place(name): _summary(checkpoint.parts(name)) for name in others}
+    summaries |= {Place(name): _summary(checkpoint.parts(name)) for name in progress(others, "reading other tensors")}
     counts = {layer: _count(checkpoint, layers[layer]) for layer in layers}
     checks: list[Iterator[str | Finding]] = [
         _check_complete(checkpoint, layers, counts),
@@ -163,7 +164,7 @@ def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
 def summarize(checkpoint: Checkpoint, places: Iterable[Place], *, sketches: bool) -> dict[Place, Summary]:
     """Read the values at `places`, in the order of tensors."""
     summaries = {}
-    for place in sorted(places):
+    for place in progress(sorted(places), "reading experts"):
         value = value_of(checkpoint, place)
         summaries[place] = _summary([value], _sketch(value) if sketches else None)
     return summaries

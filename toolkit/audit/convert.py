@@ -21,6 +21,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.stack import as_in_files
 from toolkit.integrations.peft import layouts
 from toolkit.integrations.transformers.compat import names_of_separate_experts
+from toolkit.progress_bar import progress
 
 NOT_CONVERTED = (
     "alpha_pattern",
@@ -180,7 +181,7 @@ def _read(files: AdapterFiles, matrices: Iterable[Matrix], base: Base) -> Adapte
     count = base.num_experts or max(len(matrix.places) for pair in pairs.values() for matrix in pair.values())
     found: Adapters = {}
     separate: dict[str, dict[str, LoRA]] = defaultdict(dict)
-    for (module, name), pair in pairs.items():
+    for (module, name), pair in progress(pairs.items(), "reading adapters"):
         lora = _stacked(files, f"{module}.{name}", pair, count)
         if _is_separate(pair["lora_A"]):
             separate[base.rename(module, to_files=False)][name] = lora

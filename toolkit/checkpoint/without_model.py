@@ -14,6 +14,7 @@ from toolkit.checkpoint.retention import best_or_newest
 from toolkit.errors import UserError
 from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import SavedTensors
+from toolkit.progress_bar import progress
 
 
 def find_folder(given: Path) -> Path:
@@ -64,10 +65,12 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None
 
     def read(tensors: SavedTensors, weight: str) -> Tensor:
         value = tensors.weight(weight)
+        bar.update()
         return value.to(dtype) if value.is_floating_point() else value
 
     with SavedTensors() as tensors:
         tensors.open(source, about["files"])
+        bar = tensors.enter_context(progress(len(tensors.weights) + 1, "exporting"))
         rows = {name: [f"{name}/{uid}" for uid in uids] for name, uids in tensors.uids.items()}
         in_rows = {row for of in rows.values() for row in of}
         weights = {name: read(tensors, name) for name in tensors.weights if name not in in_rows}

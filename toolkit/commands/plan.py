@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import EXIT_DONE, reading
+from toolkit.progress_bar import progress
 from toolkit.run.arguments import Parser, count, positive
 from toolkit.run.summary import table
 
@@ -63,8 +64,6 @@ def plan(
 
     With `exact`, only layouts of DDP, whose step is run without values.
     """
-    from tqdm import tqdm
-
     from toolkit.integrations.peft.adapter_options import AdapterOptions
     from toolkit.integrations.peft.adapters import add_adapters
     from toolkit.train.fine_tuning_memory import block_memory, exact_memory, fine_tuning_memory
@@ -73,7 +72,7 @@ def plan(
     kinds = {each.quantize: each for each in ways}
     memory = {kind: block_memory(config, layout, adapt) for kind, layout in kinds.items()}
     rows = []
-    for layout in tqdm(ways, disable=None if exact else True, leave=False):
+    for layout in progress(ways, "estimating layouts"):
         blocks = memory[layout.quantize]
         if blocks.experts % layout.ep_size or (exact and layout.shards):
             continue

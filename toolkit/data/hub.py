@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from toolkit.data.files import NotFoundHere
 from toolkit.errors import UserError, reading
+from toolkit.progress_bar import ProgressBar
 
 T = TypeVar("T")
 
@@ -67,6 +68,7 @@ def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *
             allow_patterns=list(patterns),
             local_files_only=not ask,
             etag_timeout=ANSWER_S,
+            tqdm_class=ProgressBar,
         )
         return find(Path(folder))
     # Whatever its client raises (errors of three HTTP libraries, of the disk, of a half-filled cache), the Hub is
@@ -100,7 +102,7 @@ def pretrained_folder(what: str, name: str, *, wanted: Sequence[str], needed: Se
         raise UserError(f"{what}={name!r}: is neither a folder nor in the Hub's cache, and {reason}. Give a folder.")
     with reading(f"{what}={name!r}", "Check its name and the network, or give a folder."):
         huggingface_hub.HfApi().model_info(name, timeout=ANSWER_S)  # for a name that is not there
-        return huggingface_hub.snapshot_download(name, allow_patterns=list(wanted))
+        return huggingface_hub.snapshot_download(name, allow_patterns=list(wanted), tqdm_class=ProgressBar)
 
 
 def model_folder(source: str | os.PathLike[str], *, weights: bool = True) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from toolkit.data.cache import cache_dir
 from toolkit.data.files import all_parts, content_key
 from toolkit.data.hub import why_out_of_reach
 from toolkit.errors import UserError, one_line
+from toolkit.integrations.accelerate.patches import Patches
+from toolkit.progress_bar import bar_options
 
 FORMATS = {".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffixes of supported files, and the names of their formats in `datasets`."""
@@ -84,8 +87,9 @@ def load_splits(dataset: str, config: str | None = None) -> tuple[Any, str]:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[list[str]]:
-    """Hide progress bars and logged errors of `datasets`. Yield the errors, because only they name a damaged file."""
-    import datasets
+    """Hide logged errors of `datasets`, and draw its progress bars as `progress` does. Yield the errors, because only
+    they name a damaged file."""
+    from datasets.utils import tqdm
 
     errors: list[str] = []
 
@@ -94,17 +98,16 @@ def _quiet_datasets() -> Iterator[list[str]]:
             errors.append(record.getMessage())
         return not is_error
 
-    handlers, shows_progress = list(logging.getLogger("datasets").handlers), not datasets.are_progress_bars_disabled()
+    handlers = list(logging.getLogger("datasets").handlers)
     for handler in handlers:
         handler.addFilter(is_shown)
-    datasets.disable_progress_bars()
     try:
-        yield errors
+        with Patches() as patches:
+            patches.replace(tqdm, "__init__", partialmethod(tqdm.__init__, **bar_options()))
+            yield errors
     finally:
         for handler in handlers:
             handler.removeFilter(is_shown)
-        if shows_progress:
-            datasets.enable_progress_bars()
 
 
 def train_and_test(splits: Any) -> tuple[dict[str, Any], str | None]:

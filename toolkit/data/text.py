@@ -24,6 +24,7 @@ from toolkit.data.rows import find_column, load_splits
 from toolkit.data.table import TensorTable
 from toolkit.data.tokenizer import MESSAGES, Tokenizer, load_tokenizer, write_conversation
 from toolkit.errors import UserError
+from toolkit.progress_bar import progress
 
 SHAKESPEARE, STDLIB, FOLDER, REFERENCE, PROSE = "tinyshakespeare", "stdlib", "folder", "reference", "prose"
 SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".py"}
@@ -263,7 +264,9 @@ def _rows(load: Callable[[], Tokenizer], answers: bool, name: str, dataset: str,
         if column is not None:
             return [text.encode() for text in rows[column] if text]
         what = f"dataset={dataset!r}"
-        return [write_conversation(load(), _messages_of(row), what, answers=answers) for row in rows]
+        return [
+            write_conversation(load(), _messages_of(row), what, answers=answers) for row in progress(rows, "tokenizing")
+        ]
 
     held_out = {part: splits[part] for part in ("test", "validation") if part in splits and splits[part] is not train}
     notice = None
@@ -340,7 +343,7 @@ def _encode(corpus: _Corpus, tokenizer: Tokenizer, on_validation: bool, validati
 def _joined(documents: Sequence[Document], tokenizer: Tokenizer) -> np.ndarray:
     """Concatenate all ids, with separators between documents; the loss of conversations excludes separators."""
     pieces: list[np.ndarray] = []
-    for document in documents:
+    for document in progress(documents, "tokenizing"):
         if isinstance(document, bytes):
             ids, separator = tokenizer.encode(document), tokenizer.separator
         else:

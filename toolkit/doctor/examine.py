@@ -19,6 +19,7 @@ from toolkit.doctor.compare import TOLERANCES, Check, Comparison, Evidence
 from toolkit.doctor.record import read_records
 from toolkit.doctor.recorder import SPLIT_NOTE, Variant
 from toolkit.errors import UserError, last_line
+from toolkit.progress_bar import progress
 from toolkit.run.launch.world import without_launcher
 
 SUSPICIOUS = 1e-2
@@ -125,7 +126,7 @@ def examine(
 
         def run(name: str, world: int, variant: Variant = "as it is") -> Evidence:
             started = time.monotonic()
-            log(f"{name}: {world} process(es), {steps} steps ...")
+            log(f"{name}: {world} process{'es' * (world > 1)}, {steps} steps ...")
             where = Path(folder) / name.replace(" ", "-")
             wait_s = MOST_WAIT_S + 2 * took_s.get(1, 0.0)
             evidence = _run(script, args, world, steps, where, timeout_s, wait_s, variant)
@@ -245,10 +246,12 @@ def _run_ranks(
                         )
                     )
             ends = time.monotonic() + timeout_s
-            while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < ends:
-                if any(codes):
-                    ends = min(ends, time.monotonic() + GRACE_S)
-                time.sleep(POLL_S)
+            with progress(timeout_s, "running", bar_format="{desc} {elapsed}", miniters=0) as bar:
+                while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < ends:
+                    if any(codes):
+                        ends = min(ends, time.monotonic() + GRACE_S)
+                    time.sleep(POLL_S)
+                    bar.update(0)
             return codes
         finally:
             for process in ranks:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from toolkit.experts.routing.traces import read_trace
 from toolkit.lab.replay import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
 from toolkit.lab.simulate import Machine
 from toolkit.lab.workloads import WORKLOADS, Sizes
+from toolkit.progress_bar import progress
 from toolkit.run.arguments import Parser, count, regular_file
 from toolkit.run.markdown import markdown_table
 from toolkit.run.pictures.plots import draw_imbalances, save_figure
@@ -56,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     )
     cases = _cases(args)
     tries = [(STAY, False), *((name, guarded) for name in args.planner for guarded in (False, True))]
-    rows = [try_planner(case, name, guarded=guarded, rules=rules) for case in cases for name, guarded in tries]
+    replays = progress(list(product(cases, tries)), "replaying")
+    rows = [try_planner(case, name, guarded=guarded, rules=rules) for case, (name, guarded) in replays]
     report = _markdown(cases, rows, rules)
     sys.stdout.write(report)
     if args.out:

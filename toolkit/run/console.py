@@ -1,4 +1,4 @@
-"""Console output: one aligned line per log step, and whether a progress bar can be drawn."""
+"""Console output: one aligned line per log step."""
 
 from __future__ import annotations
 
@@ -32,13 +32,6 @@ def columns() -> int:
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-def can_redraw() -> bool:
-    """Return whether both output streams are a terminal that can draw a progress bar."""
-    if os.environ.get("CI") or os.environ.get("TERM", "") == "dumb":
-        return False
-    return sys.stdout.isatty() and sys.stderr.isatty()
-
-
 def print_nowhere() -> None:
     """Redirect stdout, including buffered output, to the null device. A flush of a closed pipe would fail again when
     Python exits."""
@@ -55,7 +48,7 @@ def log_line(line: str) -> None:
 def metrics_line(
     values: Mapping[str, Any], step: int, max_steps: int, seconds_left: float | None = None, width: int = WIDTH
 ) -> str:
-    """Return `step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:00:42`.
+    """Return `step  1,200/4,690  epoch 1.28  loss 0.0921  acc 97.3 %  lr 1.8e-03  14,200 samples/s  eta 0:42`.
 
     Unknown values are left out, and the least important values if the line is longer than `width`.
     """
@@ -64,7 +57,8 @@ def metrics_line(
         if (value := values.get(name)) is not None:
             parts[name] = form.format(100 * value if is_share(name) else value)
     if seconds_left is not None:
-        parts["eta"] = f"eta {timedelta(seconds=round(seconds_left))}"
+        left = str(timedelta(seconds=round(seconds_left)))
+        parts["eta"] = f"eta {left.removeprefix('0:').removeprefix('0')}"
     evaluated = ("validation/accuracy", "eval/accuracy", "validation/loss", "eval/loss")
     of_training = ("train/learning_rate", "perf/samples_per_second", "train/epoch", "train/accuracy", "train/loss")
     for least in (*of_training, *evaluated):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -51,14 +52,18 @@ from toolkit.run.launch.restarts import command_to_continue, past_restarts, tell
 from toolkit.run.launch.world import is_set
 from toolkit.run.machines import folder_of_machine
 from toolkit.run.micro_batches import MicroBatches
+from toolkit.run.pictures.plots import save_expert_figures
 from toolkit.run.process_settings import process_settings
 from toolkit.run.provenance import check_same_start, git_revision, versions
 from toolkit.run.storage import Storage
 from toolkit.run.summary import RESTART_REASON, summarise
 from toolkit.run.tracking.guard import GuardedTracker
 from toolkit.run.tracking.jsonl import MetricsFile, last_tables, read_metrics
+from toolkit.run.tracking.metric_names import picture_name
 from toolkit.run.tracking.trackers import check_installed, start_trackers
 
+PICTURES_S, PICTURES_SHARE = 60.0, 0.05
+"""Minimum seconds between plots of experts for trackers during training, also as a share of the time so far."""
 T = TypeVar("T")
 Draw = Callable[[Path, Mapping[str, Any]], Mapping[str, Path]]
 """`draw(folder, results)`: writes plots of a run to its folder, returns the plots for trackers by name."""
@@ -80,6 +85,7 @@ class Run:
         self.world_size, self.is_main = accelerator.num_processes, accelerator.is_main_process
         self.seed = config.seed
         self.started = time.monotonic()
+        self._next_pictures = self.started + PICTURES_S
         self.folder = Path()
         """Absolute path; the same on all ranks, or with `storage` one per machine."""
         self.ranks_here = list(range(self.world_size))
@@ -242,6 +248,20 @@ class Run:
         self._metrics.append(step, values)
         for sink in (*self._sinks, *self._trackers):
             sink.log(values, step)
+        if self._trackers and time.monotonic() >= self._next_pictures:
+            self._show_experts(step)
+
+    def _show_experts(self, step: int) -> None:
+        """Send plots of experts so far to the trackers. Without them the run goes on: the last ones are drawn at its
+        end."""
+        self._next_pictures = time.monotonic() + max(PICTURES_S, PICTURES_SHARE * (time.monotonic() - self.started))
+        with suppress(Exception), TemporaryDirectory() as folder:
+            self._send(save_expert_figures(folder, self.folder / "metrics.jsonl"), step)
+
+    def _send(self, pictures: Mapping[str, Path], step: int) -> None:
+        images = {picture_name(path): path.read_bytes() for path in pictures.values()} if self._trackers else {}
+        for tracker in self._trackers:
+            tracker.log_images(images, step)
 
     def draw_at_finish(self, draw: Draw, *, instead_of: Draw | None = None) -> None:
         """Make `finish` call `draw` on the main process once, and not `instead_of`."""
@@ -253,14 +273,11 @@ class Run:
         Raises UserError or OSError if the plots cannot be written; other errors are printed.
         """
         try:
-            pictures = draw(self.folder, results)
+            self._send(draw(self.folder, results), results.get("steps", 0))
         except (UserError, OSError):
             raise
         except Exception as error:  # a plot is not worth a failed run
             self.print(f"no plots ({type(error).__name__}: {error})")
-            return
-        for tracker in self._trackers:
-            tracker.log_images({f"plots/{name}": path for name, path in pictures.items()})
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Return the log steps so far, including those before a restart. Main process only."""

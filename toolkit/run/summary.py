@@ -42,7 +42,7 @@ COSTS = (
     ),
     ("skipped", "{skipped_steps} step(s) whose gradients were not finite"),
     ("restarts", "{times_restarted}, the last {restarts[0]}"),
-    ("machine", "{world_size} process(es) on {device}", ", expert parallelism over {ep_groups_of}"),
+    ("machine", "{processes} on {device}", ", expert parallelism over {ep_groups_of}"),
 )
 """Lines above and below the load of experts: name, text and further parts, without lines and parts that a run has no
 results for."""
@@ -57,13 +57,14 @@ def summarise(results: Mapping[str, Any], folder: Path) -> str:
 def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the final numbers as (name, text) rows."""
     best, restarts = results.get("best_checkpoint"), results.get("restarts")
-    seconds, peak = results.get("wall_seconds"), results.get("peak_memory_bytes")
+    seconds, peak, world = results.get("wall_seconds"), results.get("peak_memory_bytes"), results.get("world_size")
     derived = {
         "perplexity": math.exp(results["test_loss"]) if {"test_bits_per_byte", "test_loss"} <= results.keys() else None,
         "moved": moves(results),
         "best_value": best and best["evaluated"][best["metric"]],
         "time": None if seconds is None else duration(seconds),
         "peak_memory_gib": None if peak is None else peak / 2**30,
+        "processes": None if world is None else "1 process" if world == 1 else f"{world} processes",
         "times_restarted": len(restarts) if restarts else None,
         "restarts": restarts and restarts[-1:],
         "ep_groups_of": results["ep_size"] if results.get("ep_size", 1) > 1 else None,

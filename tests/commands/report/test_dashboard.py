@@ -38,6 +38,8 @@ def sections(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, li
     assert main(["dashboard", "wandb", *map(str, words), "--dry-run"]) == EXIT_DONE
     view = json.loads(capsys.readouterr().out)
     bank = view["section"]["panelBankConfig"]["sections"]
+    opened = {"Training", "Evaluation", "Mixture of experts", "Pictures"}
+    assert {section["name"] for section in bank if section["isOpen"]} == opened & {section["name"] for section in bank}
     return {section["name"]: [panel["config"] for panel in section["panels"]] for section in bank}
 
 
@@ -72,11 +74,24 @@ def test_run_panels_show_all_logged_metrics(runs: list[Path], capsys: pytest.Cap
     names, patterns = shown(found)
     assert list(found)[:3] == ["Training", "Evaluation", "Mixture of experts"]
     assert "Dynamic experts" in found
+    media = ("Pictures", "Tables")
     assert names <= logged
     by_pattern = [matching(pattern, logged) for pattern in patterns]
     assert all(by_pattern)
     assert logged - names.union(*by_pattern) == {"step", "train/epoch"}
-    assert all(panel["xAxis"] == "step" for name, panels in found.items() if name != "Pictures" for panel in panels)
+    assert all(panel["xAxis"] == "step" for name, panels in found.items() if name not in media for panel in panels)
+
+
+def test_workspace_has_long_lists_and_a_panel_per_plot_and_table(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "knowledge_graph_epoch_003.png").touch()
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 50, "eval/confusion": [[1, 0], [0, 1]], "moe/load/wide": %s}\n' % ([0.01] * 100))
+    found = sections(capsys, run)
+    assert ["moe/load/wide"] in [panel["metrics"] for panel in found["Mixture of experts"]]
+    assert [panel["mediaKeys"] for panel in found["Pictures"]] == [["plots/knowledge_graph"]]
+    for name, panel in zip(("results", "eval/confusion"), found["Tables"], strict=True):
+        assert f'"val": "{name}"' in json.dumps(panel)
 
 
 def test_dashboard_saves_the_workspace_and_reports_failures(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from activity.confusion import draw_confusion, draw_last_confusion
 from activity.voting import VotedClassification, class_weights, macro_f1, vote
 from tests.recipes.pieces import pieces
-from toolkit.run.tracking.guard import expand
 from toolkit.run.tracking.jsonl import last_tables
 from toolkit.train.metrics import MetricSums
 
@@ -118,6 +117,5 @@ def test_draw_last_confusion_draws_last_evaluation(tmp_path):
 
 
 def test_trackers_get_confusion_as_table_of_last_evaluation():
-    assert expand({"eval/confusion": SHARES, "eval/macro_f1": 0.5}) == {"eval/macro_f1": 0.5}
     lines = [{"step": 1, "eval/confusion": [[1.0]]}, {"step": 2, "eval/confusion": SHARES, "moe/placement/0": [[0]]}]
     assert last_tables(lines) == {"eval/confusion": SHARES}

@@ -82,8 +82,12 @@ def log_steps(records):
 def offline_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "offline"
     program = """
+    from toolkit.run import run
+    run.PICTURES_S, run.PICTURES_SHARE = 0.0, 2.0  # draws the first log step, and not each
+
     class Confusion(Callback):
         def on_step_end(self, trainer):
+            trainer.record("moe/load/wide", [expert / 4950 for expert in range(100)])
             trainer.record("eval/confusion", [[0.5, 0.25], [0.0, trainer.state.step / 100]])
 
     facts = {"classes": ["no", "yes"], "expert_placement": {"block": [[0, 1], [2, 3]]}}
@@ -106,6 +110,12 @@ def test_run_without_api_key_is_offline_with_config_labels_and_metrics(offline_r
         assert row["train/loss"] == pytest.approx(line["train/loss"])
         assert row["perf/samples_per_second"] > 0
         assert [row[f"moe/load/block/{expert:02d}"] for expert in range(4)] == [0.4, 0.3, 0.2, 0.1]
+        assert (row["moe/load/wide._type"], row["moe/load/wide.bins"]) == ("histogram", list(range(101)))
+        assert row["moe/load/wide.values"] == pytest.approx(line["moe/load/wide"])
+    drawn = [record["history"]["item"] for record in offline_run.records if record["type"] == "history"]
+    steps = [row["step"] for row in drawn if "plots/expert_load.count" in row]
+    assert steps == sorted(steps)
+    assert steps[0] < steps[-1] == 20, "one key for all steps"
     assert {row["step"] for row in rows if "eval/accuracy" in row} == {10, 20}
     metrics = [record["metric"] for record in offline_run.records if record["type"] == "metric"]
     assert [metric["step_metric"] for metric in metrics if metric.get("glob_name") == "*"] == ["step"]
@@ -309,7 +319,6 @@ def test_full_queue_turns_tracker_off(monkeypatch):
     assert sum("is off" in message for message in messages) == 1
 
 
-def test_expand_truncates_long_lists_and_drops_missing_values():
-    flat = expand({"load": [0.5] * 100, "none": None, "some": [1.0, None], "x": 1})
-    assert len(flat) == guard.LONGEST_LIST + 2
-    assert flat["load/63"] == 0.5
+def test_expand_keeps_all_values_of_long_lists():
+    flat = expand({"load": [0.5] * 100, "none": None, "some": [1.0, None], "x": 1, "table": [[0.5]] * 100})
+    assert flat == {"load": [0.5] * 100, "some/00": 1.0, "x": 1}

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from benchmarks.support.processes import run_distributed
 from tests.run.tracking.toy import train
 from tests.support.symlinks import symlink_to_file
 from tests.support.trainers import fit, in_hook, metrics
+from toolkit import progress_bar
 from toolkit.run.config.run import RunConfig
 from toolkit.run.tracking.jsonl import read_metrics
 from toolkit.train.callbacks import progress, throughput
@@ -174,23 +176,22 @@ def test_progress_estimates_the_remaining_time_from_the_first_step_on(tmp_path, 
     monkeypatch.setattr(progress, "time", clock)
     train(config(tmp_path, log_every=5), *advance(clock), epochs=2)
     left = {step: line.partition("  eta ")[2] for step, line in step_lines(capsys).items()}
-    assert left == {"5": "0:00:15", "10": "0:02:01", "15": "0:00:41", "20": ""}
+    assert left == {"5": "0:15", "10": "2:01", "15": "0:41", "20": ""}
 
 
 def test_progress_on_a_terminal_of_80_columns_shows_and_erases_a_bar(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "can_redraw", lambda: True)
-    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
-    monkeypatch.setenv("COLUMNS", "80")
     drawn = io.StringIO()
-    console = progress.Console(file=drawn, width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr(progress, "Console", lambda **_: console)
-    train(config(tmp_path), epochs=1)
-    frames = [frame for frame in re.split(r"[\r\n]|\x1b\[\w+", drawn.getvalue()) if "step " in frame]
-    assert frames
-    for frame in frames:
-        assert re.match(r"[━╸╺ ]{20} +step", frame)
-        assert re.search(r"step +\d+/10 .*0:00:\d\d [-\d]:[-\d]{2}:[-\d]{2}$", frame.rstrip())
-    assert drawn.getvalue().endswith("\x1b[2K")
+    monkeypatch.setattr(progress_bar, "bar_options", lambda: {"file": drawn, "leave": False})
+    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
+    monkeypatch.setattr(sys, "__stderr__", drawn)
+    monkeypatch.setenv("COLUMNS", "80")
+    train(config(tmp_path), in_hook("on_step_end", lambda _: sys.stderr.write("of the user\n")), epochs=1)
+    frames = re.split(r"[\r\n]", drawn.getvalue())
+    bars = [frame for frame in frames if "step " in frame]
+    assert len(bars) > 5
+    assert all(re.match(r".{20} step +\d+/10 .*\d\d:\d\d<[\d?]", bar) and len(bar) <= 80 for bar in bars)
+    assert frames.count("of the user") == 10
+    assert frames[-2:] == [" " * len(bars[-1].rstrip()), ""]
     assert "test acc" in drawn.getvalue() + capsys.readouterr().out
 
 

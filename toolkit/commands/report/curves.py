@@ -24,7 +24,7 @@ GROUPS = {
     "perf": "Performance",
 }
 """Metric name prefix -> heading, in page order; other headings follow."""
-OPEN_AT_FIRST = ("Training", "Evaluation", "Experts")
+OPEN_AT_FIRST = ("Training", "Evaluation", GROUPS["moe"])
 """Open headings."""
 FIRST = ("loss", "accuracy", "bits_per_byte")
 """Metrics that come first under their heading."""

@@ -17,6 +17,9 @@ from toolkit.compat import workspace_as_json
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, one_line
 from toolkit.run.arguments import Parser
 from toolkit.run.runs_table import is_number
+from toolkit.run.tracking.guard import LONGEST_LIST
+from toolkit.run.tracking.jsonl import last_tables
+from toolkit.run.tracking.metric_names import picture_name
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -32,9 +35,11 @@ class Metrics:
     """Contents of the panels."""
 
     numbers: Sequence[str]
+    """Metrics with curves, and lists of more than `LONGEST_LIST` values, whose histograms over steps are heat maps."""
     lists: Sequence[str]
     """Metrics with one value per expert, in W&B as name/00, name/01, ..."""
     pictures: Sequence[str]
+    tables: Sequence[str]
 
 
 USUAL = Metrics(
@@ -60,6 +65,7 @@ USUAL = Metrics(
     ),
     lists=("moe/load",),
     pictures=("plots/loss", "plots/expert_load", "plots/expert_placement", "plots/expert_moves", "plots/rank_load"),
+    tables=("results",),
 )
 """Default metrics of a project without local runs; panels of missing metrics stay empty."""
 
@@ -110,8 +116,8 @@ def main(argv: Sequence[str]) -> int:
 
 def metrics_of(run: RunRecord) -> Metrics:
     """Return the metrics of `run` in page order. Raises UserError if there are none."""
-    lists = {
-        name
+    lengths = {
+        name: len(value)
         for line in run.lines
         for name, value in line.items()
         if isinstance(value, list) and value and all(is_number(item) for item in value)
@@ -119,7 +125,13 @@ def metrics_of(run: RunRecord) -> Metrics:
     numbers = list(curves_by_metric([run]))
     if not numbers:
         raise UserError(f"{run.folder}: has no metrics yet. Train it, or name a project.")
-    return Metrics(numbers, sorted(lists), [f"plots/{path.stem}" for path in sorted(run.folder.glob("*.png"))])
+    numbers += [name for name, length in lengths.items() if length > LONGEST_LIST]
+    return Metrics(
+        numbers,
+        lists=sorted(lengths.keys() - numbers),
+        pictures=[picture_name(path) for path in sorted(run.folder.glob("*.png"))],
+        tables=["results", *last_tables(run.lines)],
+    )
 
 
 def make_workspace(entity: str, project: str, metrics: Metrics) -> Workspace:
@@ -142,10 +154,14 @@ def make_workspace(entity: str, project: str, metrics: Metrics) -> Workspace:
         ws.Section(name=title, panels=[panel(name) for name in group], is_open=title in OPEN_AT_FIRST)
         for title, group in groupby(names, heading)
     ]
-    if metrics.pictures:
-        sections.append(
-            ws.Section(name="Pictures", panels=[panels.MediaBrowser(media_keys=[name]) for name in metrics.pictures])
-        )
+    sections += [
+        ws.Section(
+            name="Pictures",
+            panels=[panels.MediaBrowser(title=name, media_keys=[name]) for name in metrics.pictures],
+            is_open=True,
+        ),
+        ws.Section(name="Tables", panels=[panels.WeavePanelSummaryTable(table_name=name) for name in metrics.tables]),
+    ]
     columns = [f"summary:{name}" for name in metrics.numbers if name.startswith("eval/")]
     return ws.Workspace(
         entity=entity,

@@ -17,6 +17,7 @@ from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.sharding.check import check_experts
 from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.sharding.fsdp import ExpertShards
+from toolkit.progress_bar import progress
 
 PlacementOf = Callable[[str, int, int], ExpertPlacement]
 """`(layer, number of experts, ep_size)` to the layer's initial placement."""
@@ -76,7 +77,7 @@ def shard_experts(
         placements[name] = found.fit(placed)
     check_experts(model, layers, placements)
     read_by_all: list[str] = []
-    for name, found in layers.items():
+    for name, found in progress(layers.items(), "sharding experts"):
         read_by_all += found.shard(placements[name], groups)
         if shards is not None:
             shards.shard(found.module)

@@ -46,6 +46,7 @@ from toolkit.experts.state.tensor_files import (
     targets,
     tensors_to_write,
 )
+from toolkit.progress_bar import progress
 
 FORMAT = 1
 STATE = "state.json"
@@ -180,13 +181,14 @@ def _write(
     writing: Path, files: FileContents, state: str | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, list[int]]]]:
     """Write this rank's files; returns their seals, and which rows of which parameter each file holds."""
-    for name, tensors in files.items():
+    seals = {}
+    for name, tensors in progress(files.items(), "saving checkpoint"):
         save_file(tensors, writing / name)
-    names = list(files)
+        seals[name] = manifest.seal(writing / name)
     if state is not None:
         (writing / STATE).write_text(state, encoding="utf-8")
-        names.append(STATE)
-    return {name: manifest.seal(writing / name) for name in names}, list_rows(files)
+        seals[STATE] = manifest.seal(writing / STATE)
+    return seals, list_rows(files)
 
 
 def _make_room(writing: Path, needed: int, make_free: Callable[[int], None]) -> None:

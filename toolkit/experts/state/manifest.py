@@ -20,6 +20,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from toolkit.progress_bar import progress
+
 NAME = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"
 LARGEST_MANIFEST = 2**28
@@ -82,7 +84,7 @@ def find_damage(folder: Path, names: Collection[str] | None = None) -> str | Non
     """
     name = NAME
     try:
-        for name, wanted in read_manifest(folder)["files"].items():
+        for name, wanted in progress(read_manifest(folder)["files"].items(), "verifying checkpoint"):
             if names is not None and name not in names:
                 continue
             if (size := _size(folder / name)) != wanted["bytes"]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,3 +103,17 @@ def recompute_blocks(model: PreTrainedModel) -> None:
     # The latter is the name before transformers 5.24.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, "context_fn": replay_contexts})
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Hide progress bars of transformers, within long work that has its own."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

@@ -32,7 +32,7 @@ from toolkit.experts.sharding.sharded_experts import ReadRows, load_lazily
 from toolkit.integrations.transformers.compat import experts_implementation, mark_as_loaded, weights_loaded_by
 from toolkit.integrations.transformers.cpu_offload import LayersOnHost, RowsOnHost, page_locked
 from toolkit.integrations.transformers.kernel import NAME, projections
-from toolkit.integrations.transformers.language_models import require_floating_point
+from toolkit.integrations.transformers.language_models import no_progress_bar, require_floating_point
 from toolkit.integrations.transformers.quantization import SCALES, pack_rows
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class _Reader:
             setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
         config = replace(self.load_config, device_map={"": device})
         try:
-            with _no_progress_bar():
+            with no_progress_bar():
                 info, _ = convert_and_load_state_dict_in_model(self.skeleton, state, config)
             for name in whole:
                 if getattr(module, name).is_meta:
@@ -341,16 +341,3 @@ def _room_in_a_file(shape: torch.Size, dtype: torch.dtype, folder: str | os.Path
         # Else a full disk would end the process at a write.
         os.posix_fallocate(file.fileno(), 0, shape.numel() * dtype.itemsize)
         return torch.from_file(file.name, shared=True, size=shape.numel(), dtype=dtype).view(shape)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()

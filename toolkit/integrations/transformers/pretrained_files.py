@@ -24,7 +24,9 @@ from toolkit.experts.sharding.libraries import libraries
 from toolkit.experts.state.manifest import sync
 from toolkit.experts.state.state_dict import Gatherer
 from toolkit.integrations.accelerate.patches import Patches
+from toolkit.integrations.transformers.language_models import no_progress_bar
 from toolkit.integrations.transformers.quantization import unpack_state
+from toolkit.progress_bar import progress
 
 MOST_IN_A_FILE = "5GB"
 """Default of `max_shard_size`."""
@@ -151,7 +153,7 @@ def write_pretrained(
     scratch = _scratch(Path(folder))
     _on_main(folder, partial(_make_empty, scratch))
     try:
-        for number, part in enumerate(parts):
+        for number, part in enumerate(progress(parts, "saving parts")):
             state = _gathered(part)
             _on_main(folder, partial(_write, model, state, (), options, scratch / f"{number:05d}"))
         _on_main(folder, partial(_join_parts, scratch, records))
@@ -173,7 +175,7 @@ def _in_parts(tensors: Iterable[Tensors], limit: float) -> list[list[Tensors]]:
 
 def _gathered(part: Iterable[Tensors]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
-    for each in part:
+    for each in progress(part, "gathering layers"):
         each.gather(state)
     return state
 
@@ -258,7 +260,7 @@ def _write(
 ) -> None:
     # Not the instance's own, a collective for sharded experts. For `modules_to_save`, PEFT reads only the names of
     # their state dict, and takes the values of `state`.
-    with only_names_are_read(model):
+    with only_names_are_read(model), no_progress_bar():
         type(model).save_pretrained(model, folder, state_dict=state, **options)
     for write_record in records:
         write_record(folder)

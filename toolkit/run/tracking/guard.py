@@ -6,7 +6,6 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from toolkit.errors import one_line
@@ -16,7 +15,7 @@ QUEUE_LENGTH = 2000
 CLOSE_S = 10.0
 """Seconds that the end of a run waits for a tracker."""
 LONGEST_LIST = 64
-"""Maximum items of a list, such as expert loads, that become separate metrics."""
+"""Maximum items of a list, such as expert loads, that become separate metrics. W&B gets a histogram of a longer one."""
 
 Table = Sequence[Sequence[float]]
 
@@ -29,11 +28,11 @@ class Backend:
     def start(self) -> str | None:
         """Start, and return a notice for the user, if any."""
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(self, values: Mapping[str, float | list[float]], step: int) -> None:
         """Log the metrics of a step."""
 
-    def log_images(self, images: Mapping[str, Path]) -> None:
-        """Log image files by name."""
+    def log_images(self, images: Mapping[str, bytes], step: int) -> None:
+        """Log contents of image files by name. A name keeps the images of all steps."""
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         """Log the final numbers of a run, and tables of numbers, a list per row."""
@@ -66,9 +65,9 @@ class GuardedTracker:
         """Log one step."""
         self._call(lambda: self.backend.log(expand(values), step))
 
-    def log_images(self, images: Mapping[str, Path]) -> None:
-        """Log image files by name."""
-        self._call(lambda: self.backend.log_images(images))
+    def log_images(self, images: Mapping[str, bytes], step: int) -> None:
+        """Log contents of image files of a step by name."""
+        self._call(lambda: self.backend.log_images(images, step))
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         """Log the final numbers and tables of the run."""
@@ -111,13 +110,17 @@ class GuardedTracker:
             self._say(f"{self.backend.name} is off for this run ({reason}); metrics.jsonl has every line.")
 
 
-def expand(values: Mapping[str, Any]) -> dict[str, float]:
-    """Expand each list to one metric per item: name/00, name/01, ... up to `LONGEST_LIST`; drop tables."""
-    flat: dict[str, float] = {}
+def expand(values: Mapping[str, Any]) -> dict[str, float | list[float]]:
+    """Expand each list to one metric per item: name/00, name/01, ...; keep lists longer than `LONGEST_LIST`; drop
+    tables."""
+    flat: dict[str, float | list[float]] = {}
     for name, value in values.items():
         if isinstance(value, Sequence) and not isinstance(value, str):
-            items = enumerate(value[:LONGEST_LIST])
-            flat |= {f"{name}/{i:02d}": item for i, item in items if isinstance(item, (int, float))}
+            items = {i: item for i, item in enumerate(value) if isinstance(item, (int, float))}
+            if len(items) > LONGEST_LIST:
+                flat[name] = [items.get(i, 0.0) for i in range(len(value))]
+            else:
+                flat |= {f"{name}/{i:02d}": item for i, item in items.items()}
         elif value is not None:
             flat[name] = value
     return flat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from toolkit.errors import UserError
@@ -17,6 +18,11 @@ def result_name(metric: str) -> str:
     `validation/loss`."""
     name, _, key = metric.partition("/")
     return f"{'test' if name == 'eval' else name}_{key}"
+
+
+def picture_name(path: Path) -> str:
+    """Return the name of a plot in trackers, which is the same for all epochs."""
+    return f"plots/{re.sub(r'_epoch_[0-9]+$', '', path.stem)}"
 
 
 def is_share(metric: str) -> bool:

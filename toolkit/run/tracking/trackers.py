@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import secrets
 import shlex
 import sys
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import psutil
@@ -116,12 +117,14 @@ class WandB(Backend):
             write_text(path, secrets.token_hex(4))
         return path.read_text().strip()
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(self, values: Mapping[str, float | list[float]], step: int) -> None:
         # Log the step as a value: W&B's own step cannot go back when a run is continued.
-        self._tracker.log({**values, "step": step})
+        plain = {name: _histogram(value) if isinstance(value, list) else value for name, value in values.items()}
+        self._tracker.log({**plain, "step": step})
 
-    def log_images(self, images: Mapping[str, Path]) -> None:
-        self._tracker.log_images({name: [pixels(path)] for name, path in images.items()})
+    def log_images(self, images: Mapping[str, bytes], step: int) -> None:
+        self._tracker.log_images({name: [pixels(io.BytesIO(image))] for name, image in images.items()}, commit=False)
+        self._tracker.log({"step": step})
 
     def log_results(self, results: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         """Log to the W&B summary, which compares runs, and as tables."""
@@ -162,12 +165,12 @@ class TensorBoard(Backend):
         self._tracker.store_init_configuration(_flat(self.config))
         return f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.folder / 'tensorboard'))}"
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._tracker.log(dict(values), step=step)
+    def log(self, values: Mapping[str, float | list[float]], step: int) -> None:
+        self._tracker.log({name: value for name, value in values.items() if not isinstance(value, list)}, step=step)
 
-    def log_images(self, images: Mapping[str, Path]) -> None:
-        for name, path in images.items():
-            self._tracker.log_images({name: pixels(path)[None]}, step=0, dataformats="NHWC")
+    def log_images(self, images: Mapping[str, bytes], step: int) -> None:
+        for name, image in images.items():
+            self._tracker.log_images({name: pixels(io.BytesIO(image))[None]}, step=step, dataformats="NHWC")
 
     def finish(self, *, failed: bool) -> None:  # noqa: ARG002
         self._tracker.finish()
@@ -202,11 +205,17 @@ def why_offline() -> str | None:
     return None if code < 500 else f"{server} answers {code}"
 
 
-def pixels(path: Path) -> np.ndarray:
+def _histogram(values: Sequence[float]) -> Any:
+    """Return W&B's histogram of a list: a bin per item, or for several of a very long list."""
+    count, kind = len(values), sys.modules["wandb"].Histogram
+    return kind(np_histogram=np.histogram(range(count), min(count, kind.MAX_LENGTH), (0, count), weights=values))
+
+
+def pixels(file: Path | IO[bytes]) -> np.ndarray:
     """Read an image file as (height, width, 3) bytes."""
     from PIL import Image
 
-    with Image.open(path) as image:
+    with Image.open(file) as image:
         return np.asarray(image.convert("RGB"))
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+from tqdm.contrib import DummyTqdmFile
 
-from toolkit.run.console import can_redraw, columns, metrics_line
+from toolkit.progress_bar import progress
+from toolkit.run.console import columns, metrics_line
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer
 
 REDRAW_S = 0.5
-"""Least time between two drawings of the bar: no thread draws it, and drawing takes about a millisecond."""
+"""Least time between two drawings of the bar."""
 BAR, TIMES = 20, 20
 """Columns of the bar, and of the times behind it with what is between."""
 LINE_S = 5.0
@@ -29,9 +29,8 @@ class Progress(Callback):
     """Progress bar of log steps. Draws only on the main process, and only on a terminal."""
 
     def __init__(self) -> None:
-        self._bar: RichProgress | None = None
-        self._task = TaskID(0)
-        self._drawn = self._printed = float("-inf")
+        self._shown = ExitStack()
+        self._printed = float("-inf")
         self._print: Callable[[str], None] = lambda text: None  # noqa: ARG005
         self._max_steps = 0
         self._began: tuple[float, int] | None = None
@@ -42,38 +41,38 @@ class Progress(Callback):
             return
         self._max_steps, self._print = trainer.max_steps, trainer.run.print
         trainer.run.add_sink(self)
-        if can_redraw():
-            self._bar = RichProgress(
-                BarColumn(BAR),
-                TextColumn("{task.description}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=Console(file=sys.stderr),
-                auto_refresh=False,
-                transient=True,
-            )
-            self._task = self._bar.add_task("", total=trainer.max_steps)
-            self._bar.start()
+        self._bar = progress(
+            trainer.max_steps,
+            "",
+            initial=trainer.state.step,
+            bar_format=f"{{bar:{BAR}}} {{desc}} {{elapsed}}<{{remaining}}",
+            mininterval=REDRAW_S,
+            ncols=columns(),
+        )
+        self._shown.enter_context(self._bar)
+        self._prints_steps = self._bar.disable or not sys.stdout.isatty()
+        """Whether log steps are lines: without a bar, or in a file."""
+        if not self._bar.disable:  # what is printed during training goes above the bar
+            above: Any = DummyTqdmFile(sys.__stderr__)
+            self._shown.enter_context(redirect_stderr(above))
+            if not self._prints_steps:
+                self._shown.enter_context(redirect_stdout(above))
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not trainer.run.is_main:
             return
-        now = time.perf_counter()
         if self._began is None:
-            self._began = (now, trainer.state.step)
-        if self._bar is not None and now - self._drawn >= REDRAW_S:
-            self._drawn = now
-            self._bar.update(self._task, completed=trainer.state.step, refresh=True)
+            self._began = (time.perf_counter(), trainer.state.step)
+        self._bar.update(trainer.state.step - self._bar.n)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Show one log step: next to the bar, or as a line when it is time for one. Evaluations are lines."""
         now = time.perf_counter()
         line = metrics_line(values, step, self._max_steps, self._seconds_left(now, step), columns())
         evaluated = any(name.startswith(("eval/", "validation/")) for name in values)
-        if self._bar is not None:
-            beside = metrics_line(values, step, self._max_steps, width=columns() - BAR - TIMES)
-            self._bar.update(self._task, completed=step, description=beside)
-        if evaluated or (self._bar is None and now - self._printed >= LINE_S):
+        beside = metrics_line(values, step, self._max_steps, width=columns() - BAR - TIMES)
+        self._bar.set_description_str(beside, refresh=False)
+        if evaluated or (self._prints_steps and now - self._printed >= LINE_S):
             self._printed = now
             self._print(line)
 
@@ -85,8 +84,6 @@ class Progress(Callback):
         return (now - began) / (step - first) * (self._max_steps - step)
 
     def on_fit_end(self, *_: Any, **__: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._shown.close()
 
     on_exception = on_fit_end
