@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.precision import IN_FLOAT64, in_float64
@@ -22,6 +23,16 @@ def losses(run):
 
 def results(run):
     return json.loads((run / "results.json").read_text())
+
+
+def assert_figures(run, *, forked=False):
+    """Assert that a run with dynamic experts has its four figures, which are large and not blank unless `forked`."""
+    (graph,) = run.glob("knowledge_graph_epoch_*.png")
+    for name in ("training_metrics", "expert_activations", "expert_device_distribution", graph.stem):
+        with Image.open(run / f"{name}.png") as image:
+            assert min(image.size) > 300, name
+            darkest, lightest = image.convert("L").getextrema()
+            assert forked or darkest < 100 < 250 < lightest, name
 
 
 def assert_equal_curves(run, reference):
