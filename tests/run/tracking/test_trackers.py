@@ -145,6 +145,7 @@ def test_offline_run_has_results_in_summary_and_tables(offline_run):
             ("toy", "labels=100 seed=0", "few", ["toy", "tiny", "sweep few"]),
         ),
         ({}, ("toy", "toy tiny run", "toy tiny", ["toy", "tiny"])),
+        ({"PROJECT": "x", "NAME": "y", "flags": True}, ("digits", "first", "toy tiny", ["toy", "tiny"])),
     ],
 )
 def test_labels_are_from_environment_or_recipe_and_preset(monkeypatch, variables, labels):
@@ -152,7 +153,7 @@ def test_labels_are_from_environment_or_recipe_and_preset(monkeypatch, variables
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    config = RunConfig()
+    config = RunConfig(project="digits", run_name="first") if "flags" in variables else RunConfig()
     object.__setattr__(config, "preset", "tiny")
     assert tuple(labels_of(config, "toy", Path("runs/run")).values()) == labels
 
