@@ -130,8 +130,7 @@ def test_rank_that_skips_a_step_is_named():
 
 
 def test_report_without_a_script_names_versions_and_sums_over_processes():
-    environment = program_environment() | {"ACCELERATE_USE_CPU": "true"}
-    done = run_forked("-m", "toolkit", "doctor", "--num-processes", "2", env=environment)
+    done = run_forked("-m", "toolkit", "doctor", "--num-processes=2", env=program_environment(ACCELERATE_USE_CPU="1"))
     assert done.returncode == 0, done.stderr
     assert f"torch {torch.__version__}" in done.stdout
     assert "\nall-reduce   2 process(es) on cpu, " in done.stdout
