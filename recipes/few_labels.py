@@ -62,7 +62,7 @@ def fixmatch_vat() -> Config:
 
 def debug() -> Config:
     """Seconds: the embedded digits, a small network."""
-    return fixmatch_vat().replace(dataset="digits", epochs=1, labels=50, width=4, log_every=10)
+    return fixmatch_vat().replace(dataset="digits", epochs=5, labels=50, width=4, log_every=10)
 
 
 def vat() -> Config:

@@ -88,7 +88,9 @@ def require_type(name: str, value: object, kind: Any, remedy: str) -> None:
 def did_you_mean(word: str, names: Collection[str], otherwise: str) -> str:
     """Return "Did you mean NAME?" for the name closest to `word`, with or without its group; else `otherwise`."""
     aliases = {name.rpartition(".")[2].lstrip("-"): name for name in names} | {name.lstrip("-"): name for name in names}
-    found = difflib.get_close_matches(word.lstrip("-").lower(), aliases, n=1)
+    aliases |= {f"no_{name}": name for name in names}
+    # Below 0.8, two thirds of the names for words of other libraries are wrong.
+    found = difflib.get_close_matches(word.lstrip("-").lower(), aliases, n=1, cutoff=0.8)
     return f"Did you mean {aliases[found[0]]}?" if found else otherwise
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.support.processes import program_environment
 from tests.doctor.test_causes import TOY
@@ -126,6 +127,13 @@ def test_rank_that_skips_a_step_is_named():
     assert done.returncode == 1, done.stderr
     for message in ("likely cause: ranks out of step", "rank 0 at step 2", "rank 1 at step 3"):
         assert message in done.stdout
+
+
+def test_report_without_a_script_names_versions_and_sums_over_processes():
+    done = run_forked("-m", "toolkit", "doctor", "--num-processes=2", env=program_environment(ACCELERATE_USE_CPU="1"))
+    assert done.returncode == 0, done.stderr
+    assert f"torch {torch.__version__}" in done.stdout
+    assert "\nall-reduce   2 process(es) on cpu, " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.dynamic.graph import KnowledgeGraph, Similarity
+from toolkit.dynamic.graph import KnowledgeGraph
 from toolkit.dynamic.roster import ExpertRoster, LifecycleEvent
 
 STEPS_PER_EPOCH = 100
@@ -35,7 +35,7 @@ def eventful() -> list[tuple[int, ExpertRoster, list[LifecycleEvent]]]:
 def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
     """Write lifecycle.jsonl and metrics.jsonl with the events of `eventful`."""
     draws = np.random.default_rng(0)
-    graph, lines, first_step = KnowledgeGraph(), [], 0
+    graph, lines = KnowledgeGraph(), []
     for step, roster, events in eventful():
         graph.observe_roster(roster, step=step)
         graph.decay()
@@ -46,15 +46,14 @@ def write_lifecycle(folder: Path, *, ranks: int = 1, classes: int = 10) -> None:
         np.fill_diagonal(together, seen.sum(1))
         per_rank = roster.logical_experts // ranks
         graph.observe_routing(uids, together, seen, {r.uid: r.logical_id // per_rank for r in roster.active})
-        graph.observe_similarity({(0, uids[-1]): Similarity(0.7, 0.8)})
+        graph.observe_similarity({(0, uids[-1]): 0.7})
         layer = {
             "graph": graph.state_dict(),
             "uids_of_logical": roster.uids_of_logical,
             "logical_on_ranks": [list(range(r * per_rank, (r + 1) * per_rank)) for r in range(ranks)],
         }
-        line = {"step": step, "epoch": step / STEPS_PER_EPOCH, "first_step": first_step, "layers": {"moe": layer}}
+        line = {"step": step, "epoch": step / STEPS_PER_EPOCH, "layers": {"moe": layer}}
         lines.append(line | {"seconds": 3.5 + draws.random(), "events": [asdict(event) for event in events]})
-        first_step = step
     (folder / "lifecycle.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [
         {"step": s, "train/loss": 2.0 / s**0.5, "train/accuracy": 1 - 0.5 / s**0.4, "perf/step_time_ms": 2.0}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from toolkit.dynamic.graph import KnowledgeGraph, Similarity, specialisation
+from toolkit.dynamic.graph import KnowledgeGraph, specialisation
 from toolkit.dynamic.roster import ExpertRoster
 
 TOGETHER = np.array([[100, 60, 0], [60, 100, 20], [0, 20, 400]])
@@ -55,7 +55,7 @@ def test_split_and_merge_edges_point_to_the_remaining_expert():
 def test_measured_edges_decay_and_split_edges_stay():
     graph = KnowledgeGraph()
     graph.observe_roster(ExpertRoster.initial(2, 3).grow(2, step=1, parent=0), step=1)
-    graph.observe_similarity({(0, 1): Similarity(0.4, 0.9)})
+    graph.observe_similarity({(0, 1): 0.4})
     assert graph.weight("similarity", 0, 1) == 0.4
     graph.decay()
     assert graph.weight("similarity", 1, 0) == 0.99 * 0.4

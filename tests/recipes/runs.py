@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.precision import IN_FLOAT64, in_float64
@@ -26,6 +27,18 @@ def results(run):
 
 def drawn(run):
     return sorted(path.stem for path in run.glob("*.png"))
+
+
+def assert_figures(run, *, ranks=1):
+    """Assert that a run with dynamic experts has its figures, which are not blank if one process drew them."""
+    (graph,) = run.glob("knowledge_graph_epoch_*.png")
+    names = [*["expert_activations", "expert_device_distribution"][:ranks], graph.stem, "training_metrics"]
+    assert drawn(run) == names
+    for name in names:
+        with Image.open(run / f"{name}.png") as image:
+            assert min(image.size) > 300, name
+            darkest, lightest = image.convert("L").getextrema()
+            assert ranks > 1 or darkest < 100 < 250 < lightest, name
 
 
 def assert_equal_curves(run, reference):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from benchmarks.support.processes import ROOT
 from recipes.mnist_moe import PRESETS, main
-from tests.recipes.runs import results, save_language_model
+from tests.recipes.runs import assert_figures, results, save_language_model
 from tests.recipes.speech.sounds import encode_wav
 from tests.support.forked_python import run_forked
 from toolkit.run import cli
@@ -21,10 +21,6 @@ from toolkit.run import cli
 GUIDE = (ROOT / "docs" / "start" / "migration" / "morph.md").read_text()
 COMMANDS = re.findall(r"^\| .*\| `(dynamic[^`]*)` \|$", GUIDE, re.MULTILINE)
 SMALL = "--dataset digits --max-steps 6 --expert-hidden-size 8 --dim 8 --tracker none --cpu --run-dir"
-
-
-def test_guide_has_six_commands():
-    assert len(COMMANDS) == 6
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(command.removesuffix(" --cpu") for command in COMMANDS))
@@ -35,6 +31,7 @@ def test_command_of_guide_writes_promised_files(command, tmp_path):
         assert done.returncode == 0, done.stderr
     else:
         main(cli.parse(PRESETS, words))
+    assert_figures(tmp_path, ranks=1 + ("--num-processes 2" in command))
     assert "active experts" in (tmp_path / "performance_summary.txt").read_text()
     graph = json.loads((tmp_path / "knowledge_graph.json").read_text())
     assert len(nx.node_link_graph(graph, edges="edges")) >= 4
@@ -77,7 +74,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_page_has_command_for_each_kind_of_data():
+def test_guide_has_six_commands_and_page_one_for_each_kind_of_data():
+    assert len(COMMANDS) == 6
     assert {name for name, _ in OWN_DATA_COMMANDS} >= {"mnist_moe", "few_labels", "har", "lmu_speech", "lm_moe"}
 
 

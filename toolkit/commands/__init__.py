@@ -39,7 +39,9 @@ COMMANDS = {
     "dashboard": Command(
         "toolkit.commands.report.dashboard", "make a workspace of W&B with the curves of a project's runs"
     ),
-    "doctor": Command("toolkit.doctor.command", "compare training in one process with training in several"),
+    "doctor": Command(
+        "toolkit.doctor.command", "compare training in one process and in several, or report on the machine"
+    ),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.dynamic.coverage import CoverageAlarm, Lack
-from toolkit.dynamic.graph import KnowledgeGraph, Similarity
+from toolkit.dynamic.graph import KnowledgeGraph
 from toolkit.dynamic.lifecycle_options import LifecycleOptions
 from toolkit.dynamic.plans import (
     Merge,
@@ -114,6 +114,14 @@ class Lifecycle(Callback):
     # --- callback hooks -----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer) -> None:
+        given, self.config = self.config, self.config.in_run_of(trainer.max_steps)
+        if self.config is not given:
+            if trainer.state.step == 0:
+                self.next_sleep = self._steps_until_sleep()
+            trainer.run.print(
+                f"lifecycle: grow_every={self.config.grow_every}, sleep_every={self.config.sleep_every}, "
+                f"because the run has {trainer.max_steps:,} steps."
+            )
         self._rows = self.experts.rows_in_use(trainer.model, trainer.optimizer)
         self._balance = next((each for each in trainer.callbacks if isinstance(each, WholeStepBalance)), None)
 
@@ -136,11 +144,9 @@ class Lifecycle(Callback):
             self.check(trainer)
         if self.config.grow_every and step % self.config.grow_every == 0:
             self.grow(trainer, "schedule")
-        if self.config.sleep_every is None:
-            pass
-        elif step >= self.next_sleep:
+        if self.config.sleep_every and step >= self.next_sleep:
             self.sleep(trainer)
-        elif step == trainer.max_steps:
+        elif self.config.sleep_every and step == trainer.max_steps:
             self.judge(trainer)
         if trainer.at_log_step:
             active = [len(roster) for roster in self.rosters.values()]
@@ -296,7 +302,7 @@ class Lifecycle(Callback):
             if graph is not None:
                 graph.observe_roster(roster, step=trainer.state.step)
                 graph.observe_similarity(
-                    {pair: Similarity(weights, outputs=1 - distance[pair]) for pair, weights in similarity.items()}
+                    {pair: min(weights, 1 - distance[pair]) for pair, weights in similarity.items()}
                 )
             merges = plan_merges(
                 roster,
@@ -328,7 +334,8 @@ class Lifecycle(Callback):
         old = self.rosters[name].older_than(self.config.min_age, trainer.state.step)
         if len(old) < 2:
             return {}, {}
-        x_TD = self._probe(trainer, rows, [layer]).views[0].x_TD
+        x_TD = self._probe(trainer, rows, [layer]).views[0].x_TD  # in the dtype of autocast
+        x_TD = x_TD.to(next(layer.experts.parameters()).dtype)
         apart = None if graph is None else graph.often_coactivated
         return compare_experts(layer, x_TD, old, max_distance=max_distance, keep_apart=apart)
 

@@ -4,7 +4,7 @@
     graph.observe_roster(roster, step=900)                      which experts are active, which was split from which
     graph.decay()                                               weights of edges that are not measured again fade
     graph.observe_routing(uids, together_EE, classes_EC)        load, specialization, co-activation
-    graph.observe_similarity({(0, 3): Similarity(weights=0.9, outputs=0.97)})
+    graph.observe_similarity({(0, 3): 0.9})
     graph.affinity(roster.uids_of_logical), graph.often_coactivated(0, 3)
 
 It uses no tensors, ranks or training state: ranks that observe the same have equal graphs.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import networkx as nx
 import numpy as np
@@ -35,15 +35,6 @@ UNSEEN: Mapping[str, Any] = {"rank": None, "share": 0.0, "classes": [], "top_cla
 """The measured attributes of a new expert."""
 
 
-class Similarity(NamedTuple):
-    """How similar two experts are, each from 0 to 1."""
-
-    weights: float
-    """Cosine after their hidden units were aligned."""
-    outputs: float
-    """One minus the normalised distance on the same inputs."""
-
-
 class KnowledgeGraph:
     """Nodes are experts by uid, removed ones too; edges have a kind and a weight.
 
@@ -51,7 +42,7 @@ class KnowledgeGraph:
     `merged_into`, and of the last period `share` (of the layer's assignments), `classes` (fractions of the expert's
     tokens), `top_classes` and `specialisation`. Edges have a `kind` and a `weight` from 0 to 1:
 
-    - similarity: the lower of the two numbers of `Similarity`, as only experts similar in both are interchangeable;
+    - similarity: see `observe_similarity`;
     - coactivation: t / sqrt(n m), where n and m tokens were routed to the experts, and t of them to both;
     - split, from parent to new expert, and merge, from the removed expert to the remaining one.
 
@@ -120,12 +111,14 @@ class KnowledgeGraph:
         for uid, rank in (rank_of or {}).items():
             self.graph.nodes[uid]["rank"] = rank
 
-    def observe_similarity(self, pairs: Mapping[Pair, Similarity]) -> None:
-        """Updates the similarity edges of the pairs that were compared."""
+    def observe_similarity(self, pairs: Mapping[Pair, float]) -> None:
+        """Updates the similarity edges of the pairs that were compared.
+
+        A similarity is the lower one of the cosine of aligned weights and one minus the normalised distance of outputs,
+        as only experts similar in both are interchangeable.
+        """
         for (a, b), similarity in pairs.items():
-            weight = max(0.0, min(similarity))
-            numbers = {"weights": float(similarity.weights), "outputs": float(similarity.outputs)}
-            self._measure("similarity", a, b, weight, **numbers)
+            self._measure("similarity", a, b, max(0.0, float(similarity)))
 
     def decay(self) -> None:
         """Lets the weights of edges that are not measured again fade; to be called once per epoch or sleep."""

@@ -10,6 +10,9 @@ from toolkit.errors import require
 from toolkit.experts.options import Fraction, Options
 from toolkit.run.config.experts import MoERunConfig
 
+INTERVALS = ("grow_every", "min_age", "sleep_every", "min_sleep_every")
+"""Fields that `LifecycleOptions.within` shortens."""
+
 
 class LifecycleOptions(Options):
     """Dynamic experts: growth, and sleep phases with replay, merging and pruning."""
@@ -56,6 +59,17 @@ class LifecycleOptions(Options):
     """Learning rate of replay steps."""
     undo_above: NonNegativeFloat = 0.02
     """Undo a change in sleep that raises the loss by more than this fraction, and than two standard errors."""
+    within: PositiveInt | None = None
+    """In a run of fewer optimizer steps, shorten grow_every, min_age, sleep_every and min_sleep_every in proportion.
+    Default: the same intervals in every run."""
+
+    def in_run_of(self, steps: int) -> LifecycleOptions:
+        """Return the options for a run of `steps` optimizer steps, with intervals shortened by `within`."""
+        if self.within is None or steps >= self.within:
+            return self
+        share = steps / self.within
+        shorter = {name: max(1, round(share * value)) for name in INTERVALS if (value := getattr(self, name))}
+        return self.replace(within=None, **shorter)
 
 
 class DynamicRunConfig(MoERunConfig):

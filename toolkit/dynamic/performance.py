@@ -71,8 +71,7 @@ def _experts(epochs: Sequence[Epoch], layer: str) -> str:
 
 
 def _event(event: Mapping[str, Any], epoch: Epoch) -> str:
-    layer = event["layer"] or next(iter(epoch.layers))
-    name = f"{layer}: " if event["layer"] and len(epoch.layers) > 1 else ""
+    name = f"{event['layer']}: " if event["layer"] and len(epoch.layers) > 1 else ""
     numbers = [f"{name} {value:.4g}" for name, value in event["detail"].items() if isinstance(value, (int, float))]
     why = f" ({', '.join(numbers)})" if numbers else ""
-    return f"{event['step']:>9,}  {name}{describe(event, epoch.layers[layer])}{why}\n"
+    return f"{event['step']:>9,}  {name}{describe(event)}{why}\n"

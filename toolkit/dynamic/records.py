@@ -70,8 +70,6 @@ class Epoch:
 
     number: float
     """Epochs done at its end; fractional if `max_steps` ended the run within an epoch."""
-    first_step: int
-    """Optimizer steps done at its start."""
     step: int
     """Optimizer steps done at its end."""
     seconds: float
@@ -94,7 +92,6 @@ def read_lifecycle(folder: Path) -> list[Epoch]:
     return [
         Epoch(
             number=line["epoch"],
-            first_step=line["first_step"],
             step=line["step"],
             seconds=line["seconds"],
             layers={
@@ -112,12 +109,11 @@ def read_lifecycle(folder: Path) -> list[Epoch]:
     ]
 
 
-def describe(event: Mapping[str, Any], layer: LayerState) -> str:
+def describe(event: Mapping[str, Any]) -> str:
     """A lifecycle event in words."""
     uids = event["uids"]
     if event["kind"] == "grow":
-        parent = layer.nodes[uids[0]]["parent"]
-        return f"{uids[0]} created" if parent is None else f"{uids[0]} split from {parent}"
+        return " split from ".join(map(str, uids))
     if event["kind"] == "merge":
         return f"{uids[1]} merged into {uids[0]}"
     if event["kind"] == "prune":

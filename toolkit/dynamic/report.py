@@ -48,7 +48,6 @@ class LifecycleReport(Callback):
         self.graphs = {name: KnowledgeGraph() for name in self.layers}
         self.statistics = RoutingStatistics(model, num_classes=num_classes, uids_of_logical=self._uids_of_logical)
         self._events_written = 0
-        self._last_step = 0
         self._seconds = 0.0
         self._clock: float | None = None
         self._file: MetricsFile | None = None
@@ -99,7 +98,6 @@ class LifecycleReport(Callback):
         if trainer.run.is_main:
             self._write(trainer, seconds)
         self._events_written = len(self.lifecycle.history)
-        self._last_step = step
 
     def _write(self, trainer: Trainer, seconds: float) -> None:
         folder, step = trainer.run.folder, trainer.state.step
@@ -120,7 +118,6 @@ class LifecycleReport(Callback):
             step,
             {
                 "epoch": step / trainer.batches.steps_per_epoch,
-                "first_step": self._last_step,
                 "seconds": seconds,
                 "layers": layers,
                 "events": [asdict(event) for event in self.lifecycle.history[self._events_written :]],
@@ -137,7 +134,6 @@ class LifecycleReport(Callback):
             "graphs": {name: graph.state_dict() for name, graph in self.graphs.items()},
             "statistics": self.statistics.state_dict(),
             "events_written": self._events_written,
-            "last_step": self._last_step,
             "seconds": self._seconds_so_far(),
         }
 
@@ -146,7 +142,6 @@ class LifecycleReport(Callback):
             graph.load_state_dict(state["graphs"][name])
         self.statistics.load_state_dict(state["statistics"])
         self._events_written = state["events_written"]
-        self._last_step = state["last_step"]
         self._seconds = state["seconds"]
 
 

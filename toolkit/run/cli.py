@@ -33,7 +33,7 @@ from toolkit.errors import (
 from toolkit.experts.options import Options
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.config.file import CONFIG, read_file
-from toolkit.run.config.flags import flags_of, replace_fields
+from toolkit.run.config.flags import OF_GUIDES, flags_of, replace_fields
 from toolkit.run.config.run import RunConfig
 from toolkit.run.config.settings import leaves
 from toolkit.run.launch import agent, exits, world
@@ -159,7 +159,8 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
         if unknown[0] in presets:
             raise UserError(f"{unknown[0]}: comes after flags. Put the preset first.")
         kind = "flag" if unknown[0].startswith("-") else "word"
-        raise UserError(f"unknown {kind} {unknown[0]}. {did_you_mean(unknown[0], flags, 'See --help all.')}")
+        ours = OF_GUIDES.get(unknown[0].lstrip("-"), unknown[0])
+        raise UserError(f"unknown {kind} {unknown[0]}. {did_you_mean(ours, flags, 'See --help all.')}")
     typed = {flags[word][0] for word in words if word in flags}
     changes = in_file | {name: value for name, value in leaves(parsed) if name in typed}
     try:

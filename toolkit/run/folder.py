@@ -161,8 +161,8 @@ def write_bytes(path: Path, content: bytes, *, partial: str | None = None, durab
 
 
 def recorded_config(name: str, config: RunConfig) -> dict[str, Any]:
-    """Return the content of config.json: the recipe name and every field."""
-    return {"recipe": name, **to_dict(config)}
+    """Return the content of config.json: the recipe name and every field, with the names of the run in W&B."""
+    return {"recipe": name, **to_dict(config), **config.names}
 
 
 def _create_new(parent: Path) -> Path:

@@ -18,8 +18,8 @@ from toolkit.run.config.settings import leaves
 from toolkit.run.folder import recorded_config
 from toolkit.version import __version__
 
-OF_A_MACHINE = {"run_dir", "data_dir", "num_processes", "python"}
-"""Settings and versions that can differ between ranks: folders of a machine, and the Python version."""
+OF_A_MACHINE = {"run_dir", "data_dir", "num_processes", "project", "run_name", "python"}
+"""Settings and versions that can differ between ranks: folders and W&B variables of a machine, the Python version."""
 
 
 def git_revision() -> str | None:

@@ -74,14 +74,17 @@ def test_parse_config_file_that_is_a_pipe_raises(tmp_path):
         cli.parse(PRESETS, ["--config", str(tmp_path / "pipe.yaml")])
 
 
-def test_config_json_of_run_is_a_config_file(tmp_path):
+def test_config_json_of_run_is_a_config_file(tmp_path, monkeypatch):
     config = debug().replace(seed=3, lr=2.5e-3, max_experts=8, run_dir=tmp_path / "run", tracker="none", cpu=True)
+    config = config.replace(run_name="first")
+    monkeypatch.setenv("WANDB_PROJECT", "digits")
     with tk.start_run("mnist_moe", config) as run:
         record_data(run, test=identity_of(tk.TensorTable(label=torch.arange(4))))
         run.begin()
     text = (tmp_path / "run" / "config.json").read_text()
     assert set(json.loads(text)) == {"recipe", "data_identity", *to_dict(config)}
     path = tmp_path / "config.json"
+    config = config.replace(project="digits")
     assert parse(path, text, "--run-dir", "other") == config.replace(run_dir="other")
     assert parse(path, json.dumps(json.loads(text), indent="\t")) == config
 
@@ -182,16 +185,13 @@ def test_user_error_of_config_has_field_value_and_remedy():
     assert str(error) == f"replan.planner='swapp': {error.remedy}."
 
 
-def test_fields_that_may_change_on_resume_exist():
+def test_fields_that_may_change_on_resume_exist_and_do_not_decide_learning():
     assert {*MoERunConfig.model_fields, DATA} >= NOT_OF_THE_TRAJECTORY
+    assert all(map(decides_what_is_learned, ("lr", "optimizer", "optimizer.weight_decay")))
+    assert not any(map(decides_what_is_learned, ("run_dir", "checkpoint", "checkpoint.keep_last")))
 
 
 def test_differing_names_ignores_settings_that_one_run_lacks():
     found = [{"lr": 0.1, "seed": 0, "betas": [1, 2]}, {"lr": 0.2, "seed": 0, "betas": [1, 2], "new": 3}]
     assert differing_names(found) == ["lr"]
     assert differing_names([{"flag": True}, {"flag": 1}]) == ["flag"], "JSON distinguishes true and 1"
-
-
-def test_folders_and_checkpoints_do_not_decide_learning():
-    assert all(map(decides_what_is_learned, ("lr", "optimizer", "optimizer.weight_decay")))
-    assert not any(map(decides_what_is_learned, ("run_dir", "checkpoint", "checkpoint.keep_last")))

@@ -147,22 +147,24 @@ def test_offline_run_has_results_in_summary_and_tables(offline_run):
 
 
 @pytest.mark.parametrize(
-    ("variables", "labels"),
+    ("variables", "flags", "labels"),
     [
-        ({"PROJECT": "digits", "NAME": "first"}, ("digits", "first", "toy tiny", ["toy", "tiny"])),
+        ({"PROJECT": "digits", "NAME": "first"}, {}, ("digits", "first", "toy tiny", ["toy", "tiny"])),
         (
-            {"RUN_GROUP": "few", "NAME": "labels=100 seed=0", "TAGS": "sweep few"},
+            {"RUN_GROUP": "few", "NAME": "labels=100 seed=0", "TAGS": "sweep few", "PROJECT": "other"},
+            {"project": "toy"},
             ("toy", "labels=100 seed=0", "few", ["toy", "tiny", "sweep few"]),
         ),
-        ({}, ("toy", "toy tiny run", "toy tiny", ["toy", "tiny"])),
+        ({}, {}, ("toy", "toy tiny run", "toy tiny", ["toy", "tiny"])),
+        ({"NAME": "second"}, {"run_name": "first"}, ("toy", "first", "toy tiny", ["toy", "tiny"])),
     ],
 )
-def test_labels_are_from_environment_or_recipe_and_preset(monkeypatch, variables, labels):
+def test_labels_are_from_flags_environment_or_recipe_and_preset(monkeypatch, variables, flags, labels):
     for name in ("PROJECT", "NAME", "RUN_GROUP", "TAGS"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    config = RunConfig()
+    config = RunConfig(**flags)
     object.__setattr__(config, "preset", "tiny")
     assert tuple(labels_of(config, "toy", Path("runs/run")).values()) == labels
 

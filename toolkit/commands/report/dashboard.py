@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         if runs is None:
             return EXIT_USER_ERROR
         config = runs[0].config
-        entity, project = "", config.get("project") or os.environ.get("WANDB_PROJECT", str(config.get("recipe", "")))
+        entity, project = "", str(config.get("project") or config.get("recipe", ""))
         metrics = metrics_of(runs[0])
     elif not re.fullmatch(r"([\w-]+/)?[\w.-]+", args.what):
         raise UserError(f"{args.what}: is neither the folder of a run nor [ENTITY/]PROJECT. Give one of them.")

@@ -56,6 +56,5 @@ def _events(run: RunRecord) -> Iterator[tuple[int, str, str]]:
             yield line["step"], "plan refused", f"{refused} by the guard"
     for epoch in run.epochs:
         for event in epoch.events:
-            state = epoch.layers.get(event["layer"]) or next(iter(epoch.layers.values()))
             layer = f"{event['layer']}: " if event["layer"] else ""
-            yield event["step"], event["kind"], layer + describe(event, state)
+            yield event["step"], event["kind"], layer + describe(event)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from toolkit.errors import UserError, did_you_mean, one_line
+from toolkit.run.config.flags import OF_GUIDES
 from toolkit.run.config.settings import leaves
 
 CONFIG = "--config"
@@ -44,7 +45,8 @@ def read_file(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in leaves({key: value for key, value in values.items() if key not in NO_FLAGS}):
         name = key.replace("-", "_")
         if name not in fields:
-            raise UserError(f"{name}: there is no such option. {did_you_mean(name, fields, 'See --help all.')}")
+            ours = OF_GUIDES.get(name.replace("_", "-"), name).replace("-", "_")
+            raise UserError(f"{name}: there is no such option. {did_you_mean(ours, fields, 'See --help all.')}")
         may_be_none = type(None) in get_args(fields[name])
         changes[name] = None if may_be_none and value in ("none", "None", "null", "~", "") else value
     return changes

@@ -6,6 +6,7 @@ prefix (`--optimizer.weight-decay`). `None` means off or automatic.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -81,7 +82,11 @@ class RunConfig(DenseOptions):
     extend: bool = False
     """Continue a run, finished or not, up to a larger --epochs or --max-steps."""
     tracker: Literal["none", "wandb", "tensorboard", "all"] = "wandb"
-    """Log metrics there, too, in the project $WANDB_PROJECT (else the recipe's name), as $WANDB_NAME."""
+    """Log metrics there, too."""
+    project: str | None = None
+    """W&B project. Default: $WANDB_PROJECT, else the recipe's name."""
+    run_name: str | None = None
+    """Name of the run in W&B. Default: $WANDB_NAME, else recipe, preset and run directory."""
     log_every: PositiveInt = 50
     """Optimizer steps between log steps."""
     validation: bool = False
@@ -107,6 +112,14 @@ class RunConfig(DenseOptions):
         require(self.resume_from is None or self.storage is None, "resume_from", self.resume_from, remedy)
         world, accumulation = self.num_processes or 1, self.gradient_accumulation_steps
         require_divisible(self.batch_size, world, accumulation, world * accumulation)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """W&B's project and run name, from the flags, else from W&B's environment variables."""
+        return {
+            "project": self.project or os.environ.get("WANDB_PROJECT"),
+            "run_name": self.run_name or os.environ.get("WANDB_NAME"),
+        }
 
     @property
     def validates(self) -> bool:

@@ -35,6 +35,8 @@ NOT_OF_THE_TRAJECTORY = ONLY_OF_THE_SPEED | frozenset(
         "resume_from",
         "extend",
         "tracker",
+        "project",
+        "run_name",
         "num_workers",
         "num_processes",
         "process_timeout",

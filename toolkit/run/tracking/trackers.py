@@ -177,12 +177,12 @@ class TensorBoard(Backend):
 
 
 def labels_of(config: RunConfig, recipe: str, folder: Path) -> dict[str, Any]:
-    """Return project, name, group and tags: W&B's environment variables, else recipe, preset and folder."""
-    words = [word for word in (recipe, config.preset) if word]
+    """Return project, name, group and tags: flags, W&B's environment variables, else recipe, preset and folder."""
+    words, named = [word for word in (recipe, config.preset) if word], config.names
     tags = [*words, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))]
     return {
-        "project": os.environ.get("WANDB_PROJECT", recipe),
-        "name": os.environ.get("WANDB_NAME", " ".join([*words, folder.name])),
+        "project": named["project"] or recipe,
+        "name": named["run_name"] or " ".join([*words, folder.name]),
         "group": os.environ.get("WANDB_RUN_GROUP", " ".join(words)),
         "tags": [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags)],
     }
