@@ -38,13 +38,12 @@ class Adapters(Protocol):
 class Library:
     """A library's knowledge about its models. The defaults know nothing."""
 
+    layout: type[CalledByIds]
+    """Of experts whose `projections` the library knows."""
+
     def find_adapters(self, model: nn.Module) -> Mapping[nn.Module, Adapters]:  # noqa: ARG002
         """Return the adapters of modules of `model` whose parameters are not rows yet, by module."""
         return {}
-
-    def layout(self, experts: nn.Module) -> type[CalledByIds] | None:  # noqa: ARG002
-        """Return the layout of an experts module that is called with expert ids; None if the library has no own."""
-        return None
 
     def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
         """Have the methods that save a sharded `model` gather the experts of all ranks.
