@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from toolkit.experts.sharding.layout import CalledByIds
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
     from toolkit.experts.layer.stack import RowsInFiles
-    from toolkit.experts.sharding.layout import CalledByIds
 
 _registered: dict[str, tuple[str, str]] = {}
 
@@ -38,7 +39,7 @@ class Adapters(Protocol):
 class Library:
     """A library's knowledge about its models. The defaults know nothing."""
 
-    layout: type[CalledByIds]
+    layout: type[CalledByIds] = CalledByIds
     """Of experts whose `projections` the library knows."""
 
     def find_adapters(self, model: nn.Module) -> Mapping[nn.Module, Adapters]:  # noqa: ARG002
@@ -71,6 +72,6 @@ def libraries() -> list[Library]:
     return [getattr(importlib.import_module(module), name)() for module, name in found]
 
 
-def library_that_multiplies(experts: nn.Module) -> Library | None:
-    """Return the library that knows the `projections` of an experts module, or None."""
-    return next((library for library in libraries() if library.projections(experts)), None)
+def library_of(experts: nn.Module) -> Library:
+    """Return the library that knows the `projections` of an experts module, or one that knows nothing."""
+    return next((library for library in libraries() if library.projections(experts)), Library())
