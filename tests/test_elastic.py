@@ -19,7 +19,6 @@ from tests.parity.outcome import rows_by_id
 from tests.support.equality import assert_equal_rows
 from tests.support.trainers import in_hook
 from toolkit.data.batches import TrainBatches
-from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.state.manifest import read_manifest
@@ -129,7 +128,7 @@ def trainer_of(
             input=torch.randn(SAMPLES, 12, generator=draws), label=torch.randint(5, (SAMPLES,), generator=draws)
         )
         options = tk.experts.ReplanOptions(planner=planner, every=3, guarded=False)
-        replan = [Replan(Experts.of(model), options)] if planner else []
+        replan = [Replan(options)] if planner else []
         penalty = tk.experts.RouterPenalty(model, balance_weight=0.1 if balance == "loss" else 0.0, z_weight=0.01)
         if optimization is None:
             optimizer = tk.build_optimizer(model, config.replace(lr=3e-3))
@@ -148,8 +147,8 @@ def trainer_of(
             log_every=config.log_every,
             callbacks=[
                 WholeStepBalance(penalty),
-                BiasBalancing(Experts.of(model)),
-                ExpertLoad(Experts.of(model)),
+                BiasBalancing(),
+                ExpertLoad(),
                 *replan,
                 *callbacks,
             ],

@@ -17,7 +17,6 @@ from benchmarks.support.processes import run_distributed
 from tests.support.gpu import has_grouped_kernel, skip_without_gpus, use_gpu
 from tests.support.trainers import in_hook
 from toolkit.data.batches import TrainBatches
-from toolkit.experts.layer.moe_layer import Experts
 from toolkit.run.config.callback_options import CheckpointOptions
 from toolkit.train.callbacks.checkpointing import Checkpointing
 from toolkit.train.callbacks.expert_load import ExpertLoad
@@ -63,7 +62,7 @@ def training(
             max_steps=STEPS,
             schedule=constant(),
             log_every=STEPS,
-            callbacks=[ExpertLoad(Experts.of(model)), *callbacks],
+            callbacks=[ExpertLoad(), *callbacks],
         )
 
 

@@ -46,7 +46,6 @@ from tests.parity.optimizers import make_optimizer
 from tests.parity.outcome import Outcome
 from toolkit import experts
 from toolkit.data.batches import EvalBatches, TrainBatches
-from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.parallel.collectives import sum_over_ranks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.train.callbacks.checkpointing import Checkpointing
@@ -390,8 +389,8 @@ def train_by_trainer(case: Case, folder: Path) -> Outcome:
             optimizer, _ = make_optimizer_and_scheduler(case, model)
             where = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
             penalty = make_penalty(case, model)
-            callbacks: list[tk.Callback] = [ExpertLoad(Experts.of(model))]
-            callbacks += [] if layout.replan is None else [Replan(Experts.of(model), layout.replan)]
+            callbacks: list[tk.Callback] = [ExpertLoad()]
+            callbacks += [] if layout.replan is None else [Replan(layout.replan)]
             callbacks += [] if penalty is None else [WholeStepBalance(penalty)]
             trainer = tk.Trainer(
                 run,

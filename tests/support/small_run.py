@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import toolkit as tk
 from toolkit.data.batches import EvalBatches, TrainBatches
 from toolkit.data.table import TensorTable
-from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.run.tracking.jsonl import read_metrics
@@ -98,8 +97,8 @@ def small_trainer(
             schedule=warmup_cosine(max_steps=STEPS),
             log_every=config.log_every,
             callbacks=[
-                BiasBalancing(Experts.of(model)),
-                ExpertLoad(Experts.of(model)),
+                BiasBalancing(),
+                ExpertLoad(),
                 Evaluation(EvalBatches(table, batch_size=40, **shard)),
                 *callbacks,
                 Checkpointing(config.checkpoint),

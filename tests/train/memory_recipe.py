@@ -8,7 +8,6 @@ import toolkit as tk
 from tests.support.small_run import SmallModel
 from tests.support.trainers import standard_trainer
 from toolkit.data.table import TensorTable
-from toolkit.experts.layer.moe_layer import Experts
 from toolkit.train.callbacks.expert_balance import BiasBalancing
 from toolkit.train.task import Loss
 
@@ -36,7 +35,7 @@ def main(config: Config) -> dict[str, Any]:
         table = TensorTable(input=torch.randn(200, 8, generator=draws), label=torch.randint(3, (200,), generator=draws))
         limit = config.fits if run.rank == run.world_size - 1 else None
         task = Limited(limit, penalty=tk.experts.RouterPenalty(model, balance_weight=0.01))
-        callbacks = [BiasBalancing(Experts.of(model))]
+        callbacks = [BiasBalancing()]
         trainer = standard_trainer(run, task, model, train=table, test=table, callbacks=callbacks)
         return run.finish(trainer.fit())
 

@@ -187,7 +187,8 @@ def test_step_balance_with_accumulation_updates_buffers_once_per_micro_batch(tmp
 
 def test_bias_balancing_lowers_the_bias_of_overloaded_experts():
     layer = tk.experts.make_moe(4, 8, 4, 1, router=RouterOptions(balance="bias"))
-    balancing = BiasBalancing(Experts.of(layer), rate=0.1)
+    balancing = BiasBalancing(rate=0.1)
+    balancing.on_init(SimpleNamespace(experts=Experts.of(layer)))
     with torch.no_grad():
         layer.router.weight.copy_(torch.eye(4))
     layer(torch.eye(4)[[2, 2, 2, 0]])

@@ -148,6 +148,7 @@ class Fp16Accelerator:
     """Stand-in for an Accelerator with fp16, which needs a GPU."""
 
     mixed_precision = "fp16"
+    is_fsdp2 = False
     num_processes = 2
 
 

@@ -123,7 +123,7 @@ def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
 
 
-def call_before_each_ddp(prepare: Callable[[nn.Module], None]) -> None:
+def call_before_each_ddp(prepare: Callable[[nn.Module], object]) -> None:
     """Have each DDP that is made from now on call `prepare(module)` with the module that it wraps, once."""
     make = DistributedDataParallel.__init__
 

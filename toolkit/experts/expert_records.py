@@ -63,6 +63,8 @@ class ExpertRecords:
     def __init__(self, experts: Experts, replanner: Replanner | None = None, *, step: int = 0):
         self.forwards, self.replanner, self.placements = ModelForwards(experts), replanner, PlacementChanges(experts)
         self.names, self.stacks = self.forwards.names, self.forwards.stacks
+        self.is_sharded = any(stack.groups.ep_size > 1 for stack in self.stacks)
+        """Whether ranks share the experts."""
         # Counts are in the order of EP groups: first the ranks of the first group, and so on.
         self.order = [r for group in self.stacks[0].groups.ep_groups for r in group]
         self.place, self.world_size = self.order.index(rank()), world_size()
@@ -79,11 +81,6 @@ class ExpertRecords:
         """The step at which `window` began."""
         self.load_LE = self.window.load_LE
         """Assignments of each expert in all forwards that were folded."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks share the experts."""
-        return any(stack.groups.ep_size > 1 for stack in self.stacks)
 
     def fold_when_many(self) -> None:
         """Call `fold` if many forwards wait. A collective then, so call it on all ranks after the same steps."""

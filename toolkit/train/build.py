@@ -235,7 +235,7 @@ def _expert_callbacks(run: Run, experts: Experts) -> list[Callback]:
     config, groups = run.config, experts.groups
     if not isinstance(config, ExpertRunConfig):
         return []
-    callbacks: list[Callback] = [BiasBalancing(experts)] if isinstance(config, MoERunConfig) else []
+    callbacks: list[Callback] = [BiasBalancing()] if isinstance(config, MoERunConfig) else []
     if groups is None:
         return callbacks
     compared = attrgetter("ep_groups", "nodes")
@@ -245,5 +245,5 @@ def _expert_callbacks(run: Run, experts: Experts) -> list[Callback]:
     if config.record_traces:
         callbacks.append(TraceRecorder(experts))
     if config.replan.planner:
-        callbacks.append(Replan(experts, config.replan))
-    return [*callbacks, ExpertLoad(experts)]
+        callbacks.append(Replan(config.replan))
+    return [*callbacks, ExpertLoad()]

@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.errors import UserError, require
 from toolkit.experts.parallel.nodes import ranks_per_node
 from toolkit.experts.sharding.find import experts_modules, find_experts, require_experts
-from toolkit.experts.sharding.libraries import library_that_multiplies
+from toolkit.experts.sharding.libraries import library_of
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
 from toolkit.integrations.transformers.language_models import causal_lm, read_config, recompute_blocks
 from toolkit.integrations.transformers.lazy_loading import experts_at_a_time
@@ -246,7 +246,7 @@ def _rank_of_model(model: Any, layout: Layout, adapt: Callable[[Any], nn.Module]
     rows of a rank.
     """
     for name, found in require_experts(model).items():
-        if library_that_multiplies(found.module) is None:
+        if not library_of(found.module).projections(found.module):
             raise UserError(
                 f"model: use_toolkit_kernel() does not compute the experts at {name!r} "
                 f"({type(found.module).__name__}), so their memory cannot be estimated. Measure it."
@@ -289,8 +289,7 @@ def _loading_bytes(total: int, slots: int) -> int:
 
 def _expert_matrices(module: nn.Module) -> list[nn.Parameter]:
     """Return the expert matrices of a layer, as they are kept."""
-    library = library_that_multiplies(module)
-    names = () if library is None else library.projections(module)
+    names = library_of(module).projections(module)
     return [p for name, p in module.named_parameters(recurse=False) if name.removesuffix(SCALES) in names]
 
 

@@ -23,6 +23,7 @@ from toolkit.data.loader import AnyEvalBatches, LoaderBatches
 from toolkit.data.table import Batch
 from toolkit.errors import UserError
 from toolkit.experts.layer.losses import RouterPenalty
+from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.parallel.ddp import refuse_late_parameters
 from toolkit.experts.parallel.seeding import seed_device
 from toolkit.experts.parallel.sync import ExpertSync
@@ -102,6 +103,8 @@ class Trainer:
         self.raw_model = model
         self.model, self.optimizer = prepare(run.accelerator, model, optimizer)
         self.sync = ExpertSync(model, optimizer, prepared=self.model)
+        self.experts = Experts.of(model)
+        """The layers with experts, for callbacks."""
         # Accelerate's wrappers skip steps of fp16 and autocast. If neither is needed they still look for a package
         # on disk and for environment variables, twice a step: a tenth of a small model's step time.
         self.update = self.optimizer.step if run.accelerator.scaler is not None else optimizer.step
@@ -124,6 +127,7 @@ class Trainer:
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
         self._hooks = hooks_of(callbacks)
+        self.call_hooks("on_init")
 
     # --- the loop ---------------------------------------------------------------------------------------------
 

@@ -116,8 +116,9 @@ def test_replanner_measures_seconds_per_row_and_link_bandwidth_for_a_guard_only(
 def test_rejected_plans_are_counted_and_the_first_is_explained(capsys: pytest.CaptureFixture[str]):
     layer, logged = make_layer(*SIZES), []
     # All experts are on one rank, so a plan saves nothing.
-    replan = Replan(Experts.of(layer), ReplanOptions(planner=lambda *_: by_slot((1, 0, 2, 3), 1), every=4))
-    trainer: Any = SimpleNamespace(results={}, state=SimpleNamespace(step=0))
+    replan = Replan(ReplanOptions(planner=lambda *_: by_slot((1, 0, 2, 3), 1), every=4))
+    trainer: Any = SimpleNamespace(results={}, state=SimpleNamespace(step=0), experts=Experts.of(layer))
+    replan.on_init(trainer)
     trainer.record = lambda name, value: logged.append(value) if name == "moe/plans_refused" else None
     for number in range(1, 17):
         forward(layer, number)

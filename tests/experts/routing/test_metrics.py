@@ -128,9 +128,9 @@ def train(folder, ep_size, stride, accumulation, placement, planner, recompute, 
             schedule=warmup_cosine(max_steps=STEPS),
             log_every=LOG_EVERY,
             callbacks=[
-                ExpertLoad(Experts.of(model)),
+                ExpertLoad(),
                 TraceRecorder(Experts.of(model)),
-                Replan(Experts.of(model), ReplanOptions(planner=planner, every=PLAN_EVERY, guarded=False)),
+                Replan(ReplanOptions(planner=planner, every=PLAN_EVERY, guarded=False)),
             ],
         )
         results = trainer.fit()

@@ -47,14 +47,16 @@ def metrics_and_callback_records() -> tuple[Any, ...]:
     """Return placements, metrics before training, metrics and the records of `ExpertLoad` at two log steps, and final
     metrics."""
     loop = ToyLoop(placement="uneven")
-    load = ExpertLoad(Experts.of(loop.raw))
+    load = ExpertLoad()
     recorded: dict[str, Any] = {}
     trainer: Any = SimpleNamespace(
         state=SimpleNamespace(step=0),
         max_steps=99,
         batches=SimpleNamespace(steps_per_epoch=99),
         record=recorded.__setitem__,
+        experts=Experts.of(loop.raw),
     )
+    load.on_init(trainer)
     before, log_steps = loop.experts.metrics(), []
     for step in range(1, 7):
         loop.train([step])

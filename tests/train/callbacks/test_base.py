@@ -48,16 +48,16 @@ def test_hooks_are_called_as_drawn_in_the_order_of_the_list():
     with pytest.raises(RuntimeError, match="step two failed"):
         toy_trainer(max_steps=3, callbacks=[recorder(failure), Fail()]).fit()
     both: list[str] = []
-    toy_trainer(max_steps=1, callbacks=[recorder(both, "first "), recorder(both, "second ")]).fit()
+    toy_trainer(max_steps=1, callbacks=[recorder(both, "1 "), recorder(both, "2 ")]).fit()
     step = [*STEP, "on_evaluate_end", "on_save"]
-    assert two_steps == ["on_fit_start", *step, *step, "on_fit_end"]
+    assert two_steps == ["on_init", "on_fit_start", *step, *step, "on_fit_end"]
     assert base.__doc__ is not None
-    drawing = base.__doc__[base.__doc__.index("    fit:") : base.__doc__.index("Callbacks run in the order")]
+    drawing = base.__doc__[base.__doc__.index("    Trainer(") : base.__doc__.index("Callbacks run in the order")]
     drawn = re.findall(r"\bon_\w+", drawing)
-    assert drawn == ["on_fit_start", *step, "on_fit_end", "on_exception"]
+    assert drawn == ["on_init", "on_fit_start", *step, "on_fit_end", "on_exception"]
     assert set(drawn) == set(HOOKS) == {name for name in vars(Callback) if name.startswith("on_")}
-    assert failure == ["on_fit_start", *STEP, *STEP, "on_exception"]
-    assert both == [who + hook for hook in ("on_fit_start", *STEP, "on_fit_end") for who in ("first ", "second ")]
+    assert failure == ["on_init", "on_fit_start", *STEP, *STEP, "on_exception"]
+    assert both == [who + hook for hook in ("on_init", "on_fit_start", *STEP, "on_fit_end") for who in ("1 ", "2 ")]
 
 
 STOPPING = EarlyStopping(1, "eval/loss")

@@ -15,43 +15,45 @@ from toolkit.experts.compat import call_before_each_ddp, exclude_from_ddp, holde
 from toolkit.experts.parallel.ownership import is_owned
 
 
-def leave_out_of_ddp(model: nn.Module) -> None:
+def leave_out_of_ddp(model: nn.Module) -> list[str]:
     """Exclude owned parameters and constant buffers from DDP.
 
     DDP then neither broadcasts them from the first rank nor averages their gradients. Without DDP it has no effect.
-    Modules list buffers as `constant_buffers` that are equal on all ranks for ever, so that DDP need not copy them
-    before each forward pass.
+    Modules list buffers, and frozen parameters, as `constant_buffers` that are equal on all ranks for ever, so that DDP
+    need not copy them before each forward pass.
 
     Args:
         model: The model that DDP will wrap.
+
+    Returns:
+        The names of owned parameters.
 
     Raises:
         ValueError: An owned parameter is on the root module. DDP excludes parameters by the names of sub-modules, so it
             would skip the broadcast of this parameter but still average its gradient.
     """
-    names = [name for name, parameter in model.named_parameters() if is_owned(parameter)]
-    for name in names:
+    owned = [name for name, parameter in model.named_parameters() if is_owned(parameter)]
+    for name in owned:
         if "." not in name:
             raise ValueError(f"owned parameter {name!r} must live in a sub-module, not on the root")
-    for prefix, module in model.named_modules():
-        if prefix:  # DDP knows no names of the root's own
-            names += [f"{prefix}.{name}" for name in getattr(module, "constant_buffers", ())]
-    if names:
-        exclude_from_ddp(model, names)
+    constant = [
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "constant_buffers", ())
+        if prefix  # DDP knows no names of the root's own
+    ]
+    if owned or constant:
+        exclude_from_ddp(model, [*owned, *constant])
+    return owned
 
 
 @cache
 def leave_out_of_every_ddp() -> None:
-    """Exclude owned parameters from every DDP instance created from now on, also in nested modules.
+    """Call `leave_out_of_ddp` with the module of every DDP instance that is created from now on.
 
     DDP excludes parameters by name, and a LightningModule, a loss module or `torch.compile` adds a prefix to names.
     """
-
-    def exclude(module: nn.Module) -> None:
-        if any(is_owned(parameter) for parameter in module.parameters()):
-            leave_out_of_ddp(module)
-
-    call_before_each_ddp(exclude)
+    call_before_each_ddp(leave_out_of_ddp)
 
 
 BATCH_NORM_IS_LOCAL = "batch norm is over each process's part of the batch, unlike in one process: "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.ownership import is_shard, local_rows, ownership_of
@@ -89,9 +91,24 @@ class GradientAverage:
         self._begun = 0
         self._can_begin = False
         """Whether each parameter got one gradient in the last step, so that no backward pass adds to it later."""
+        self.awaits_average = False
+        """Whether gradients arrived since the last average."""
+        self.awaits_step = False
+        """Whether gradients arrived since the last step."""
+
+    def hook(self) -> list[RemovableHandle]:
+        """Note each gradient that a backward pass accumulates. Hooks do not keep the parameters in memory."""
+        mine = ref(self)
+
+        def note(parameter: Tensor) -> None:
+            if (average := mine()) is not None:
+                average.note(parameter)
+
+        return hook_gradients(self.parameters, note)
 
     def note(self, parameter: Tensor) -> None:
         """Begin the buckets that are complete with the gradient of `parameter`."""
+        self.awaits_average = self.awaits_step = True
         if (bucket := self._bucket_of.get(parameter)) is None:
             return
         bucket.is_stale |= parameter in bucket.arrived
@@ -129,6 +146,18 @@ class GradientAverage:
         used_elsewhere = {parameter for parameter, number in zip(trained, numbers, strict=False) if number}
         for bucket in self._buckets:
             bucket.end(used_elsewhere)
+
+
+def hook_gradients(parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> list[RemovableHandle]:
+    """Call `hook` with each of `parameters` that a backward pass accumulates a gradient of, once it is unfrozen."""
+    hooks = []
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen parameter takes no hooks
+            hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            parameter.requires_grad_(is_trained)
+    return hooks
 
 
 def _buckets(parameters: Iterable[Tensor]) -> list[_Bucket]:

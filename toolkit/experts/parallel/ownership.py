@@ -23,26 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TypeGuard
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import EMPTY_ROW
-
-if TYPE_CHECKING:
-    from jaxtyping import Int
-
-
-class RowsOfRanks(NamedTuple):
-    """Rows of this rank that are exchanged with each rank of an EP group."""
-
-    rows: Int[Tensor, " rows"]
-    """int64, in order of rank."""
-    sizes: list[int]
-    """Rows per rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,31 +60,6 @@ class Ownership:
         """Whether this rank steps and saves each row."""
         here = self.groups.ep_rank
         return tuple(i != EMPTY_ROW and self.owner_of.get(i, here) == here for i in self.row_ids)
-
-    def replicas_on(self, device: torch.device) -> tuple[RowsOfRanks, RowsOfRanks]:
-        """Return the rows here that each rank owns, and the rows owned here that each rank replicates.
-
-        Rows are in order of their ids. The indices stay on `device`: steps are many, and migrations few.
-        """
-        if device not in self._replicas:
-            ranks, here = self.rows_of_ranks or (), self.groups.ep_rank
-            held = sorted((row_id, row) for row, row_id in enumerate(self.row_ids) if row_id != EMPTY_ROW)
-            owned = [(self.owner_of.get(row_id, here), row_id, row) for row_id, row in held]
-            borrowed = [[row for owner, _, row in owned if owner == rank != here] for rank in range(len(ranks))]
-            lent = [
-                [row for owner, i, row in owned if owner == here != rank and i in ids] for rank, ids in enumerate(ranks)
-            ]
-            self._replicas[device] = _rows_of_ranks(borrowed, device), _rows_of_ranks(lent, device)
-        return self._replicas[device]
-
-    @cached_property
-    def _replicas(self) -> dict[torch.device, tuple[RowsOfRanks, RowsOfRanks]]:
-        return {}
-
-
-def _rows_of_ranks(lists: Sequence[Sequence[int]], device: torch.device) -> RowsOfRanks:
-    index = torch.tensor([row for each in lists for row in each], dtype=torch.int64)
-    return RowsOfRanks(index.to(device, non_blocking=True), [len(each) for each in lists])
 
 
 def mark_owned(

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.experts.parallel.ownership import Ownership, RowsOfRanks, local_rows, ownership_of
+from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of
+from toolkit.experts.placement.placement import EMPTY_ROW
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+
+class RowsOfRanks(NamedTuple):
+    """Rows of this rank that are exchanged with each rank of an EP group."""
+
+    rows: Int[Tensor, " rows"]
+    """int64, in order of rank."""
+    sizes: list[int]
+    """Rows per rank."""
+
+
+_EXCHANGED: WeakKeyDictionary[Ownership, dict[torch.device, tuple[RowsOfRanks, RowsOfRanks]]] = WeakKeyDictionary()
+"""Rows by device, where their indices stay: steps are many, and migrations few."""
 
 
 @torch.no_grad()
@@ -16,7 +35,7 @@ def refresh_replicas(parameters: Iterable[Tensor]) -> None:
     """Copy each row's weights from its owner to the replicas. A collective of the EP group."""
     # The optimizer also steps a parameter that was frozen after its gradient arrived.
     for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad or p.grad is not None):
-        borrowed, lent = ownership.replicas_on(parameter.device)
+        borrowed, lent = _replicas_on(parameter.device, ownership)
         rows = local_rows(parameter.detach())
         rows.index_copy_(0, borrowed.rows, _exchange_rows(rows, lent, borrowed, ownership))
 
@@ -31,7 +50,7 @@ def sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = local_rows(parameter.grad)
-        borrowed, lent = ownership.replicas_on(grad.device)
+        borrowed, lent = _replicas_on(grad.device, ownership)
         received = _exchange_rows(grad, borrowed, lent, ownership)
         grad.index_fill_(0, borrowed.rows, 0).index_add_(0, lent.rows, received)
 
@@ -41,6 +60,26 @@ def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Owner
         ownership = ownership_of(parameter)
         if ownership is not None and ownership.rows_of_ranks is not None:
             yield parameter, ownership
+
+
+def _replicas_on(device: torch.device, ownership: Ownership) -> tuple[RowsOfRanks, RowsOfRanks]:
+    """Return the rows here that each rank owns, and the rows owned here that each rank replicates, by their ids."""
+    of_devices = _EXCHANGED.setdefault(ownership, {})
+    if device not in of_devices:
+        ranks, here = ownership.rows_of_ranks or (), ownership.groups.ep_rank
+        held = sorted((row_id, row) for row, row_id in enumerate(ownership.row_ids) if row_id != EMPTY_ROW)
+        owned = [(ownership.owner_of.get(row_id, here), row_id, row) for row_id, row in held]
+        borrowed = [[row for owner, _, row in owned if owner == rank != here] for rank in range(len(ranks))]
+        lent = [
+            [row for owner, i, row in owned if owner == here != rank and i in ids] for rank, ids in enumerate(ranks)
+        ]
+        of_devices[device] = _rows_of_ranks(borrowed, device), _rows_of_ranks(lent, device)
+    return of_devices[device]
+
+
+def _rows_of_ranks(lists: Sequence[Sequence[int]], device: torch.device) -> RowsOfRanks:
+    index = torch.tensor([row for each in lists for row in each], dtype=torch.int64)
+    return RowsOfRanks(index.to(device, non_blocking=True), [len(each) for each in lists])
 
 
 def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, ownership: Ownership) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -22,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from toolkit.errors import UserError, require_type
 from toolkit.experts.compat import call_before_averaging, call_before_clipping, multiply_each_, norm_of_each
 from toolkit.experts.parallel.collectives import together, world_size
-from toolkit.experts.parallel.gradient_average import GradientAverage
+from toolkit.experts.parallel.gradient_average import GradientAverage, hook_gradients
 from toolkit.experts.parallel.optimizer_rows import (
     check_optimizer,
     load_only_own_states,
@@ -37,20 +36,6 @@ from toolkit.experts.parallel.rows_in_use import in_use
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-
-@dataclass
-class _Arrivals:
-    """State of the parameter hooks; a reference to the `ExpertSync` would keep its parameters alive."""
-
-    average: ref[GradientAverage]
-    await_average: bool = False
-    await_step: bool = False
-
-    def note(self, parameter: Tensor) -> None:
-        self.await_average = self.await_step = True
-        if (average := self.average()) is not None:
-            average.note(parameter)
 
 
 _SYNC_OF = WeakTensorKeyDictionary()
@@ -115,7 +100,7 @@ class ExpertSync:
     @property
     def awaits_step(self) -> bool:
         """Whether gradients arrived since the last step."""
-        return self._arrivals.await_step
+        return self._average.awaits_step
 
     def follow(self) -> None:
         """Hook the experts and the steps of the optimizer, again after `close`."""
@@ -124,15 +109,17 @@ class ExpertSync:
         experts = [p for p in self.model.parameters() if ownership_of(p) is not None]
         for former in {_SYNC_OF[p]() for p in experts if p in _SYNC_OF} - {None}:
             former.close()
+        optimizer = self.optimizer()
+        for mode in ("train", "eval"):
+            if optimizer is not None and hasattr(optimizer, mode):
+                self._refresh_after(optimizer, mode)
         # FSDP2 leaves experts that it cannot shard to this class, also those of every rank.
         self.parameters = experts if isinstance(self.prepared, FSDPModule) else owned(experts)
         self._has_hooks = True
         self._average = GradientAverage(self.parameters, self.prepared)
-        self._arrivals = _Arrivals(ref(self._average))
         self._states_are_unknown = bool(experts)
         """Whether no step has shown the states of experts."""
         self._check: ReplicaCheck | None = None
-        optimizer = self.optimizer()
         hooks: list[RemovableHandle] = []
         if optimizer is None and world_size() > 1:
             hooks = hook_gradients(experts, _refuse_gradient)
@@ -140,12 +127,9 @@ class ExpertSync:
             hooks = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
-                *hook_gradients(self.parameters, self._arrivals.note),
+                *self._average.hook(),
                 *load_only_own_states(optimizer),
             ]
-            for mode in ("train", "eval"):
-                if hasattr(optimizer, mode):
-                    self._refresh_after(optimizer, mode)
             if world_size() > 1:
                 self._check = ReplicaCheck(self.prepared, owned(experts))
                 if self.parameters:
@@ -196,7 +180,7 @@ class ExpertSync:
             together(lambda: require_rows_of_states(type(optimizer).__name__, states))
             self._states_are_unknown = False
         self.steps += 1
-        self._arrivals.await_step = False
+        self._average.awaits_step = False
         refresh_replicas(self.parameters)
 
     def before_clip(self) -> None:
@@ -204,10 +188,10 @@ class ExpertSync:
 
         `clip` and the optimizer step do it, if it was not called. Without new gradients it does nothing.
         """
-        if self._arrivals.await_average:
-            self._arrivals.await_average = False
+        if self._average.awaits_average:
+            self._average.awaits_average = False
             self._average.finish()
-        elif not self._arrivals.await_step:
+        elif not self._average.awaits_step:
             _refuse_assigned_gradients(self.parameters)
 
     def clip(
@@ -322,18 +306,6 @@ def _refuse_average_of_all(averages: Iterable[Tensor], parameters: Iterable[Tens
 def _average_first(parameters: list[Tensor]) -> None:
     for sync in {_SYNC_OF[parameter]() for parameter in parameters if parameter in _SYNC_OF} - {None}:
         sync.before_clip()
-
-
-def hook_gradients(parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> list[RemovableHandle]:
-    """Call `hook` with each of `parameters` that a backward pass accumulates a gradient of, once it is unfrozen."""
-    hooks = []
-    for parameter in parameters:
-        if parameter.is_floating_point():
-            is_trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # a frozen parameter takes no hooks
-            hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-            parameter.requires_grad_(is_trained)
-    return hooks
 
 
 def _refuse_gradient(_: Tensor) -> None:

@@ -13,7 +13,7 @@ from toolkit.errors import UserError, one_line
 from toolkit.experts.compat import with_tables
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.sharding.found import FoundExperts
-from toolkit.experts.sharding.layout import CalledByIds, Layout, extended, in_order_of_slots
+from toolkit.experts.sharding.layout import CalledByIds, Layout, in_order_of_slots
 
 TOKENS = 6
 FEW = 4
@@ -115,9 +115,9 @@ class _Trial:
 
     def __init__(self, found: FoundExperts, tables: Mapping[str, Tensor], weights_first: bool):
         module = found.module
-        self.title = f"model: the experts at {found.name!r} ({found.own_type.__name__})"
+        self.title = f"model: the experts at {found.name!r} ({found.type_with_layout.__name__})"
         self.module, self.experts, self.weights_first = module, found.num_experts, weights_first
-        self.type = found.own_type if found.layout is None else extended(found.own_type, found.layout)
+        self.type = found.type_with_layout
         self.tables = tables
         self.like = next(iter(tables.values()))
         self.draws = torch.Generator().manual_seed(0)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.layer.stack import ExpertStack, RowsInFiles, hook_state_dict, rows_of, stacked
+from toolkit.experts.layer.stack import ExpertLayer, ExpertStack, RowsInFiles, hook_state_dict, rows_of, stacked
 from toolkit.experts.parallel.collectives import broadcast_from_main, together
+from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.adapt import KnownLayout
-from toolkit.experts.sharding.layout import CalledByIds, Layout, extend
-from toolkit.experts.sharding.libraries import libraries
+from toolkit.experts.sharding.layout import Layout, extend, extended
+from toolkit.experts.sharding.libraries import library_of
 from toolkit.experts.sharding.sharded_experts import LazyExperts, ShardedExperts, forward_arguments, own_type
 
 if TYPE_CHECKING:
@@ -48,12 +49,10 @@ class FoundExperts:
     def __init__(self, name: str, module: nn.Module, known: KnownLayout | None, adapters: Adapters | None):
         self.name, self.module, self.known, self.adapters = name, module, known, adapters
         self.is_sharded = isinstance(module, ShardedExperts)
-        self.own_type = own_type(module)
         self.layout: type[Layout] | None = None
         """Mixed into the module's class before it is sharded, if it has no layout yet."""
-        if not issubclass(self.own_type, Layout):
-            by_library = filter(None, (library.layout(module) for library in libraries()))
-            self.layout = next(by_library, CalledByIds) if known is None else known.layout
+        if not isinstance(module, Layout):
+            self.layout = (known or library_of(module)).layout
         self.weights_first = False
         """Whether the module is called with weights before ids, as the trial finds out."""
         counted: Any = module.expert_stack if isinstance(module, ShardedExperts) else known or module
@@ -67,9 +66,14 @@ class FoundExperts:
     @property
     def stack(self) -> ExpertStack:
         """The rows of this rank's slots, once the experts are sharded."""
-        layer: Any = self.module
-        stack: ExpertStack = layer.expert_stack
-        return stack
+        assert isinstance(self.module, ExpertLayer)
+        return self.module.expert_stack
+
+    @property
+    def type_with_layout(self) -> type[Any]:
+        """The class of the module with its layout, and without the mixin of lazy loading."""
+        own = own_type(self.module)
+        return own if self.layout is None else extended(own, self.layout)
 
     @property
     def is_tried(self) -> bool:
@@ -90,7 +94,7 @@ class FoundExperts:
         )
         shapes = ((name, value.shape, value.dtype, value.device) for name, value in tensors)
         children = (type(child) for child in module.modules())
-        return self.own_type, self.layout, *settings, *shapes, *children
+        return self.type_with_layout, *settings, *shapes, *children
 
     @property
     def takes_ids(self) -> bool:
@@ -131,10 +135,7 @@ class FoundExperts:
     def take_layout(self) -> None:
         """Mix the layout into the module's class, and have adapters compute with rows."""
         module: Any = self.module
-        if isinstance(module, LazyExperts):
-            module.__class__ = self.own_type
-        if self.layout is not None:
-            extend(module, self.layout)
+        module.__class__ = self.type_with_layout
         if self.known is not None:
             module.num_experts = self.num_experts
             extend(self.known.block, self.known.block_type)
@@ -143,12 +144,8 @@ class FoundExperts:
         if self.adapters is not None:
             self.adapters.use_rows(self.num_experts)
 
-    def shard(self, placement: ExpertPlacement, groups: ExpertGroups) -> list[str]:
-        """Leave the layer the rows of this rank's slots. A collective.
-
-        Returns:
-            The names of frozen parameters that each rank read from files.
-        """
+    def shard(self, placement: ExpertPlacement, groups: ExpertGroups) -> None:
+        """Leave the layer the rows of this rank's slots. A collective."""
         module: Any = self.module
         slots, read = placement.slots[groups.ep_rank], dict[str, Tensor]()
         is_lazy = isinstance(module, LazyExperts)
@@ -169,7 +166,9 @@ class FoundExperts:
                 setattr(module, name, parameters[name][0])
         module.expert_stack = _stack_of(parameters, placement, groups, module.computed_on)
         hook_state_dict(module)
-        return [f"{self.name}.{name}" for name in read if not module.get_parameter(name).requires_grad]
+        if constant := [name for name in read if not module.get_parameter(name).requires_grad]:
+            module.constant_buffers = constant
+            leave_out_of_every_ddp()
 
     def _keep_rows(self, parameter: nn.Parameter, form: RowsInFiles, slots: tuple[int, ...]) -> None:
         broadcast_from_main(parameter.data)
@@ -198,12 +197,11 @@ class FoundMoE(FoundExperts):
     def fit(self, placement: ExpertPlacement) -> ExpertPlacement:
         return placement
 
-    def shard(self, placement: ExpertPlacement, groups: ExpertGroups) -> list[str]:
+    def shard(self, placement: ExpertPlacement, groups: ExpertGroups) -> None:
         parameters = self.parameters()
         for parameter, form in parameters.values():
             self._keep_rows(parameter, form, placement.slots[groups.ep_rank])
         self.layer.expert_stack = _stack_of(parameters, placement, groups)
-        return []
 
 
 def is_stacked(module: nn.Module) -> bool:

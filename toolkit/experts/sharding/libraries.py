@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from toolkit.experts.sharding.layout import CalledByIds
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
     from toolkit.experts.layer.stack import RowsInFiles
-    from toolkit.experts.sharding.layout import CalledByIds
 
 _registered: dict[str, tuple[str, str]] = {}
 
@@ -38,13 +39,12 @@ class Adapters(Protocol):
 class Library:
     """A library's knowledge about its models. The defaults know nothing."""
 
+    layout: type[CalledByIds] = CalledByIds
+    """Of experts whose `projections` the library knows."""
+
     def find_adapters(self, model: nn.Module) -> Mapping[nn.Module, Adapters]:  # noqa: ARG002
         """Return the adapters of modules of `model` whose parameters are not rows yet, by module."""
         return {}
-
-    def layout(self, experts: nn.Module) -> type[CalledByIds] | None:  # noqa: ARG002
-        """Return the layout of an experts module that is called with expert ids; None if the library has no own."""
-        return None
 
     def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
         """Have the methods that save a sharded `model` gather the experts of all ranks.
@@ -72,6 +72,6 @@ def libraries() -> list[Library]:
     return [getattr(importlib.import_module(module), name)() for module, name in found]
 
 
-def library_that_multiplies(experts: nn.Module) -> Library | None:
-    """Return the library that knows the `projections` of an experts module, or None."""
-    return next((library for library in libraries() if library.projections(experts)), None)
+def library_of(experts: nn.Module) -> Library:
+    """Return the library that knows the `projections` of an experts module, or one that knows nothing."""
+    return next((library for library in libraries() if library.projections(experts)), Library())

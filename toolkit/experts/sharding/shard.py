@@ -8,7 +8,6 @@ from collections.abc import Callable
 from torch import nn
 
 from toolkit.errors import UserError, require_count, require_type
-from toolkit.experts.compat import exclude_from_ddp
 from toolkit.experts.layer.stack import ExpertStack
 from toolkit.experts.parallel.collectives import world_size
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
@@ -76,12 +75,10 @@ def shard_experts(
             placed = with_spare_slots(own, spare_slots)
         placements[name] = found.fit(placed)
     check_experts(model, layers, placements)
-    read_by_all: list[str] = []
     for name, found in progress(layers.items(), "sharding experts"):
-        read_by_all += found.shard(placements[name], groups)
+        found.shard(placements[name], groups)
         if shards is not None:
             shards.shard(found.module)
-    exclude_from_ddp(model, read_by_all)
     return {name: found.stack for name, found in layers.items()}
 
 

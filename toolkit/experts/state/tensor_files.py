@@ -290,19 +290,19 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
     ownership = ownership_of(parameter)
     if ownership is None:
         state = tensors.state(name)
-        return {key: _placed_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
-    state = {}
-    rows = _owned(ownership)
-    # A rank without rows can get one in the next migration: it needs the shared state, and states of the right shape.
-    for uid in rows or tensors.uids.get(name, [])[:1]:
-        for key, value in tensors.state(f"{name}/{uid}").items():
-            if value.ndim == 0:
-                # Rows can differ in their number of steps: the largest corrects the bias of moments the least.
-                state[key] = torch.maximum(state.get(key, value), value)
-                continue
-            of_all = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
-            if uid in rows:
-                of_all[rows[uid]] = value[0]
+    else:
+        state, rows = {}, _owned(ownership)
+        # A rank without rows can get one in the next migration: it needs the shared state, and states of the right
+        # shape.
+        for uid in rows or tensors.uids.get(name, [])[:1]:
+            for key, value in tensors.state(f"{name}/{uid}").items():
+                if value.ndim == 0:
+                    # Rows can differ in their number of steps: the largest corrects the bias of moments the least.
+                    state[key] = torch.maximum(state.get(key, value), value)
+                    continue
+                of_all = state.setdefault(key, value.new_zeros(len(ownership.row_ids), *value.shape[1:]))
+                if uid in rows:
+                    of_all[rows[uid]] = value[0]
     return {key: _placed_like(parameter, v) if v.shape == parameter.shape else v for key, v in state.items()}
 
 

@@ -35,20 +35,13 @@ from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.sharding.find import find_experts
 from toolkit.experts.sharding.join import join_forwards
 from toolkit.experts.sharding.libraries import libraries
-from toolkit.experts.sharding.prepared_optimizer import fit_optimizer
 from toolkit.experts.sharding.router_replay import hook_blocks
 from toolkit.experts.sharding.shard import PlacementOf, require_sharding, shard_experts
 from toolkit.experts.state import checkpoint_files
 from toolkit.integrations.accelerate.accelerator_methods import replace_training_methods
 from toolkit.integrations.accelerate.compat import is_marked_as_prepared, schedulers_of, steps_once_per_process
 from toolkit.integrations.accelerate.patches import Patches
-from toolkit.integrations.accelerate.prepare import (
-    check_accelerator,
-    expert_shards,
-    prepare,
-    refuse_unfit,
-    replace_parameters,
-)
+from toolkit.integrations.accelerate.prepare import check_accelerator, fit_optimizers, prepare, strategy_of
 from toolkit.integrations.accelerate.saving import replace_saving_methods
 
 
@@ -146,31 +139,23 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
         models = [each for each in objects if isinstance(each, nn.Module)]
         require(bool(models), "objects", [*map(type, objects)], "pass the model and its optimizer, each as an argument")
         model = next(filter(find_experts, models), models[0])
-        optimizers = _optimizers_of(model, objects)
+        optimizers, before = _optimizers_of(model, objects), dict(model.named_parameters())
         self._check(model, optimizers)
+        strategy = strategy_of(self.accelerator, model, optimizers)
         watch_inputs(model)
         self.optimizers = optimizers
         groups = self.groups if self.ep_size is None else make_expert_groups(self.ep_size)
-        shards, before = expert_shards(self.accelerator) if optimizers else None, dict(model.named_parameters())
         self.stacks = shard_experts(
-            model, groups, spare_slots=self.spare_slots, placement=self.placement, shards=shards
+            model, groups, spare_slots=self.spare_slots, placement=self.placement, shards=strategy.shards
         )
-        if shards is not None:
-            replace_parameters(optimizers, before, model)
         self.groups = next(iter(self.stacks.values())).groups
         hook_blocks(model, self.stacks)
+        fit_optimizers(optimizers, before, model, self.stacks)
+        wrapped = prepare(self.accelerator, model, *optimizers)
+        prepared = dict(zip(map(id, (model, *optimizers)), wrapped, strict=True))
         first = optimizers[0] if optimizers else None
-        if first is not None:
-            fit_optimizer(first, self.stacks)
-        prepared: dict[int, Any] = {}
-        if first is not None:
-            wrapped = prepare(self.accelerator, model, *optimizers)
-            prepared |= zip(map(id, (model, *optimizers)), wrapped, strict=True)
-        else:
-            placed = self.accelerator.device_placement
-            prepared[id(model)] = self.accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
         rebalance = None if self.replanner is None else self.replanner.after_step
-        self.sync = sync = ExpertSync(model, first, rebalance, prepared=prepared[id(model)])
+        self.sync = sync = ExpertSync(model, first, rebalance, prepared=wrapped[0])
         if first is not None:
             self.patches.callback(first.register_step_post_hook(self._after_step).remove)
             for stack in self.stacks.values():
@@ -198,8 +183,6 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             )
         for each in optimizers:
             refuse_foreign_parameters(model, each)
-        if optimizers and self.accelerator.is_fsdp2:
-            refuse_unfit(optimizers, dict(model.named_parameters()))
         if optimizers and has_stepped(optimizers[0]):
             raise UserError(
                 "optimizer: it has stepped, with states of all experts. Call prepare before its first step."

@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.experts.layer.stack import RowsInFiles, rows_of, stacked
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.layout import LowRank
-from toolkit.experts.sharding.libraries import Library, library_that_multiplies
+from toolkit.experts.sharding.libraries import Library, library_of
 from toolkit.integrations.peft.layouts import IN_FILES
 from toolkit.integrations.peft.record import describe_adapters, write_records
 
@@ -56,8 +56,7 @@ class ExpertAdapters:
 
     def fault(self, name: str) -> str | None:
         """Return a message if an adapter is not of a matrix that the experts are known to multiply by."""
-        library = library_that_multiplies(self.experts)
-        known = () if library is None else library.projections(self.experts)
+        known = library_of(self.experts).projections(self.experts)
         adapted = (wrapper.parameter_name for wrapper in self.wrappers)
         if (unknown := next((each for each in adapted if each not in known), None)) is None:
             return None

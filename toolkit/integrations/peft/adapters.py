@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.errors import require
 from toolkit.experts.parallel.seeding import derive_seed
 from toolkit.experts.sharding.find import experts_modules, routers
-from toolkit.experts.sharding.libraries import library_that_multiplies
+from toolkit.experts.sharding.libraries import library_of
 from toolkit.experts.sharding.parameter_groups import parameter_groups
 from toolkit.integrations.peft.adapter_options import AdapterOptions
 
@@ -85,8 +85,7 @@ def _expert_matrices(model: nn.Module) -> list[str]:
     found = [
         f"{_in_layer(name)}.{matrix}"
         for name, module in experts_modules(model).items()
-        if (library := library_that_multiplies(module)) is not None
-        for matrix in library.projections(module)
+        for matrix in library_of(module).projections(module)
     ]
     return list(dict.fromkeys(found))
 

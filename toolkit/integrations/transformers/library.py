@@ -18,8 +18,8 @@ from toolkit.integrations.transformers.pretrained_files import push_as_called, s
 
 
 class TransformersLibrary(Library):
-    def layout(self, experts: nn.Module) -> type[TransformersLayout] | None:
-        return TransformersLayout if projections(experts) else None
+    layout = TransformersLayout
+    projections = staticmethod(projections)
 
     def save_whole_model(self, model: nn.Module, replace: Callable[[Any, str, Any], Any]) -> None:
         """Have the `save_pretrained` and `push_to_hub` of `model` gather the experts of all ranks.
@@ -41,9 +41,6 @@ class TransformersLibrary(Library):
         for module in model.modules():
             if hasattr(type(module), "load_adapter"):
                 replace(module, "load_adapter", partial(_load_adapter, module.load_adapter))
-
-    def projections(self, experts: nn.Module) -> tuple[str, ...]:
-        return projections(experts)
 
 
 def _call_with_whole_state(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:

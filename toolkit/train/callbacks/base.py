@@ -1,7 +1,8 @@
 """Callbacks: what happens between the lines of the training loop.
 
-There are nine hooks. This is where they fire:
+There are ten hooks. This is where they fire:
 
+    Trainer(...): on_init
     fit:
         on_fit_start
         while steps are left:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer
 
 HOOKS = (
+    "on_init",
     "on_fit_start",
     "on_step_start",
     "on_before_forward",
@@ -47,7 +49,7 @@ HOOKS = (
 
 
 class Callback:
-    """Override any of the nine hooks. All ranks run all callbacks; ask `trainer.run.is_main` before writing.
+    """Override any of the ten hooks. All ranks run all callbacks; ask `trainer.run.is_main` before writing.
 
     Example:
         >>> import toolkit as tk
@@ -64,6 +66,9 @@ class Callback:
     state_attributes: ClassVar[tuple[str, ...]] = ()
     """Attributes that must survive a restart, as plain JSON values equal on all ranks. `state_dict` names them without
     a leading underscore."""
+
+    def on_init(self, trainer: Trainer) -> None:
+        """The model is prepared, and no checkpoint is loaded yet. `trainer.experts` has the layers with experts."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """The model is prepared and any checkpoint is loaded."""

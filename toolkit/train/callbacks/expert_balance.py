@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from toolkit.experts.layer.losses import RouterPenalty, global_load
-from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.layer.routing_log import take_loads
 from toolkit.train.callbacks.base import Callback
 
@@ -23,14 +22,15 @@ class BiasBalancing(Callback):
     algorithm 1). Acts on routers made with `balance="bias"`.
 
     Args:
-        experts: The experts of the model.
         rate: How much a bias changes in a step.
     """
 
-    def __init__(self, experts: Experts, *, rate: float = 1e-3):
-        self.layers = [layer for layer in experts.moe.values() if layer.router.bias is not None]
-        self.cursors = [layer.expert_stack.log.cursor() for layer in self.layers]
+    def __init__(self, *, rate: float = 1e-3):
         self.rate = rate
+
+    def on_init(self, trainer: Trainer) -> None:
+        self.layers = [layer for layer in trainer.experts.moe.values() if layer.router.bias is not None]
+        self.cursors = [layer.expert_stack.log.cursor() for layer in self.layers]
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer) -> None:

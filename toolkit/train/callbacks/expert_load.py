@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from toolkit.experts.expert_records import ExpertRecords
 from toolkit.experts.layer.losses import balance_weight_of
-from toolkit.experts.layer.moe_layer import Experts
 from toolkit.train.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -32,13 +31,10 @@ class ExpertLoad(Callback):
     or the steps of a run that ends within its first one, of experts that were active throughout: `min_expert_load`, the
     smallest fraction in any layer, and `expert_load`, the layer with the largest fraction and the fractions of its
     experts. If the load was uneven, `expert_load_notice` describes it for the summary.
-
-    Args:
-        experts: The experts of the model.
     """
 
-    def __init__(self, experts: Experts):
-        self.records = ExpertRecords(experts)
+    def on_init(self, trainer: Trainer) -> None:
+        self.records = ExpertRecords(trainer.experts)
         self._load_before_LE = self.records.load_LE
         """`load_LE` of the records when this epoch began."""
         self._stayed_active_LE = self.records.forwards.active()

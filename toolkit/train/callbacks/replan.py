@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from toolkit.experts.expert_records import PlacementChanges
-from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.moving.replan import Decision, Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.train.callbacks.base import Callback
@@ -27,21 +26,24 @@ class Replan(Callback):
     before the first move and in the windows after the last move.
     """
 
-    def __init__(self, experts: Experts, options: ReplanOptions):
-        self.experts, self.replanner = experts, Replanner(experts.stacks, options)
-        self._placements = PlacementChanges(experts)
+    def __init__(self, options: ReplanOptions):
+        self.options = options
         self._before: dict[str, list[list[int]]] = {}
         """Placement before the first move."""
         self._windows = 0
         """Imbalances since the last move; `imbalance_after_moves` of the results is their mean."""
 
+    def on_init(self, trainer: Trainer) -> None:
+        self.replanner = Replanner(trainer.experts.stacks, self.options)
+        self._placements = PlacementChanges(trainer.experts)
+
     def on_fit_start(self, trainer: Trainer) -> None:
         trainer.sync.rebalance = self.replanner.after_step
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
-        is_due = (trainer.state.step + 1) % self.replanner.options.every == 0
+        is_due = (trainer.state.step + 1) % self.options.every == 0
         if is_due and "first_move_step" not in trainer.results:
-            self._before = self.experts.on_ranks()
+            self._before = trainer.experts.on_ranks()
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self.replanner.decision.step == trainer.state.step:
