@@ -146,7 +146,7 @@ def test_new_iterator_restarts_persistent_workers():
     assert compat.new_iterator(loader) is not first
 
 
-def test_module_that_moves_its_parameters_leaves_only_these_alone():
+def test_module_that_moves_its_parameters_keeps_only_these():
     class KeepsWeight(compat.MovesParameters, nn.Linear):
         def moved(self, change: Callable[[Tensor], Tensor]) -> list[str]:
             moved.append(change(torch.zeros(1)).dtype)

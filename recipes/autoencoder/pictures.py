@@ -1,4 +1,4 @@
-"""What a variational autoencoder draws: reconstructions of test images, and samples of each class."""
+"""Pictures of a variational autoencoder: reconstructions of test images, and samples of each class."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_examples_that_begin_with_an_import_run(monkeypatch: pytest.MonkeyPatch)
         assert doctest.DocTestRunner(GivenOutput()).run(example).failed == 0, example.name
 
 
-def test_name_of_another_package_is_said():
+def test_name_of_another_package_raises_with_the_package():
     with pytest.raises(AttributeError, match=r"no attribute 'read_trace'\. Import it from toolkit\.experts$"):
         _ = tk.read_trace
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from benchmarks.support.processes import run_distributed
@@ -28,19 +26,11 @@ class Growing(nn.Module):
         return torch.stack([branch(x) for branch in self.branches]).sum(0)
 
 
-def train_late_parameter() -> tuple[float, bool]:
-    """Return the gradient of a parameter that is added after `prepare`, and whether the optimizer has it."""
-    model = Growing()
-    accelerator = Accelerator()
-    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    model.branches.append(late := nn.Linear(6, 3).double())
-    accelerator.backward(prepared(torch.full((1, 6), 2.0 + 2 * dist.get_rank(), dtype=torch.float64)).sum())
+def train_late_parameter() -> None:
     grow = in_hook("on_step_end", lambda trainer: trainer.raw_model.branches.append(nn.Linear(6, 3).double()))
     with pytest.raises(ValueError, match=r"branches\.1\.(weight|bias).* was added after the model was prepared"):
         toy_trainer(Growing(), max_steps=3, callbacks=[grow]).fit()
-    known = [p for group in optimizer.param_groups for p in group["params"]]
-    return late.weight.grad[0, 0].item(), any(p is late.weight for p in known)
 
 
-def test_parameter_added_after_prepare_is_neither_averaged_nor_trained():
-    assert run_distributed(train_late_parameter, 2) == [(2.0, False), (4.0, False)]
+def test_parameter_added_after_prepare_raises():
+    run_distributed(train_late_parameter, 2)

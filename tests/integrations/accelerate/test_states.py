@@ -208,12 +208,14 @@ def load_state_dict_errors() -> list[str]:
     unsharded = {key: own[key] for key in ("state", "param_groups")}
     errors = [error_of(optimizer.load_state_dict, state) for state in (first[0], own, unsharded)]
     place_experts(loop.raw, by_slot([*range(1, EXPERTS), 0], 2), optimizer)
-    return errors + [error_of(optimizer.load_state_dict, state) for state in (own, optimizer.state_dict())]
+    errors += [error_of(optimizer.load_state_dict, state) for state in (own, optimizer.state_dict())]
+    return [*errors, error_of(loop.raw.state_dict)]
 
 
 def test_load_state_dict_of_other_experts_raises() -> None:
-    first, second = run_distributed(load_state_dict_errors, 2)
+    (*first, of_model), (*second, _) = run_distributed(load_state_dict_errors, 2)
     message = first[2]
+    assert of_model.startswith("model.state_dict(): it would have the experts of this rank only")
     assert message.startswith("optimizer: this state is of other experts")
     assert first == ["", "", message, message, ""]
     assert second == [message, "", message, message, ""]

@@ -84,7 +84,7 @@ def loss_and_gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Ten
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_chunked_loss_equals_whole_loss(family, lora_rank, monkeypatch):
+def test_chunked_loss_equals_unchunked_loss(family, lora_rank, monkeypatch):
     torch.manual_seed(0)
     scaled = family == "granitemoe"
     own = tiny_config(family, logits_scaling=8.0) if scaled else config(family)

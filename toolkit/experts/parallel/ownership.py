@@ -15,7 +15,7 @@ assumptions without an error. This package replaces them:
 | save rank 0's model and optimizer           | `toolkit.experts.state` saves each row under its uid                 |
 | forget parameters that are added later      | `ddp.refuse_late_parameters`                                         |
 
-Each line is a test in `tests/traps/`.
+`tests/traps/` and `tests/integrations/accelerate/` test each line.
 """
 
 from __future__ import annotations

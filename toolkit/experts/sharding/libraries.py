@@ -40,7 +40,7 @@ class Library:
     """A library's knowledge about its models. The defaults know nothing."""
 
     layout: type[CalledByIds] = CalledByIds
-    """Of experts whose `projections` the library knows."""
+    """Layout of experts whose `projections` the library knows."""
 
     def find_adapters(self, model: nn.Module) -> Mapping[nn.Module, Adapters]:  # noqa: ARG002
         """Return the adapters of modules of `model` whose parameters are not rows yet, by module."""
