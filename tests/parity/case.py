@@ -95,7 +95,7 @@ def _is_plain(layout: str) -> bool:
 
 UNSUPPORTED: list[tuple[str, tuple[str, ...], Callable[..., bool]]] = [
     (
-        "`expert_trainer` takes the size of EP groups only.",
+        "`expert_trainer` takes `ep_size`, but no `groups`.",
         ("loop", "layout"),
         lambda loop, layout: loop == "expert_trainer" and not _is_plain(layout),
     ),
