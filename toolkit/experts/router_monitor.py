@@ -71,7 +71,8 @@ class RouterMonitor:
         ...     optimizer.zero_grad()
         ...     if step % 50 == 0:
         ...         records.append({"step": step, **monitor.metrics()})
-        >>> tk.save_expert_figures("figures", records)
+        >>> if rank == 0:
+        ...     tk.save_expert_figures("figures", records)
     """
 
     def __init__(self, model: nn.Module, replanner: Replanner | None = None):

@@ -292,7 +292,8 @@ class ExpertParallel(AbstractContextManager["ExpertParallel"]):
             ...     ...
             ...     if step % 50 == 0:
             ...         records.append({"step": step, **experts.metrics()})
-            >>> tk.save_expert_figures("figures", records)
+            >>> if accelerator.is_main_process:
+            ...     tk.save_expert_figures("figures", records)
         """
         model = self._require_sync("metrics").model
         meet("metrics")

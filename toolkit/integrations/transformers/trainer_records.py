@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ class RouterEvents:
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self._file: MetricsFile | None = None
+        self._draws = find_spec("matplotlib") is not None
 
     def watch(self, monitor: RouterMonitor) -> None:
         """Read `monitor` from now on."""
@@ -30,6 +32,8 @@ class RouterEvents:
             folder = Path(self.trainer.args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             self._file = MetricsFile(folder / "metrics.jsonl", print)
+            if not self._draws:
+                print("no plots of experts: install matplotlib.")
         if self.trainer.state.global_step == 0:
             self._record(monitor.metrics())
 
@@ -45,7 +49,7 @@ class RouterEvents:
             state.log_history[-1] |= logs
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        if self._file is not None:
+        if self._file is not None and self._draws:
             figures = save_expert_figures(self._file.path.parent, self._file.path)
             for callback in self.trainer.callback_handler.callbacks:
                 log_images(callback, figures, self.trainer.state.global_step)
