@@ -32,7 +32,8 @@ def drawn(run):
 def assert_figures(run, *, ranks=1):
     """Assert that a run with dynamic experts has its figures, which are not blank if one process drew them."""
     (graph,) = run.glob("knowledge_graph_epoch_*.png")
-    names = [*["expert_activations", "expert_device_distribution"][:ranks], graph.stem, "training_metrics"]
+    of_ranks = ["expert_device_distribution", "rank_load"] if ranks > 1 else []
+    names = sorted(["expert_activations", graph.stem, "training_metrics", *of_ranks])
     assert drawn(run) == names
     for name in names:
         with Image.open(run / f"{name}.png") as image:

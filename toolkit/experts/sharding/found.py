@@ -14,7 +14,7 @@ from toolkit.experts.parallel.collectives import broadcast_from_main, together
 from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.adapt import KnownLayout
-from toolkit.experts.sharding.layout import Layout, extend, extended
+from toolkit.experts.sharding.layout import CalledByIds, Layout, extend, extended
 from toolkit.experts.sharding.libraries import library_of
 from toolkit.experts.sharding.sharded_experts import LazyExperts, ShardedExperts, forward_arguments, own_type
 
@@ -52,7 +52,7 @@ class FoundExperts:
         self.layout: type[Layout] | None = None
         """Mixed into the module's class before it is sharded, if it has no layout yet."""
         if not isinstance(module, Layout):
-            self.layout = (known or library_of(module)).layout
+            self.layout = (known or library_of(module)).layout or CalledByIds
         self.weights_first = False
         """Whether the module is called with weights before ids, as the trial finds out."""
         counted: Any = module.expert_stack if isinstance(module, ShardedExperts) else known or module

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit.experts.sharding.layout import CalledByIds
-
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
     from toolkit.experts.layer.stack import RowsInFiles
+    from toolkit.experts.sharding.layout import CalledByIds
 
 _registered: dict[str, tuple[str, str]] = {}
 
@@ -39,7 +38,7 @@ class Adapters(Protocol):
 class Library:
     """A library's knowledge about its models. The defaults know nothing."""
 
-    layout: type[CalledByIds] = CalledByIds
+    layout: type[CalledByIds] | None = None
     """Layout of experts whose `projections` the library knows."""
 
     def find_adapters(self, model: nn.Module) -> Mapping[nn.Module, Adapters]:  # noqa: ARG002

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ class RouterEvents:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = MetricsFile(folder / "metrics.jsonl", print)
             if not self._draws:
-                print("no plots of experts: install matplotlib.")
+                warnings.warn("no plots of experts: install matplotlib.", stacklevel=2)
         if self.trainer.state.global_step == 0:
             self._record(monitor.metrics())
 
