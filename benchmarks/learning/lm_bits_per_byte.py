@@ -4,7 +4,8 @@
     python benchmarks/learning/lm_bits_per_byte.py --folder F  keep the runs in F, and resume
     python benchmarks/learning/lm_bits_per_byte.py --larger  the preset larger: nine runs of two to three minutes
     python benchmarks/learning/lm_bits_per_byte.py --much    a fraction of an epoch of a longer text: an hour
-    python benchmarks/learning/lm_bits_per_byte.py --muon  Muon and AdamW: eighteen runs of a minute
+    python benchmarks/learning/lm_bits_per_byte.py --muon  Muon and AdamW, also for the processor time of Muon: eighteen
+                                                           runs of a minute
     python benchmarks/learning/lm_bits_per_byte.py --choose  tune learning rates on the training text
 
 Each run is `recipes/lm_moe.py`; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes
@@ -26,6 +27,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -64,13 +66,7 @@ MUCH = {
     "dense, as many tokens": lambda: dense(much(16)),
     "dense, for as long": lambda: dense(much(16)).replace(max_steps=round(LONGER * STEPS_OF_MUCH)),
 }
-LONGER_MUON = {"MoE": 1.2, "dense": 1.15}
-"""Run time with Muon relative to AdamW, with --muon."""
 STEPS_OF_FULL = 490
-
-
-def for_as_long(kind: str) -> Config:
-    return MUON[f"{kind}, AdamW"]().replace(epochs=3, max_steps=round(LONGER_MUON[kind] * STEPS_OF_FULL))
 
 
 def with_muon(config: Config, lr: float) -> Config:
@@ -80,10 +76,8 @@ def with_muon(config: Config, lr: float) -> Config:
 RATE_OF_MUON = {"MoE, AdamW": 2e-2, "MoE, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 8e-2}
 MUON: dict[str, Callable[[], Config]] = {
     "MoE, AdamW": lambda: full().replace(lr=RATE_OF_MUON["MoE, AdamW"]),
-    "MoE, AdamW, for as long": lambda: for_as_long("MoE"),
     "MoE, Muon": lambda: with_muon(full(), RATE_OF_MUON["MoE, Muon"]),
     "dense, AdamW": lambda: dense().replace(lr=RATE_OF_MUON["dense, AdamW"]),
-    "dense, AdamW, for as long": lambda: for_as_long("dense"),
     "dense, Muon": lambda: with_muon(dense(), RATE_OF_MUON["dense, Muon"]),
 }
 RATES = {
@@ -99,8 +93,16 @@ CHOICE_SEED = 100
 def run(config: Config) -> dict[str, Any]:
     """Return the results of a run; start or resume it if it is unfinished."""
     assert config.run_dir is not None
-    results = config.run_dir / "results.json"
-    return json.loads(results.read_text()) if results.exists() else main(config)
+    results, taken = config.run_dir / "results.json", config.run_dir / "processor_seconds.json"
+    if not results.exists():
+        began = time.process_time()
+        main(config)
+        taken.write_text(json.dumps(time.process_time() - began))
+    return {**json.loads(results.read_text()), "processor_seconds": json.loads(taken.read_text())}
+
+
+def processor_seconds(runs: list[dict[str, Any]]) -> float:
+    return statistics.median(each["processor_seconds"] for each in runs)
 
 
 def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "active parameters": runs[0]["active_parameters"],
         "parameters": runs[0]["parameters"],
         "tokens": runs[0]["samples"] * full().context,
-        "seconds": round(statistics.median(each["wall_seconds"] for each in runs)),
+        "processor seconds": round(processor_seconds(runs)),
         "least used expert %": round(100 * min(each["min_expert_load"] for each in runs), 1)
         if not arm.startswith("dense")
         else None,
@@ -151,13 +153,19 @@ if __name__ == "__main__":
                 (arm, rate): runs_of(arm, [CHOICE_SEED], text + VALIDATION, lr=rate)
                 for arm in arms
                 if (table != "much" or arm in ("mixture, 16 experts", "dense, as many tokens"))
-                and not (table == "muon" and arm.endswith("for as long"))
                 for rate in RATES[table]
             }
             rows = [{"lr": rate, **row(arm, runs)} for (arm, rate), runs in tried.items()]
             write_report("lm_bits_choice" if table == "per_byte" else f"lm_bits_{table}_choice", rows)
         else:
             runs = {arm: runs_of(arm, range(args.seeds)) for arm in arms}
+            for kind in ("MoE", "dense") if table == "muon" else ():
+                adamw, muon = (processor_seconds(runs[f"{kind}, {name}"]) for name in ("AdamW", "Muon"))
+                steps = round(STEPS_OF_FULL * muon / adamw)
+                longer = arms[f"{kind}, AdamW"]().replace(epochs=3, max_steps=steps)
+                arm = f"{kind}, AdamW, for as long"
+                arms[arm] = longer.replace
+                runs[arm] = runs_of(arm, range(args.seeds))
             moe, baseline = (
                 next(runs[arm] for arm in arms if arm.startswith("dense") == is_dense) for is_dense in (False, True)
             )
