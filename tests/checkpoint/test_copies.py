@@ -124,11 +124,12 @@ def test_unreachable_storage_raises_at_the_start_and_warns_at_the_end(bucket, tm
 
 def test_download_does_not_follow_links(bucket, tmp_path):
     (tmp_path / "own").write_text("own")
-    Storage(bucket).put(tmp_path / "own", "summary.txt")
+    for name in ("summary.txt", "of_a_killed_upload.partial"):
+        Storage(bucket).put(tmp_path / "own", name)
+    assert Storage(bucket).names() == ["summary.txt"]
     precious = [symlink_to_file(tmp_path / name) for name in ("summary.txt", ".summary.txt.partial")]
     Storage(bucket).get("summary.txt", tmp_path / "summary.txt")
-    assert (tmp_path / "summary.txt").read_text() == "own"
-    assert [path.read_text() for path in precious] == ["precious"] * 2
+    assert [path.read_text() for path in (tmp_path / "summary.txt", *precious)] == ["own", "precious", "precious"]
 
 
 def test_run_in_a_storage_is_not_overwritten(bucket, tmp_path):
@@ -139,8 +140,9 @@ def test_run_in_a_storage_is_not_overwritten(bucket, tmp_path):
         ("finished", bucket, {}, r"run_dir=.*: has a finished run"),
         ("missing", "memory://nothing", {"resume": "yes"}, "resume='yes': no run in memory://nothing"),
         ("rewind", bucket, {"resume_from": 4}, "resume_from=4: leave storage out"),
+        ("unknown", "nowhere://bucket", {}, "Protocol not known: nowhere"),
     ]:
-        with pytest.raises(UserError, match=message):
+        with pytest.raises((UserError, OSError), match=message):
             train(small(tmp_path / name, storage, **settings))
 
 

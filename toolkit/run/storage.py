@@ -26,7 +26,8 @@ class Storage:
         from fsspec.implementations.local import LocalFileSystem
 
         self.uri = uri
-        self._files, self._root = url_to_fs(uri)
+        with self._errors_of_the_system():  # such as a file system that is not installed
+            self._files, self._root = url_to_fs(uri)
         self._is_local = isinstance(self._files, LocalFileSystem)
 
     @contextmanager
@@ -65,7 +66,8 @@ class Storage:
                 entries = self._files.ls(posixpath.join(self._root, path).rstrip("/"), detail=True)
             except FileNotFoundError:
                 return []
-            return sorted(posixpath.basename(e["name"].rstrip("/")) for e in entries if e["type"] == kind)
+            names = (posixpath.basename(e["name"].rstrip("/")) for e in entries if e["type"] == kind)
+            return sorted(name for name in names if not name.endswith(".partial"))  # of uploads that were killed
 
     def remove(self, path: str, first: str) -> None:
         """Delete the folder `path`, the file `first` before all others."""
