@@ -34,6 +34,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -143,13 +144,17 @@ def changed_lines(mutation: Mutation, tree: Path) -> set[int]:
 # --- test runs ---------------------------------------------------------------------------------------------------
 
 
-def copy_tree(tree: Path, folder: Path) -> None:
-    """Copy the files that git knows or would add."""
+@contextmanager
+def copy_of(tree: Path) -> Iterator[Path]:
+    """Copy the files that git knows or would add; yields the copy, in a temporary folder of its own."""
     listing = ["git", "-C", str(tree), "ls-files", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines():
-        if (tree / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(tree / name, folder / name)
+    with tempfile.TemporaryDirectory(prefix="mutations-") as scratch:
+        folder = Path(scratch) / "tree"
+        for name in subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines():
+            if (tree / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(tree / name, folder / name)
+        yield folder
 
 
 class FailedTests:
@@ -291,11 +296,9 @@ def test_files(tree: Path, under: Sequence[str]) -> list[str]:
 
 def measure(tree: Path, test: str) -> dict[str, Any]:
     """Run a test file under coverage; returns its seconds, failed tests, and the lines of toolkit/ that it covers."""
-    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
-        folder, data = Path(name) / "tree", Path(name) / "data"
+    with copy_of(tree) as folder:
+        data, config = folder.parent / "data", folder.parent / "coveragerc"
         data.mkdir()
-        copy_tree(tree, folder)
-        config = Path(name) / "coveragerc"
         config.write_text(COVERAGE.format(data=data, folder=folder, warnings=WARNINGS))
         outcome = run_tests(folder, test, [], LIMIT_S, config)
         lines: dict[str, set[int]] = {}
@@ -307,7 +310,7 @@ def measure(tree: Path, test: str) -> dict[str, Any]:
                 continue
             for path in found.measured_files():
                 lines.setdefault(os.path.relpath(path, folder), set()).update(found.lines(path) or ())
-        log = (Path(name) / "log").read_text(errors="replace")[-MOST_LOG:] if outcome.failed else ""
+        log = (folder.parent / "log").read_text(errors="replace")[-MOST_LOG:] if outcome.failed else ""
         return {**outcome._asdict(), "log": log, "lines": {path: sorted(of) for path, of in sorted(lines.items())}}
 
 
@@ -347,9 +350,7 @@ def covering(mutation: Mutation, tree: Path, cover: Mapping[str, Any]) -> list[s
 def run_mutant(mutation: Mutation, tree: Path, tests: Sequence[str], cover: Mapping[str, Any]) -> dict[str, Any]:
     """Run test files or tests on a copy with `mutation` until one fails; returns a row of the table."""
     begin, killed, files = time.monotonic(), [], 0
-    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
-        folder = Path(name) / "tree"
-        copy_tree(tree, folder)
+    with copy_of(tree) as folder:
         (folder / mutation.path).write_text(mutated(mutation, tree))
         for test in tests:
             files += 1
@@ -372,9 +373,7 @@ def run_mutant(mutation: Mutation, tree: Path, tests: Sequence[str], cover: Mapp
 
 def run_without(tree: Path, test: str) -> list[str]:
     """Run a test on a copy without a mutation; returns the ids of failed tests."""
-    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
-        folder = Path(name) / "tree"
-        copy_tree(tree, folder)
+    with copy_of(tree) as folder:
         return run_tests(folder, test, [], LIMIT_S).failed
 
 
@@ -418,21 +417,19 @@ def main() -> int:
     chosen = [each for each in mutations if options.only is None or each.name in options.only]
     import_libraries()
     last = killers(options.last, tree, [each.name for each in chosen], options.jobs)
-    rows, again = [], [each for each in chosen if each.name not in last]
-    known = [each for each in chosen if each.name in last]
-    for mutation, row in in_forks(lambda each: run_mutant(each, tree, [last[each.name]], {}), known, options.jobs):
-        if row["killed by"] is None:
-            again.append(mutation)
-        else:
-            rows.append(row)
-            print(f"{row['seconds']:4} s {mutation.name}: {row['killed by']}", flush=True)
-    cover = measured(tree, test_files(tree, options.tests), options.map.resolve(), options.jobs) if again else {}
-    for mutation, row in in_forks(
-        lambda each: run_mutant(each, tree, covering(each, tree, cover), cover), again, options.jobs
-    ):
-        rows.append(row)
-        print(f"{row['seconds']:4} s {mutation.name}: {row['killed by'] or 'SURVIVED'}", flush=True)
-    rows.sort(key=lambda row: [each.name for each in mutations].index(row["mutation"]))
+    found: dict[str, dict[str, Any]] = {}
+
+    def run_all(mutations: Sequence[Mutation], tests_of: Callable[[Mutation], Sequence[str]], cover: Any) -> None:
+        runs = in_forks(lambda each: run_mutant(each, tree, tests_of(each), cover), mutations, options.jobs)
+        for mutation, row in runs:
+            found[mutation.name] = row
+            print(f"{row['seconds']:4} s {mutation.name}: {row['killed by'] or 'alive'}", flush=True)
+
+    run_all([each for each in chosen if each.name in last], lambda each: [last[each.name]], {})
+    if alive := [each for each in chosen if each.name not in found or found[each.name]["killed by"] is None]:
+        cover = measured(tree, test_files(tree, options.tests), options.map.resolve(), options.jobs)
+        run_all(alive, lambda each: covering(each, tree, cover), cover)
+    rows = [found[each.name] for each in chosen]
     survived = [row["mutation"] for row in rows if row["killed by"] is None]
     facts = {"killed": len(rows) - len(survived), "survived": survived}
     if options.out is not None:

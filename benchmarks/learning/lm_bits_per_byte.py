@@ -162,10 +162,8 @@ if __name__ == "__main__":
             for kind in ("MoE", "dense") if table == "muon" else ():
                 adamw, muon = (processor_seconds(runs[f"{kind}, {name}"]) for name in ("AdamW", "Muon"))
                 steps = round(STEPS_OF_FULL * muon / adamw)
-                longer = arms[f"{kind}, AdamW"]().replace(epochs=3, max_steps=steps)
-                arm = f"{kind}, AdamW, for as long"
-                arms[arm] = longer.replace
-                runs[arm] = runs_of(arm, range(args.seeds))
+                longer = runs_of(f"{kind}, AdamW", range(args.seeds), epochs=3, max_steps=steps)
+                runs[f"{kind}, AdamW, for as long"] = longer
             moe, baseline = (
                 next(runs[arm] for arm in arms if arm.startswith("dense") == is_dense) for is_dense in (False, True)
             )

@@ -20,6 +20,7 @@ from toolkit.doctor.record import read_records
 from toolkit.doctor.recorder import SPLIT_NOTE, Variant
 from toolkit.errors import UserError, last_line
 from toolkit.progress_bar import progress
+from toolkit.run.console import describe_processes
 from toolkit.run.launch.world import without_launcher
 
 SUSPICIOUS = 1e-2
@@ -126,7 +127,7 @@ def examine(
 
         def run(name: str, world: int, variant: Variant = "as it is") -> Evidence:
             started = time.monotonic()
-            log(f"{name}: {world} process{'es' * (world > 1)}, {steps} steps ...")
+            log(f"{name}: {describe_processes(world)}, {steps} steps ...")
             where = Path(folder) / name.replace(" ", "-")
             wait_s = MOST_WAIT_S + 2 * took_s.get(1, 0.0)
             evidence = _run(script, args, world, steps, where, timeout_s, wait_s, variant)

@@ -32,6 +32,11 @@ def columns() -> int:
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
+def describe_processes(count: int) -> str:
+    """Return "1 process", "2 processes", ..."""
+    return f"{count} process{'' if count == 1 else 'es'}"
+
+
 def print_nowhere() -> None:
     """Redirect stdout, including buffered output, to the null device. A flush of a closed pipe would fail again when
     Python exits."""

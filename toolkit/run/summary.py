@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.run.console import describe_processes
+
 RESTART_REASON = "run/restart_reason"
 """Key of the restart reason in metrics.jsonl."""
 FEW_EXPERTS = 16
@@ -64,7 +66,7 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
         "best_value": best and best["evaluated"][best["metric"]],
         "time": None if seconds is None else duration(seconds),
         "peak_memory_gib": None if peak is None else peak / 2**30,
-        "processes": None if world is None else "1 process" if world == 1 else f"{world} processes",
+        "processes": None if world is None else describe_processes(world),
         "times_restarted": len(restarts) if restarts else None,
         "restarts": restarts and restarts[-1:],
         "ep_groups_of": results["ep_size"] if results.get("ep_size", 1) > 1 else None,

@@ -15,6 +15,7 @@ from toolkit.experts.layer.moe_layer import Experts
 from toolkit.experts.parallel.ddp import BATCH_NORM_IS_LOCAL, has_batch_norm
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.run.config.experts import ExpertRunConfig, MoERunConfig
+from toolkit.run.console import describe_processes
 from toolkit.run.hardware import gpu_names, memory_limit_bytes
 from toolkit.run.run import Run
 from toolkit.run.summary import aligned
@@ -109,12 +110,11 @@ def describe_start(
 ) -> list[tuple[str, str]]:
     """Return rows of name and text: device, memory limit, data, parameters, steps, scaled learning rate."""
     config = run.config
-    processes = f"{run.world_size} process{'' if run.world_size == 1 else 'es'}"
     mixed = run.accelerator.mixed_precision
     kind = next(model.parameters()).dtype
     precision = str(kind).removeprefix("torch.") if mixed == "no" else f"mixed precision {mixed}"
     gpus = f" ({gpu_names()})" if run.device.type == "cuda" else ""
-    rows = [("device", f"{run.device.type}{gpus}, {processes}, {precision}{_other_gpus(run)}")]
+    rows = [("device", f"{run.device.type}{gpus}, {describe_processes(run.world_size)}, {precision}{_other_gpus(run)}")]
     if run.device.type == "cpu" and (limit := memory_limit_bytes()) is not None:
         rows.append(("memory limit", f"{limit / 2**30:.1f} GiB for all processes"))
     total, active = count_parameters(model, experts, config.top_k if isinstance(config, ExpertRunConfig) else None)

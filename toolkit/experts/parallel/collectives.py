@@ -49,16 +49,17 @@ def meet(called: str, group: dist.ProcessGroup | None = None) -> None:
     if world_size(group) == 1:
         return
     store, ranks = default_store(), dist.get_process_group_ranks(group or dist.group.WORLD)
+    limit = 0.9 * store.timeout
     count = store.add(f"{called}/{rank()}", 1)
     met = f"{called}/{ranks[0]}/{count}"
     if store.add(f"{met}/arrived", 1) == len(ranks):
         store.set(met, "")
     try:
-        store.wait([met], 0.9 * store.timeout)
+        store.wait([met], limit)
     except dist.DistStoreError:
         missing = [str(each) for each in ranks if store.add(f"{called}/{each}", 0) < count]
         raise UserError(
-            f"{called}: rank {', '.join(missing)} did not come within {0.9 * store.timeout}. Call it on every rank."
+            f"{called}: rank {', '.join(missing)} did not come within {limit}. Call it on every rank."
         ) from None
 
 

@@ -50,8 +50,8 @@ class ReplicaCheck:
         self._experts = {name: p for name, p in model.named_parameters() if p in owned}
         self._different = self._experts.keys() - self._equal_experts()[0]
         """Parameters of experts that once differed between ranks."""
-        groups = [ownership.groups for p in experts if (ownership := ownership_of(p)) is not None]
-        self._ep_group = groups[0].ep_group if groups else None
+        ownerships = filter(None, map(ownership_of, experts))
+        self._ep_group = next((ownership.groups.ep_group for ownership in ownerships), None)
         self.is_evaluating = False
         """Whether the last forward pass had no gradients."""
 

@@ -26,7 +26,7 @@ from toolkit.experts.parallel.ddp import (
     keep_group_longer_than,
     leave_out_of_ddp,
 )
-from toolkit.experts.parallel.optimizer_rows import check_optimizer
+from toolkit.experts.parallel.optimizer_rows import check_optimizer, unwrapped
 from toolkit.experts.parallel.ownership import is_owned, ownership_of
 from toolkit.experts.sharding.fsdp import ExpertShards
 
@@ -218,7 +218,7 @@ def fit_optimizers(
     for stack in stacks.values():
         for parameter in stack.parameters.values():
             size = stack.num_experts * parameter.shape[1:].numel()
-            for state in (optimizer.state.get(parameter, {}) for optimizer in optimizers):
+            for state in (unwrapped(optimizer).state.get(parameter, {}) for optimizer in optimizers):
                 for key, value in state.items():
                     is_made = isinstance(value, torch.Tensor) and value.ndim
                     if is_made and (value.shape[1:] == parameter.shape[1:] or value.numel() == size):

@@ -47,7 +47,6 @@ class Progress(Callback):
             initial=trainer.state.step,
             bar_format=f"{{bar:{BAR}}} {{desc}} {{elapsed}}<{{remaining}}",
             mininterval=REDRAW_S,
-            ncols=columns(),
         )
         self._shown.enter_context(self._bar)
         self._prints_steps = self._bar.disable or not sys.stdout.isatty()
