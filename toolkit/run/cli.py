@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, get_args
 
 from toolkit.errors import (
     EXIT_BUG,
@@ -66,6 +66,18 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     if hasattr(sys, "ps1"):  # the recipe would exit an interactive Python
         raise UserError("run_recipe: reads a command line. Call main(config) in a notebook.")
     try:
+        _run_and_exit(main, presets, doc)
+    except Preempted as stop:  # in training, or by a signal at any time, even while another error is reported
+        exits.report(str(stop), label="")
+        exits.leave(stop.code)
+    except KeyboardInterrupt as stop:
+        exits.report(str(stop) or exits.STOPPED, label="")
+        exits.leave(EXIT_INTERRUPTED)
+
+
+def _run_and_exit(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]], doc: str | None) -> NoReturn:
+    """Run `main`, and exit with one line for an error: stops are the caller's."""
+    try:
         exits.end_with_launcher()
         begin_handling_signals()
         config = parse(presets, sys.argv[1:], doc)
@@ -80,12 +92,6 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     except UserError as error:
         exits.report(str(error))
         exits.leave(EXIT_USER_ERROR)
-    except Preempted as stop:
-        exits.report(str(stop), label="")
-        exits.leave(stop.code)
-    except KeyboardInterrupt as stop:
-        exits.report(str(stop) or exits.STOPPED, label="")
-        exits.leave(EXIT_INTERRUPTED)
     except StepOutOfMemory as error:
         exits.start_again(error)
     except Exception as error:

@@ -82,10 +82,16 @@ def stop_while_reading():
     except Exception:
         pass
 
+class StoppedWhileReported(RuntimeError):
+    def __str__(self):
+        os.kill(os.getpid(), 15)
+        return "not reached"
+
 if __name__ == "__main__":
     tk.run_recipe(main, {"full": full}, __doc__)
 '''
 OUT_OF_MEMORY = "error: out of memory: use more processes, or a smaller model.\n"
+STOPPED = "stopped by SIGTERM outside training: run the same command again.\n"
 KILLED = "rank 1 of 2 was ended by SIGKILL (by the system, if memory ran out)."
 
 
@@ -166,8 +172,9 @@ def test_ranks_of_one_machine_listen_on_loopback_only(toy):
         (["fail(Preempted('stopped at step 3.'))"], 2, 75, "stopped at step 3.\n"),
         (["1:time.sleep(1)", "1:pathlib.Path('late').touch()"], 2, 0, ""),
         (["__import__('torch').empty(2**50)"], 1, 2, OUT_OF_MEMORY),
-        (["1:os._exit(3)"], 2, 3, "error: rank 1 of 2 exited with code 3.\n"),
-        (["stop_while_reading()"], 2, 75, "stopped by SIGTERM outside training: run the same command again.\n"),
+        (["1:os._exit(3)", "time.sleep(60)"], 2, 3, "error: rank 1 of 2 exited with code 3.\n"),
+        (["stop_while_reading()"], 2, 75, STOPPED),
+        (["fail(StoppedWhileReported())"], 2, 75, STOPPED),
     ],
 )
 def test_exit_of_ranks_gives_one_message_and_exit_code(toy, lines, processes, code, message):

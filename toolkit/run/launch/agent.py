@@ -130,11 +130,16 @@ def _run_ranks(count: int, launch: Path, received: Sequence[int]) -> tuple[int, 
         try:
             running.result()
         except ChildFailedError as failed:
-            # In order of detection. Ranks that wait for a lost rank fail at almost the same time.
-            failures = failed.failures.items()
-            causes = (item for item in failures if item[1].exitcode < 0 or _told(item[1]) not in ("", LOST))
-            return next(causes, next(iter(failures)))
+            return min(failed.failures.items(), key=lambda item: _consequence(item[1]))  # the first of those detected
     return None
+
+
+def _consequence(failure: ProcessFailure) -> int:
+    """Return 0 for a failure that can be the cause of others, 1 after SIGTERM, which the agent sends to the other
+    ranks, and 2 for a rank that has lost another."""
+    if _told(failure) == LOST:
+        return 2
+    return 1 if failure.exitcode == EXIT_PREEMPTED else 0
 
 
 def _pass_on(received: Sequence[int], running: Future[object]) -> None:
