@@ -49,7 +49,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str = "", *, field: str | None = None, value: Any = None, remedy: str | None = None):
-        super().__init__(message or f"{field}={repr(value) if isinstance(value, str) else value}: {remedy}.")
+        message = message or f"{field}={repr(value) if isinstance(value, str) else value}: {remedy}."
+        super().__init__(printable(message))
         self.field, self.value, self.remedy = field, value, remedy
 
 
@@ -128,6 +129,12 @@ def reading(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read ({type(cause).__name__}: {one_line(cause)}). {remedy}") from error
 
 
+def printable(text: str) -> str:
+    """Return `text` for a terminal: control characters of file names are escaped, and URIs lose their credentials."""
+    text = re.sub(r"(?<=://)[^/@\s]+@", "", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)
+
+
 def last_line(log: Path) -> str:
     """Return the last line of `log` that names an error, or its last line, without "error: "."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -148,7 +155,7 @@ def system_error(error: BaseException) -> str | None:
     """Return the file and the reason of a file system error as a sentence; None for other errors."""
     if not isinstance(error, OSError) or isinstance(error, ConnectionError) or not error.strerror:
         return None
-    return f"{': '.join(os.fsdecode(part) for part in (error.filename, error.strerror) if part)}."
+    return printable(f"{': '.join(os.fsdecode(part) for part in (error.filename, error.strerror) if part)}.")
 
 
 def one_line(error: BaseException) -> str:

@@ -129,7 +129,7 @@ def test_help_fits_on_a_screen(recipe, capsys, monkeypatch):
     [
         (None, 0, ""),
         (UserError("no good."), 2, "error: no good.\n"),
-        (UserError("two\n lines"), 2, "error: two lines\n"),
+        (UserError("two\n lines of s3://me:secret@bucket/\x1b[2J"), 2, "error: two lines of s3://bucket/\\x1b[2J\n"),
         (Preempted("stopped at step 3."), 75, "stopped at step 3.\n"),
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C.\n"),
         (RuntimeError("boom"), 1, None),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from toolkit.errors import EXIT_BUG, EXIT_DONE
+from toolkit.errors import EXIT_BUG, EXIT_DONE, printable
 from toolkit.run.arguments import Parser
 
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         sys.stdout.write(json.dumps(asdict(found), indent=1) + "\n")
     else:
-        sys.stdout.write("".join(f"ok       {fact}\n" for fact in found.facts))
-        sys.stdout.write("".join(f"finding  {each.check}: {each.message}\n" for each in found.findings))
+        lines = [f"ok       {fact}" for fact in found.facts]
+        lines += [f"finding  {each.check}: {each.message}" for each in found.findings]
+        sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
     return EXIT_BUG if found.findings else EXIT_DONE

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.errors import one_line
+from toolkit.errors import one_line, printable
 
 CHECKPOINTS = "checkpoints"
 
@@ -25,7 +25,7 @@ class Storage:
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
 
-        self.uri = uri
+        self.uri = printable(uri)
         with self._errors_of_the_system():  # such as a file system that is not installed
             self._files, self._root = url_to_fs(uri)
         self._is_local = isinstance(self._files, LocalFileSystem)
