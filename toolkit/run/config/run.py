@@ -58,7 +58,7 @@ class RunConfig(DenseOptions):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """At a gradient that is not finite, stop, or skip the step, up to twice in a row."""
     step_timeout: PositiveFloat | None = None
-    """Seconds after which a step counts as hung and the run ends; none: 20 median steps, at least two minutes."""
+    """Seconds from a step to the next after which a run ends as hung; none: 20 median steps, at least two minutes."""
     max_restarts: NonNegativeInt = 0
     """Start all processes again, from the newest checkpoint, up to this many times after a crash."""
     profile: bool = False
