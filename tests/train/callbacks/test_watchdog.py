@@ -13,7 +13,7 @@ from benchmarks.support.processes import program_environment
 from tests.support.forked_python import run_forked
 from tests.support.trainers import learned
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, _frames, _stacks, what_ranks_do
+from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, what_ranks_do
 from toolkit.train.trainer import Trainer
 
 RECIPE = '''
@@ -133,10 +133,6 @@ def report(rank: int, **changes: object) -> Report:
 )
 def test_rank_activities_name_the_late_rank(reports, silent, expected):
     assert expected in what_ranks_do(reports, silent, len(reports) + len(silent))
-
-
-def test_frames_of_an_unknown_thread_are_empty():
-    assert _frames(_stacks(), -1) == []
 
 
 def test_limit_follows_the_measured_step_time():

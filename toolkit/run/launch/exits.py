@@ -39,7 +39,7 @@ def end_with_launcher() -> None:
             del os.environ[LAUNCH]  # `tell` would write into the rank's file
             raise UserError(
                 f"{LAUNCH}: is set, but the launcher did not start this process. "
-                "Start it with env=tk.without_launcher(os.environ)."
+                "Unset it, or start the process with env=tk.without_launcher(os.environ)."
             )
 
 
