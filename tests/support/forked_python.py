@@ -198,8 +198,6 @@ def fork_rank(
     """Fork instead of `subprocess.Popen`; `run(words, environment)` returns the exit code."""
 
     def begin() -> NoReturn:
-        if start_new_session:
-            os.setpgid(0, 0)
         for number, stream in enumerate((stdin, stdout, stderr)):
             if stream == subprocess.DEVNULL:
                 os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -216,7 +214,7 @@ def fork_rank(
         os._exit(run(words, dict(os.environ) if env is None else env))
 
     fork = Fork(begin)
-    if start_new_session:  # here as well, because the caller may signal the group before the fork runs
+    if start_new_session:  # here, because the caller may signal the group before the fork runs
         os.setpgid(fork.pid, fork.pid)
     return fork
 
