@@ -1,7 +1,6 @@
 """The command line of a recipe: presets, flags, help and exit codes."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from recipes import few_labels, finetune_moe, har, lm_moe, lmu_speech, mnist_moe
 from toolkit.errors import Preempted, UserError
 from toolkit.run import cli
 from toolkit.run.config.flags import OF_GUIDES, flags_of
-from toolkit.run.config.optimizer_options import OptimizerOptions, ScheduleOptions
+from toolkit.run.config.optimizer_options import OptimizerOptions
 from toolkit.run.config.run import RunConfig, to_dict
 from toolkit.run.launch import exits
 
@@ -40,23 +39,14 @@ def test_words_of_guides_name_flags():
 @pytest.mark.parametrize(
     ("typed", "changed"),
     [
-        ("", {}),
         ("--batch-size 32", {"batch_size": 32}),
-        ("--batch_size 32", {"batch_size": 32}),
-        ("--batch-size=32", {"batch_size": 32}),
-        ("--lr 1e-4 --lr 2e-4", {"lr": 2e-4}),
-        ("--cpu", {"cpu": True}),
-        ("--no-cpu", {"cpu": False}),
         ("--max-steps none", {"max_steps": None}),
-        ("--max-steps None", {"max_steps": None}),
         ("--tracker none", {"tracker": "none"}),
         ("--resume", {"resume": "yes"}),
         ("--resume --epochs 2", {"resume": "yes", "epochs": 2}),
         ("--resume no", {"resume": "no"}),
-        ("--run-dir some/where", {"run_dir": Path("some/where")}),
         ("--widths 1 2 3 --epochs 1", {"widths": (1, 2, 3), "epochs": 1}),
-        ("--optimizer.weight_decay 0.5", {"optimizer": OptimizerOptions(weight_decay=0.5)}),
-        ("--schedule.kind constant", {"schedule": ScheduleOptions(kind="constant")}),
+        ("--optimizer.weight_decay=0.5", {"optimizer": OptimizerOptions(weight_decay=0.5)}),
     ],
 )
 def test_parse_flags_change_first_preset(typed, changed):
@@ -91,7 +81,6 @@ def test_parse_option_of_a_group_that_is_off_raises_with_both_flags(typed, switc
     ("words", "said"),
     [
         ("--epochs many", "Error parsing --epochs: invalid literal for int() with base 10: 'many'"),
-        ("--epochs", "Missing value for argument '--epochs'."),
         ("--resume maybe", "Expected one of ('auto',"),
     ],
 )

@@ -265,8 +265,6 @@ class Colour(enum.Enum):
 class RecipeConfig(ExpertRunConfig):
     clip: float | None = None
     colour: Colour = Colour.BLUE
-    label_key: str = "label"
-    hub_token: str = "hf_" + "abcdEFGH12" * 4  # in two parts, so that secret scanners ignore it
 
 
 def test_resume_with_other_config_raises_with_field(tmp_path):

@@ -198,8 +198,6 @@ def fork_rank(
     """Fork instead of `subprocess.Popen`; `run(words, environment)` returns the exit code."""
 
     def begin() -> NoReturn:
-        if start_new_session:
-            os.setsid()
         for number, stream in enumerate((stdin, stdout, stderr)):
             if stream == subprocess.DEVNULL:
                 os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -215,7 +213,10 @@ def fork_rank(
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # keeps temporary folders
         os._exit(run(words, dict(os.environ) if env is None else env))
 
-    return Fork(begin)
+    fork = Fork(begin)
+    if start_new_session:  # here, because the caller may signal the group before the fork runs
+        os.setpgid(fork.pid, fork.pid)
+    return fork
 
 
 def fork_ranks(run: Callable[[Sequence[str], Mapping[str, str]], int]) -> None:

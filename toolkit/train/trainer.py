@@ -33,7 +33,7 @@ from toolkit.integrations.accelerate.prepare import prepare
 from toolkit.run.data import record_data
 from toolkit.run.launch.signals import HANDLED
 from toolkit.run.run import Run
-from toolkit.train.callbacks.base import Callback, check_callbacks, hooks_of, load_states, states_of
+from toolkit.train.callbacks.base import OF_A_STEP, Callback, check_callbacks, hooks_of, load_states, states_of
 from toolkit.train.finite_check import FiniteCheck
 from toolkit.train.metrics import MetricSums, global_counts, plain_values
 from toolkit.train.optim import Schedule, Scheduler, SteppedRates, check_optimization, initial_rates
@@ -119,8 +119,8 @@ class Trainer:
         """Result of `fit`; callbacks add to it."""
         self.stop_reason: str | None = None
         self.phase, self.phase_began = "start", time.monotonic()
-        """Phase of this rank (data, step, callbacks, evaluation, checkpoint, finish), and since when on its own clock;
-        "end" after `fit` and after `Run.finish`, when it is the caller's turn."""
+        """Phase of this rank (start, data, step, callbacks, evaluation, checkpoint, fit end, finish), and its start on
+        this rank's clock, for phases of a step the start of the step; "end" after `fit` and `Run.finish`."""
         self._recorded: dict[str, Any] = {}
         self._line_is_due = False
         self._weights_for: Literal["train", "eval"] = "train"
@@ -157,7 +157,7 @@ class Trainer:
                 if self.at_log_step or self._line_is_due:
                     self.emit()
             self.finite.read()
-            self.enter("callbacks")
+            self.enter("fit end")
             if not self.is_preempted:
                 self.use_weights_for("eval")
             self.call_hooks("on_fit_end")
@@ -253,7 +253,6 @@ class Trainer:
             sums.add({"loss": loss.sum, **loss.sums}, loss.count)
         self.model.train()
         self.use_weights_for(weights)
-        self.enter(before)
         summarise = getattr(task, "summarise", dict)
         metrics = {f"{name}/{key}": value for key, value in summarise(sums.of_evaluation(name)).items()}
         self._recorded |= metrics
@@ -261,6 +260,7 @@ class Trainer:
         if self.scheduler is not None:
             self.scheduler.after_evaluation(metrics)
         self.call_hooks("on_evaluate_end", name, metrics)
+        self.enter(before)
         return metrics
 
     # --- API for callbacks ------------------------------------------------------------------------------------
@@ -271,8 +271,10 @@ class Trainer:
             hook(self, *args)
 
     def enter(self, phase: str) -> None:
-        """Note that `phase` begins, for those who watch the run from another thread."""
-        self.phase, self.phase_began = phase, time.monotonic()
+        """Note that `phase` begins, for threads that watch the run."""
+        if phase == "data" or not {self.phase, phase} <= OF_A_STEP:
+            self.phase_began = time.monotonic()
+        self.phase = phase
 
     def use_weights_for(self, mode: Literal["train", "eval"]) -> None:
         """Have a schedule-free optimizer put its training or evaluation weights into the model.
@@ -329,9 +331,9 @@ class Trainer:
         deletes nothing, if weights are not finite."""
         before = self.phase
         folder = self.begin_save(keep)(None)
-        self.enter(before)
         if folder is not None:
             self.call_hooks("on_save", folder)
+        self.enter(before)
         return folder
 
     def begin_save(self, keep: int, to_cpu: ToCPU = on_cpu) -> Write:

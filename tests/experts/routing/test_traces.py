@@ -36,6 +36,7 @@ def write(path: Path) -> np.ndarray:
 
 
 def test_trace_reads_back_as_written(tmp_path: Path):
+    (tmp_path / "traces.npz.part").symlink_to("outside")
     load_FLSE = write(tmp_path / "traces.npz")
     trace = read_trace(tmp_path / "traces.npz")
     assert (trace.load_FLSE == load_FLSE).all()

@@ -144,6 +144,7 @@ MICRO_BATCHES = {"num_processes": 3, "gradient_accumulation_steps": 2}
             "scale_lr=32: a learning rate raised to 0.004 needs a warm-up",
         ),
         (RunConfig, {"scale_lr": 0}, "scale_lr=0: input should be greater"),
+        (RunConfig, {"process_timeout": 1e300}, r"process_timeout=1e\+300: input should be less"),
         (RunConfig().replace, {"epochs": 0}, "^epochs=0: input should be greater than 0"),
         (RunConfig().replace, {"epoch": 3}, "^epoch=3: there is no such option"),
         (ScheduleOptions, {"warmup_epochs": 1.0, "warmup_steps": 5}, "warmup_epochs="),

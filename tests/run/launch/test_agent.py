@@ -92,6 +92,8 @@ if __name__ == "__main__":
 '''
 OUT_OF_MEMORY = "error: out of memory: use more processes, or a smaller model.\n"
 STOPPED = "stopped by SIGTERM outside training: run the same command again.\n"
+INHERITED = "error: TOOLKIT_LAUNCH: is set, but the launcher did not start this process. Unset it, or start the "
+INHERITED += "process with env=tk.without_launcher(os.environ).\nerror: rank 0 of 2 exited with code 2.\n"
 KILLED = "rank 1 of 2 was ended by SIGKILL (by the system, if memory ran out)."
 
 
@@ -169,10 +171,10 @@ def test_ranks_of_one_machine_listen_on_loopback_only(toy):
     [
         (["fail(tk.UserError('no good.'))"], 2, 2, "error: no good.\n"),
         (["1:fail(tk.UserError('no good here.'))", "time.sleep(60)"], 2, 2, "error: no good here.\n"),
-        (["fail(Preempted('stopped at step 3.'))"], 2, 75, "stopped at step 3.\n"),
         (["1:time.sleep(1)", "1:pathlib.Path('late').touch()"], 2, 0, ""),
         (["__import__('torch').empty(2**50)"], 1, 2, OUT_OF_MEMORY),
         (["1:os._exit(3)", "time.sleep(60)"], 2, 3, "error: rank 1 of 2 exited with code 3.\n"),
+        (["0:sys.exit(__import__('subprocess').call([sys.executable, sys.argv[0]]))"], 2, 2, INHERITED),
         (["stop_while_reading()"], 2, 75, STOPPED),
         (["fail(StoppedWhileReported())"], 2, 75, STOPPED),
     ],
@@ -181,6 +183,11 @@ def test_exit_of_ranks_gives_one_message_and_exit_code(toy, lines, processes, co
     assert outcome(toy, *lines, num_processes=processes) == (code, message)
     assert have_ended([json.loads(path.read_text())["pid"] for path in toy.parent.glob("rank*.json")])
     assert ("late" in str(lines)) == (toy.parent / "late").exists()
+
+
+def test_error_of_launcher_is_reported(toy):
+    toy.write_text(f"from toolkit.run.launch import agent\nagent._pass_on = lambda *_: open('missing')\n{TOY}")
+    assert outcome(toy) == (2, "error: missing: No such file or directory.\n")
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,13 @@ def world(monkeypatch):
         (2, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, {}, "each process would train by itself"),
         (0, RANK_1_OF_2, {"cpu": True, "max_restarts": 3}, "max_restarts=3: the launcher has to restart"),
         (0, RANK_1_OF_2 | {"TORCHELASTIC_MAX_RESTARTS": "3"}, {"cpu": True}, "run_dir=None: the launcher may restart"),
-        (0, RANK_1_OF_2 | {"RANK": "one"}, {"cpu": True}, "RANK='one': the launcher has to set an integer from 0 to 1"),
         (0, RANK_1_OF_2 | {"RANK": "2"}, {"cpu": True}, "RANK='2': the launcher has to set an integer from 0 to 1"),
         (0, RANK_1_OF_2 | {"MASTER_PORT": "x"}, {"cpu": True}, "MASTER_PORT='x': the launcher has to set an integer"),
         (0, {"WORLD_SIZE": "0"}, {"cpu": True}, "WORLD_SIZE='0': the launcher has to set an integer of 1 or more"),
         (1, RANK_1_OF_2 | {"LOCAL_WORLD_SIZE": "0"}, {}, "LOCAL_WORLD_SIZE='0': the launcher has to set an integer"),
         (0, {"RANK": "0", "WORLD_SIZE": "2"}, {"cpu": True}, "MASTER_ADDR: is not set"),
+        (0, {"TOOLKIT_RESTARTED": "{}"}, {}, "TOOLKIT_RESTARTED: cannot be read .KeyError"),
+        (0, {"TORCHELASTIC_RESTART_COUNT": "x"}, {}, "TORCHELASTIC_RESTART_COUNT='x': the launcher has to set"),
     ],
 )
 def test_check_world_wrong_launch_raises(world, gpus, variables, config, message):
@@ -60,10 +61,8 @@ def test_check_world_wrong_launch_raises(world, gpus, variables, config, message
 @pytest.mark.parametrize(
     ("gpus", "variables", "config", "use_cpu"),
     [
-        (0, {}, {"num_processes": 2}, None),
         (0, {"LOCAL_RANK": "-1"}, {}, None),
         (2, RANK_1_OF_2, {"num_processes": 2}, None),
-        (0, RANK_1_OF_2, {"cpu": True}, None),
         (0, RANK_1_OF_2 | {"TOOLKIT_LAUNCH": "folder"}, {"cpu": True, "max_restarts": 3}, None),
         (0, RANK_1_OF_2, {}, "true"),
     ],
@@ -92,7 +91,6 @@ def test_must_start_processes_is_false_in_ranks(world):
     world()
     assert must_start_processes(RunConfig(num_processes=2))
     assert not must_start_processes(RunConfig(num_processes=1))
-    assert not must_start_processes(RunConfig())
     assert must_start_processes(RunConfig(max_restarts=1))
     world(**RANK_1_OF_2)
     assert not must_start_processes(RunConfig(num_processes=2))

@@ -43,11 +43,11 @@ PROGRAM = """
 """
 
 
-def run_program(program, folder, *args, **env):
+def run_program(program, folder, **env):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "ACCELERATE_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NETRC": os.devnull} | env
     code = textwrap.dedent(PROGRAM) + textwrap.dedent(program)
-    return run_forked("-c", code, str(folder), *args, env=environment, timeout_s=120)
+    return run_forked("-c", code, str(folder), env=environment, timeout_s=120)
 
 
 def assert_complete(done, folder):
@@ -91,10 +91,9 @@ def offline_run(tmp_path_factory):
             trainer.record("eval/confusion", [[0.5, 0.25], [0.0, trainer.state.step / 100]])
 
     facts = {"classes": ["no", "yes"], "expert_placement": {"block": [[0, 1], [2, 3]]}}
-    train(config, Confusion(), api_key=os.environ["PASS"], **facts)
+    train(config, Confusion(), **facts)
     """
-    secret = "hf_" + "a1B2" * 10
-    done = run_program(program, folder, f"--note={secret}", SOME_TOKEN=secret, PASS="open-" + "sesame")
+    done = run_program(program, folder)
     assert_complete(done, folder)
     summary = json.loads(inspect(folder, "--summary"))
     return SimpleNamespace(folder=folder, out=done.stdout, records=records_of(folder), summary=summary)

@@ -42,7 +42,6 @@ def train_with(config: SmallConfig, *callbacks: tk.Callback) -> None:
     ("hook", "stops_at"),
     [
         ("on_step_start", 11),
-        ("on_before_optimizer_step", 11),
         ("on_step_end", 10),
         ("on_evaluate_end", 10),
         ("on_save", 11),

@@ -13,7 +13,8 @@ from benchmarks.support.processes import program_environment
 from tests.support.forked_python import run_forked
 from tests.support.trainers import learned
 from toolkit.run.tracking.jsonl import read_metrics
-from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, _frames, _stacks, what_ranks_do
+from toolkit.train.callbacks.watchdog import LEARN_STEPS, Report, Watchdog, what_ranks_do
+from toolkit.train.trainer import Trainer
 
 RECIPE = '''
 """A small run that hangs."""
@@ -134,10 +135,6 @@ def test_rank_activities_name_the_late_rank(reports, silent, expected):
     assert expected in what_ranks_do(reports, silent, len(reports) + len(silent))
 
 
-def test_frames_of_an_unknown_thread_are_empty():
-    assert _frames(_stacks(), -1) == []
-
-
 def test_limit_follows_the_measured_step_time():
     watchdog = Watchdog(longest_s=600)
     assert watchdog.limit_of("step") == 600
@@ -147,8 +144,18 @@ def test_limit_follows_the_measured_step_time():
     assert watchdog.limit_of("step") == 200
     watchdog._seconds.extend([100.0] * 101)
     assert watchdog.limit_of("step") == 600
-    assert Watchdog(limit_s=3).limit_of("step") == 3
+    assert [Watchdog(limit_s=3).limit_of(phase) for phase in ("data", "callbacks", "step")] == [3, 3, 3]
     assert Watchdog(limit_s=3).limit_of("evaluation") == 600
+
+
+def test_phases_of_a_step_share_a_clock(monkeypatch):
+    monkeypatch.setattr("toolkit.train.trainer.time", SimpleNamespace(monotonic=iter(range(9)).__next__))
+    trainer, began = SimpleNamespace(phase="start"), []
+    of_a_step = ("data", "callbacks", "step", "callbacks")
+    for phase in (*of_a_step, "evaluation", "evaluation", "callbacks", "checkpoint", *of_a_step, "fit end"):
+        Trainer.enter(trainer, phase)
+        began.append(trainer.phase_began)
+    assert began == [0, 0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5, 6]
 
 
 @pytest.mark.parametrize("progresses", [True, False])

@@ -69,6 +69,7 @@ class TraceFile:
         self._chunks = 0
         self._forwards = 0
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._part.unlink(missing_ok=True)  # a link would be followed
         self._zip = zipfile.ZipFile(self._part, "w", zipfile.ZIP_DEFLATED)
         self._placements: list[dict[str, Any]] = []
 

@@ -53,12 +53,12 @@ class RunConfig(DenseOptions):
     """Train on the CPU even if there is a GPU."""
     num_processes: PositiveInt | None = None
     """Processes to start on this machine; none: those of the launcher."""
-    process_timeout: PositiveFloat = 10.0
+    process_timeout: Annotated[float, Field(gt=0, le=525_600)] = 10.0
     """Minutes that a process waits for the others before all end with an error."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """At a gradient that is not finite, stop, or skip the step, up to twice in a row."""
     step_timeout: PositiveFloat | None = None
-    """Seconds after which a step counts as hung and the run ends; none: 20 median steps, at least two minutes."""
+    """Seconds from a step to the next after which a run ends as hung; none: 20 median steps, at least two minutes."""
     max_restarts: NonNegativeInt = 0
     """Start all processes again, from the newest checkpoint, up to this many times after a crash."""
     profile: bool = False

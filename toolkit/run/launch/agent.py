@@ -68,7 +68,6 @@ def start_processes(config: RunConfig) -> int:
     crashes = 0
     while True:
         with tempfile.TemporaryDirectory(prefix="toolkit-") as launch:
-            os.environ[LAUNCH] = launch
             failed = _run_ranks(count, Path(launch), received)
             folder = told_folder(Path(launch))
         if failed is None:
@@ -103,7 +102,8 @@ def start_processes(config: RunConfig) -> int:
 def _run_ranks(count: int, launch: Path, received: Sequence[int]) -> tuple[int, ProcessFailure] | None:
     """Run this command on `count` ranks, and return the rank whose failure ended the others, and the failure.
 
-    The agent runs in a thread with blocked signals, which ranks inherit.
+    The agent runs in a thread with blocked signals, which ranks inherit. `LAUNCH` is set for them only: errors of the
+    launcher are its own to report.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -124,13 +124,16 @@ def _run_ranks(count: int, launch: Path, received: Sequence[int]) -> tuple[int, 
         ),
         sys.executable,
     )
-    with ThreadPoolExecutor(1, initializer=partial(signal.pthread_sigmask, signal.SIG_BLOCK, HANDLED)) as pool:
-        running = pool.submit(agent, *sys.orig_argv[1:])
-        _pass_on(received, running)
-        try:
+    os.environ[LAUNCH] = str(launch)
+    try:
+        with ThreadPoolExecutor(1, initializer=partial(signal.pthread_sigmask, signal.SIG_BLOCK, HANDLED)) as pool:
+            running = pool.submit(agent, *sys.orig_argv[1:])
+            _pass_on(received, running)
             running.result()
-        except ChildFailedError as failed:
-            return min(failed.failures.items(), key=lambda item: _consequence(item[1]))  # the first of those detected
+    except ChildFailedError as failed:
+        return min(failed.failures.items(), key=lambda item: _consequence(item[1]))  # the first of those detected
+    finally:
+        del os.environ[LAUNCH]
     return None
 
 

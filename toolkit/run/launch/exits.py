@@ -13,7 +13,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, StepOutOfMemory
+from toolkit.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_SMALLER_BATCHES, StepOutOfMemory, UserError
 from toolkit.experts.parallel.nodes import launched_world
 from toolkit.run.launch.restarts import LAUNCH, past_restarts, restarted, tell
 from toolkit.run.launch.signals import STOP_SIGNALS, ignore_stop_signals
@@ -29,11 +29,18 @@ def end_with_launcher() -> None:
     """Let the kernel kill this rank when its launcher ends (on Linux).
 
     A killed torch agent leaves ranks behind, which would keep the run folder locked.
+
+    Raises:
+        UserError: If another process started this one, for example a rank, whose environment it inherits.
     """
     if LAUNCH in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(os.environ["TORCHELASTIC_RUN_ID"]):
-            os._exit(EXIT_BUG)
+        if os.environ.get("TORCHELASTIC_RUN_ID") != str(os.getppid()):
+            del os.environ[LAUNCH]  # `tell` would write into the rank's file
+            raise UserError(
+                f"{LAUNCH}: is set, but the launcher did not start this process. "
+                "Unset it, or start the process with env=tk.without_launcher(os.environ)."
+            )
 
 
 def report(message: str, label: str = "error: ") -> None:

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.experts.parallel.nodes import launched_world
+from toolkit.errors import reading
+from toolkit.experts.parallel.nodes import launched_world, number_of_launcher
 
 LAUNCH = "TOOLKIT_LAUNCH"
 """Folder of one launch by `--num-processes` or `--max-restarts`, set in its ranks."""
@@ -62,6 +63,7 @@ def stopped_at_once(run_dir: Path | None, folder: Path) -> str:
     return f"stopped by Ctrl-C: {lost}; {command_to_continue(run_dir, folder)} to continue."
 
 
+@reading(RESTARTED, "Unset it.")
 def past_restarts() -> list[str]:
     """Return why the ranks of this run were restarted, oldest first; empty at the first start.
 
@@ -69,10 +71,11 @@ def past_restarts() -> list[str]:
     """
     if RESTARTED in os.environ:
         return list(json.loads(os.environ[RESTARTED])["reasons"])
-    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    count = number_of_launcher("TORCHELASTIC_RESTART_COUNT") or 0
     return ["a process failed, and its launcher restarted all."] * count
 
 
+@reading(RESTARTED, "Unset it.")
 def folder_to_continue() -> Path | None:
     """Return the folder of the run that `--max-restarts` restarted, or None."""
     folder = json.loads(os.environ[RESTARTED])["folder"] if RESTARTED in os.environ else None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from toolkit.errors import UserError, require
 from toolkit.experts.parallel.nodes import launched_world, number_of_launcher, ranks_per_node
 from toolkit.run.config.run import RunConfig
-from toolkit.run.launch.restarts import LAUNCH, RESTARTED
+from toolkit.run.launch.restarts import LAUNCH, RESTARTED, past_restarts
 
 OF_A_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_"),
@@ -24,6 +24,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 def check_world(config: RunConfig) -> None:
     """Raise UserError unless the world size matches `config` and each process has its own device."""
+    past_restarts()  # raises for wrong variables
     for plugin in ("DEEPSPEED", "MEGATRON_LM"):
         if is_set(f"ACCELERATE_USE_{plugin}"):
             raise UserError(
@@ -36,7 +37,6 @@ def check_world(config: RunConfig) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         number_of_launcher(name, most=world - 1)
     number_of_launcher("MASTER_PORT", most=65535)
-    number_of_launcher("TORCHELASTIC_RESTART_COUNT")
     if "RANK" in os.environ and world > 1 and LAUNCH not in os.environ and "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR: is not set. Set the address of rank 0 on every rank, or use torchrun.")
     remedy = f"the launcher started {world}: leave it out, or make the two numbers equal"

@@ -46,6 +46,8 @@ HOOKS = (
     "on_exception",
     "on_fit_end",
 )
+OF_A_STEP = {"data", "step", "callbacks"}
+"""Phases of `Trainer.enter` from one step to the next, which share one clock."""
 
 
 class Callback:

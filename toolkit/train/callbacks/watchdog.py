@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import EXIT_BUG
 from toolkit.run.folder import write_text
 from toolkit.run.launch.exits import end_from_a_thread
-from toolkit.train.callbacks.base import Callback
+from toolkit.train.callbacks.base import OF_A_STEP, Callback
 
 if TYPE_CHECKING:
     from toolkit.train.trainer import Trainer
 
-OF_A_STEP = ("data", "step")
-"""The phases of a trainer that are alike each time; evaluations, saves and callbacks may take longer."""
 STEPS_OF_LIMIT, LEAST_LIMIT_S = 20, 120.0
 LEARN_STEPS = 5
 """Steps before the median counts: the first ones compile, and fill caches."""
@@ -49,20 +47,19 @@ class Report:
 
 
 class Watchdog(Callback):
-    """Ends all ranks (exit code 1) when a step, or the wait for its data, takes longer than `limit_s` seconds.
+    """Ends all ranks (exit code 1) when the next step does not begin within `limit_s` seconds.
 
-    By default the limit is 20 times the median of the run's own steps, at least two minutes and at most `longest_s`, as
-    for the first steps. That is also the limit of what callbacks, a batch of an evaluation and a save take. At the
-    limit a thread of the rank writes its Python stacks to `hang/` in the run's folder, where those of other ranks see
-    it and write theirs. The lowest rank that is late says which ranks do not answer, or where each is. Costs the
-    training thread two readings of the clock a step. A process that was suspended as a whole, or is in a debugger, is
-    not hung. `Run.finish` is watched too; between `fit` and that it is the caller's turn, without a limit.
+    By default the limit is 20 times the median step, at least two minutes and at most `longest_s`, as for the first
+    steps. A step includes its data and all callbacks. An evaluation batch, a save, and the end of training do not
+    count, and may take `longest_s` each. At the limit a thread of the rank writes its Python stacks to `hang/` in the
+    run's folder, where those of other ranks see it and write theirs. The lowest rank that is late says which ranks do
+    not answer, or where each is. A process that was suspended as a whole, or is in a debugger, is not hung.
+    `Run.finish` is watched too; between `fit` and that it is the caller's turn, without a limit.
     """
 
     def __init__(self, *, limit_s: float | None = None, longest_s: float = 600.0):
         self.limit_s, self.longest_s = limit_s, longest_s
         self._seconds: deque[float] = deque(maxlen=101)
-        self._ended = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -87,11 +84,8 @@ class Watchdog(Callback):
         self._thread.start()
         trainer.run.watch(trainer.enter, self._end)
 
-    def on_step_start(self, trainer: Trainer, micro_batches: list[Any]) -> None:  # noqa: ARG002
-        self._ended = time.monotonic()
-
-    def on_step_end(self, trainer: Trainer) -> None:  # noqa: ARG002
-        self._seconds.append(time.monotonic() - self._ended)
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._seconds.append(time.monotonic() - trainer.phase_began)
 
     def _end(self, *_: Any, **__: Any) -> None:
         if self._thread is not None:
