@@ -83,7 +83,7 @@ def write_vllm(folder: Path, settings: dict[str, Any]) -> Path:
     return folder / "vllm"
 
 
-@pytest.mark.parametrize("settings", [{}, {"peft_version": "0.15.2"}])
+@pytest.mark.parametrize("settings", [{}, {"peft_version": "0.15.2"}, {"use_rslora": True}])
 def test_convert_of_handwritten_vllm_file_writes_expected_values(settings: dict[str, Any], tmp_path: Path):
     source, at = write_vllm(tmp_path, settings), "base_model.model.model.layers.0.mlp.experts"
     convert(source, tmp_path / "peft", "peft", tmp_path / "base")
@@ -94,7 +94,10 @@ def test_convert_of_handwritten_vllm_file_writes_expected_values(settings: dict[
     assert fused[f"{at}.lora_A.weight"].shape == (6, 6)
     assert stacked[f"{at}.gate_up_proj.lora_B.weight"][2, :, 0].tolist() == 6 * [3] + 6 * [13]
     assert [value.shape for value in stacked.values() if value.shape[1] == 4] == [(3, 4, 2)]
-    assert json.loads((tmp_path / "peft" / SETTINGS).read_text())["target_parameters"] == MATRICES
+    assert (written := settings_of(tmp_path / "peft"))["target_parameters"] == sorted(MATRICES)
+    assert settings_of(tmp_path / "sglang")["lora_alpha"] == written["lora_alpha"]
+    assert written["lora_alpha"] / 2 == pytest.approx(4 / 2 ** (0.5 if settings.get("use_rslora") else 1), rel=1e-15)
+    assert not written.get("use_rslora")
     assert not audit(tmp_path / "peft").findings
 
 
@@ -128,9 +131,10 @@ def test_convert_keeps_adapters_of_shared_experts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, "use_dora"),
+        *(({name: True}, f"{name} is not known") for name in ("use_dora", "use_qalora", "fan_in_fan_out", "a_new_one")),
+        *(({"init_lora_weights": name}, "init_lora_weights") for name in ("pissa", "olora", "loftq", "corda")),
         ({"bias": "all"}, "bias"),
-        ({"modules_to_save": ["mlp.gate"]}, "modules_to_save"),
+        *(({name: [1]}, name) for name in ("modules_to_save", "alora_invocation_tokens", "arrow_config")),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"peft_version": "0.18.0"}, "an old version of PEFT"),
         ({"lora_B_layout": "grouped_by_expert"}, "another order of experts"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -23,16 +24,15 @@ from toolkit.integrations.peft import layouts
 from toolkit.integrations.transformers.compat import names_of_separate_experts
 from toolkit.progress_bar import progress
 
-NOT_CONVERTED = (
-    "alpha_pattern",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "trainable_token_indices",
-    "use_dora",
-)
-"""Settings that some layout cannot express."""
+CONVERTED = {
+    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"),
+    *("layers_to_transform", "lora_B_layout", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),
+    *("peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "target_parameters"),
+    *("task_type", "use_rslora"),
+}
+"""Settings of PEFT 0.21 that name, place, scale or start adapters. Others have to be off."""
+OFF: dict[str, Any] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva")}
+"""Further values, of which none changes the base model or what adapters compute."""
 
 
 class LoRA(NamedTuple):
@@ -68,8 +68,9 @@ class Base:
 def convert(source: Path, target: Path, to: str, base: Path | None = None) -> int:
     """Write the adapters in `source` to the new folder `target`, in another layout.
 
-    Each expert's update, `scaling * lora_B @ lora_A`, stays the same: the written folder is read again, and its scaling
-    and both matrices of each expert have to be bitwise equal.
+    Each expert's update, `scaling * lora_B @ lora_A`, stays the same: the written folder is read again, and both
+    matrices of each expert have to be bitwise equal. The scaling is compared by the rule of the program that reads it.
+    `use_rslora` is folded into `lora_alpha`, because SGLang does not read it.
 
     Args:
         source: A folder with `adapter_config.json` and `adapter_model.safetensors`, in any layout.
@@ -110,6 +111,8 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in others}
     leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
     names = layouts.in_order(name for _, name in adapters)
+    if files.settings.use_rslora:
+        settings |= {"lora_alpha": files.settings.lora_alpha * math.sqrt(files.settings.r), "use_rslora": False}
     if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
         raise UserError(
             f"target_parameters: {foreign[0]!r} is not a parameter of experts. Use it with the program that wrote it."
@@ -134,21 +137,35 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
                 for both in zip(pair, again[key], strict=True)
             ):
                 raise AssertionError(f"{key}: the adapters changed")
-        assert written.settings.scaling == files.settings.scaling
+        scaling = scaling_of(written.settings.model_dump(), to)
+        assert math.isclose(scaling, files.settings.scaling, rel_tol=1e-15), f"scaling {scaling}"
     except BaseException:
         shutil.rmtree(target)
         raise
     return sum(len(pair.a_ERI) for pair in adapters.values())
 
 
+def scaling_of(settings: Mapping[str, Any], server: str) -> float:
+    """Return the factor of updates by the rule of PEFT 0.21.2, vLLM 0.24 (`PEFTHelper`) or SGLang (`LoRAAdapter`).
+
+    SGLang does not read `use_rslora` (sgl-project/sglang#40835).
+    """
+    rank = settings["r"]
+    scaling: float = settings["lora_alpha"] / (
+        math.sqrt(rank) if settings["use_rslora"] and server != "sglang" else rank
+    )
+    return scaling
+
+
 def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any]) -> None:
     path = files.folder / layouts.CONFIG
     if files.problems:
         raise UserError(f"{files.folder}: {files.problems[0]}. Save the adapters again.")
-    unknown = [name for name in NOT_CONVERTED if settings.get(name)]
-    unknown += ["bias"] if settings.get("bias", "none") != "none" else []
-    if unknown:
-        raise UserError(f"{path}: has {unknown[0]}, which is not converted. Use it with the program that wrote it.")
+    unknown = {name: value for name, value in settings.items() if value and name not in CONVERTED}
+    if not_off := [name for name, value in unknown.items() if value not in OFF.get(name, ())]:
+        raise UserError(
+            f"{path}: {not_off[0]} is not known to leave adapters as they are. Use it with the program that wrote it."
+        )
     if isinstance(settings.get("target_modules"), str):
         raise UserError(f"{path}: target_modules is a pattern, and other layouts need names. List the modules there.")
 
