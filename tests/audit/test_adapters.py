@@ -11,7 +11,18 @@ from safetensors.torch import load_file
 
 from benchmarks.support.families import EXPERTS, model_of
 from benchmarks.support.processes import run_distributed
-from tests.audit.adapters import WEIGHTS, Edit, Tensors, changed, delete, rename, replace, save_adapter
+from tests.audit.adapters import (
+    WEIGHTS,
+    Edit,
+    Tensors,
+    changed,
+    delete,
+    order_by_expert,
+    rename,
+    replace,
+    save_adapter,
+    swap_sides,
+)
 from tests.integrations.peft.models import add_adapters
 from tests.integrations.transformers.training import prepare, train_step
 from toolkit.audit import checks
@@ -85,9 +96,8 @@ EDITS: dict[str, list[Edit]] = {
     "gate_up_proj.lora_A is zero in expert(s) 1-7": [by_expert("lora_A", keep(0)), by_expert("lora_B", keep(0))],
     "lora_B is zero in every expert": [zero("experts", "lora_B")],
     "down_proj.lora_B is zero in expert(s) 5": [by_expert("lora_B", keep(0, 1, 2, 3, 4, 6, 7))],
-    "norms are not those of what the ranks had": [
-        replace("experts", "lora_B", by=lambda b: b.view(len(b), -1, EXPERTS).mT.reshape(len(b), -1))
-    ],
+    "norms are not those of what the ranks had": [order_by_expert],
+    "experts has inputs and outputs swapped": [swap_sides],
     "experts are in another order than the ranks had": [by_expert("lora_A", swap), by_expert("lora_B", swap)],
     "expert(s) 4-7 repeats a matrix of expert(s) 0-3": [
         replace("experts", "lora_A", by=lambda a: torch.cat([a[: len(a) // 2]] * 2))
@@ -103,7 +113,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "was 16 in training, and is 1 by adapter_config.json": {"lora_alpha": 4},
     "was 16 in training, and is 32": {"use_rslora": True},
     "another order of experts than PEFT": {"lora_B_layout": "grouped_by_expert"},  # written by Unsloth
-    "inputs and outputs of experts swapped": {"peft_version": "0.18.1"},
     "which rank 3 does not divide": {"r": 3},
 }
 

@@ -9,7 +9,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.audit.adapters import SETTINGS, WEIGHTS, Edit, Tensors, changed, delete, rename, replace, save_adapter
+from tests.audit.adapters import (
+    SETTINGS,
+    WEIGHTS,
+    Edit,
+    Tensors,
+    changed,
+    delete,
+    order_by_expert,
+    rename,
+    replace,
+    save_adapter,
+    swap_sides,
+)
 from tests.integrations.peft.models import MATRICES
 from toolkit.audit import convert as conversion
 from toolkit.audit.checks import audit
@@ -101,13 +113,42 @@ def test_convert_of_handwritten_vllm_file_writes_expected_values(settings: dict[
     assert not audit(tmp_path / "peft").findings
 
 
-def test_convert_reads_stacked_tensors_under_peft_names(layouts: Path, tmp_path: Path):
-    stack = (
-        replace("experts", "lora_A", by=lambda a: a.view(8, 4, -1)),
-        replace("experts", "lora_B", by=lambda b: b.view(len(b), 4, 8)),
-    )
-    convert(changed(layouts / "peft", tmp_path / "stacked", *stack), tmp_path / "peft", "peft")
+def stack(tensors: Tensors) -> None:
+    replace("experts", "lora_A", by=lambda a: a.view(8, 4, -1))(tensors)
+    replace("experts", "lora_B", by=lambda b: b.view(len(b), 4, 8))(tensors)
+
+
+@pytest.mark.parametrize(
+    ("edits", "settings", "found"),
+    [
+        ([stack], {}, []),
+        ([swap_sides], {"peft_version": "0.18.0"}, ["inputs and outputs swapped"]),
+        ([swap_sides], {"peft_version": None}, ["inputs and outputs swapped"]),  # NeMo AutoModel
+        ([order_by_expert], {}, ["another order of experts"]),
+        ([order_by_expert], {"lora_B_layout": "grouped_by_expert"}, ["another order of experts"]),
+        ([swap_sides, order_by_expert], {}, ["inputs and outputs swapped", "another order of experts"]),
+    ],
+)
+def test_convert_reads_files_of_other_programs(
+    edits: list[Edit], settings: dict[str, Any], found: list[str], layouts: Path, tmp_path: Path
+):
+    source = changed(layouts / "peft", tmp_path / "source", *edits, **settings)
+    findings = [each.message for each in audit(source).findings]
+    assert len(findings) == len(found)
+    assert all(part in message for part, message in zip(found, findings, strict=True))
+    convert(source, tmp_path / "peft", "peft")
     assert (tmp_path / "peft" / WEIGHTS).read_bytes() == (layouts / "peft" / WEIGHTS).read_bytes()
+    assert not audit(tmp_path / "peft").findings
+
+
+def test_convert_asks_for_the_order_of_experts_that_values_do_not_show(layouts: Path, tmp_path: Path):
+    random = replace("experts", "lora_B", by=torch.randn_like)
+    source = changed(layouts / "peft", tmp_path / "random", random)
+    assert any("order of experts in lora_B is not checked" in fact for fact in audit(source).facts)
+    with pytest.raises(UserError, match="Set lora_B_layout to 'rank_major'"):
+        convert(source, tmp_path / "vllm", "vllm", layouts / "base")
+    told = changed(source, tmp_path / "told", lora_B_layout="rank_major")
+    assert convert(told, tmp_path / "vllm", "vllm", layouts / "base") == 2 * 2 * 8
 
 
 def test_convert_keeps_adapters_that_differ_by_layer(tmp_path: Path):
@@ -136,8 +177,6 @@ def test_convert_keeps_adapters_of_shared_experts(tmp_path: Path):
         ({"bias": "all"}, "bias"),
         *(({name: [1]}, name) for name in ("modules_to_save", "alora_invocation_tokens", "arrow_config")),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"peft_version": "0.18.0"}, "an old version of PEFT"),
-        ({"lora_B_layout": "grouped_by_expert"}, "another order of experts"),
         ({"target_modules": ".*q_proj"}, "target_modules is a pattern"),
         ({"target_parameters": [*MATRICES, "q_proj.weight"]}, "'q_proj.weight' is not a parameter of experts"),
         ({"target_parameters": [MATRICES[0]]}, "has 2 adapters for 1 target_parameters"),

@@ -505,6 +505,8 @@ def _check_adapters(
         yield Finding("values", said, tensors)
     for check, message in checkpoint.differences():
         yield Finding(check, message, [])
+    if checkpoint.order is None:
+        yield "the order of experts in lora_B is not checked, because its values do not show it"
     if layers:
         ranks = "the ranks in adapter_config.json" if checkpoint.has_patterns else f"rank {checkpoint.settings.r}"
         recorded = ", as the ranks had them at saving" if checkpoint.has_record else ""

@@ -122,9 +122,11 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     if to != "peft":
         linears = [linear for name in names for linear in (family.linears[name] if to == "vllm" else [name])]
         targets += [name for name in linears if name not in targets]
-    elif files.settings.model_copy(update=settings).is_swapped:
+    elif (files.settings.version or (0,)) < layouts.OLDEST_LAYOUT:
         settings["peft_version"] = ".".join(map(str, layouts.OLDEST_LAYOUT))
     settings["target_modules"] = targets
+    if files.settings.lora_B_layout:
+        settings["lora_B_layout"] = layouts.PEFT_ORDER
     target.mkdir(parents=True)
     try:
         save_file(others | dict(_in_layout(adapters, to, family)), target / layouts.WEIGHTS, metadata={"format": "pt"})
@@ -165,6 +167,11 @@ def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any]) -> No
     if not_off := [name for name, value in unknown.items() if value not in OFF.get(name, ())]:
         raise UserError(
             f"{path}: {not_off[0]} is not known to leave adapters as they are. Use it with the program that wrote it."
+        )
+    if files.order is None:
+        raise UserError(
+            f"{path}: the order of experts in lora_B cannot be told from its values. Set lora_B_layout to "
+            f"{layouts.PEFT_ORDER!r} (PEFT, Unsloth since September 2026) or {layouts.EXPERT_ORDER!r} (older Unsloth)."
         )
     if isinstance(settings.get("target_modules"), str):
         raise UserError(f"{path}: target_modules is a pattern, and other layouts need names. List the modules there.")
