@@ -88,3 +88,9 @@ def swap_sides(tensors: Tensors) -> None:
 def order_by_expert(tensors: Tensors) -> None:
     """Write `lora_B` of experts as Unsloth before September 2026 does, with 8 experts."""
     replace("experts", "lora_B", by=lambda b: b.view(len(b), -1, EXPERTS).mT.flatten(1))(tensors)
+
+
+def share(tensors: Tensors) -> None:
+    """Let all experts share the outer matrices, as Megatron-Bridge writes them for SGLang."""
+    for name in [name for name in tensors if "gate_up_proj.lora_A" in name or "down_proj.lora_B" in name]:
+        tensors[name] = tensors[name][:1].clone()

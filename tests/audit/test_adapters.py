@@ -1,5 +1,6 @@
 """Audits of adapters, with faults that users of other stacks reported."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ from tests.audit.adapters import (
     rename,
     replace,
     save_adapter,
+    share,
     swap_sides,
 )
 from tests.integrations.peft.models import add_adapters
 from tests.integrations.transformers.training import prepare, train_step
 from toolkit.audit import checks
-from toolkit.audit.convert import convert
 from toolkit.audit.tensors import open_checkpoint
 from toolkit.integrations.transformers import causal_lm, save_pretrained
 
@@ -63,7 +64,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", ["peft", "vllm", "sglang"])
 def test_audit_of_saved_adapters_finds_nothing(layout: str, saved: Path, tmp_path: Path, toolkit: Any):
-    convert(saved / "adapter", tmp_path / layout, layout, saved / "base")
+    words = (
+        "adapter",
+        "convert",
+        saved / "adapter",
+        tmp_path / layout,
+        "--to",
+        layout,
+        "--base",
+        saved / "base",
+        "--json",
+    )
+    written = {"target": str(tmp_path / layout), "layout": layout, "updates": 2 * 2 * EXPERTS}
+    assert toolkit(*words) == (0, json.dumps(written) + "\n")
     code, text = toolkit("audit", tmp_path / layout, "--against", saved / "base")
     assert (code, "finding" in text) == (0, False)
     assert "2 layers fit the base" in text
@@ -177,11 +190,6 @@ def test_audit_of_planted_fault_in_layout_reports_experts_and_tensors(
     written = {*load_file(tmp_path / "faulty" / WEIGHTS)}
     assert any(name.endswith(f"{tensor}.weight") for each in reported for name in each.tensors)
     assert all(name in written for each in found for name in each.tensors)
-
-
-def share(tensors: Tensors) -> None:
-    for name in [name for name in tensors if "gate_up_proj.lora_A" in name or "down_proj.lora_B" in name]:
-        tensors[name] = tensors[name][:1].clone()
 
 
 def separate_experts(tensors: Tensors) -> None:

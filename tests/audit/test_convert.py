@@ -1,6 +1,7 @@
 """Conversion of expert adapters between the layouts of PEFT, vLLM and SGLang."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.audit.adapters import (
     rename,
     replace,
     save_adapter,
+    share,
     swap_sides,
 )
 from tests.integrations.peft.models import MATRICES
@@ -76,6 +78,77 @@ def test_converted_adapters_merge_to_weights_merged_by_peft(saved: Path, tmp_pat
             names = [f"{at}.{expert}.{linear}" for linear in linears[name.rpartition(".")[2]]]
             update = torch.cat([adapters[f"{n}.lora_B.weight"] @ adapters[f"{n}.lora_A.weight"] for n in names])
             torch.testing.assert_close(own + 2.0 * update, merged[name][expert], rtol=1e-12, atol=1e-12)
+
+
+LINEAR = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "weight": "w2"}
+
+
+def updates(folder: Path) -> dict[str, Tensor]:
+    """Return the update (8, outputs, inputs) of each linear layer of experts, by the rule that all servers share."""
+    tensors, settings = load_file(folder / WEIGHTS), json.loads((folder / SETTINGS).read_text())
+    assert not settings.get("use_rslora")
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for name, a in sorted(tensors.items()):
+        if "lora_A" in name:
+            b, (module, _, tail) = tensors[name.replace("lora_A", "lora_B")], name.partition(".experts.")
+            linear, at = tail.split(".lora_A")[0].split(".")[-1], module.replace("block_sparse_moe", "mlp")
+            if linear in ("base_layer", "weight"):
+                a, b = a.view(8, -1, a.shape[1]), b.view(len(b), -1, 8).permute(2, 0, 1)
+            update = settings["lora_alpha"] / settings["r"] * (b @ a)
+            names = ("w1", "w3") if linear in ("base_layer", "gate_up_proj") else (LINEAR.get(linear, linear),)
+            for key, part in zip(names, update.chunk(len(names), -2), strict=True):
+                found[f"{at}.{key}"].append(part)
+    return {name: torch.stack(values).squeeze(0) for name, values in found.items()}
+
+
+def to_tinker(tensors: Tensors) -> None:
+    """Split the two halves of a shared outer adapter, which get different lora_A."""
+    for name in [name for name in tensors if ".gate_up_proj." in name]:
+        value = tensors.pop(name)
+        parts = (value, 1 - value) if "lora_A" in name else value.chunk(2, 1)
+        tensors |= {name.replace("gate_up_proj", of): part for of, part in zip(("w1", "w3"), parts, strict=True)}
+    rename(".down_proj.", ".w2.")(tensors)
+
+
+def differ(tensors: Tensors) -> None:
+    """Give gate and up projections different lora_A, as with a module for each expert."""
+    for linear in (".up_proj.", ".w3."):
+        replace(linear, "lora_A", by=lambda a: 1 - a)(tensors)
+
+
+SOURCES: dict[str, tuple[str, list[Edit]]] = {
+    "PEFT": ("peft", []),
+    "vLLM": ("vllm", []),
+    "SGLang": ("sglang", []),
+    "Megatron-Bridge": ("sglang", [share]),
+    "Tinker": ("sglang", [share, to_tinker]),
+    "modules": ("vllm", [differ]),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_convert_keeps_updates_of_each_layout_in_each_other(source: str, saved: Path, tmp_path: Path):
+    layout, edits = SOURCES[source]
+    if layout != "peft":
+        convert(saved / "peft", tmp_path / layout, layout, saved / "base")
+    given = changed(saved / "peft" if layout == "peft" else tmp_path / layout, tmp_path / "given", *edits)
+    for to in ("peft", "vllm", "sglang"):
+        convert(given, tmp_path / f"to {to}", to, saved / "base")
+        torch.testing.assert_close(updates(tmp_path / f"to {to}"), updates(given), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["peft", "sglang"])
+def test_convert_of_unequal_ranks_of_nemo_writes_one_rank(layout: str, layouts: Path, tmp_path: Path):
+    """The attention has rank 8, and each of two chosen experts rank 4 and thus twice the scaling."""
+    wider = [
+        replace("q_proj.lora_A", by=lambda a: torch.cat([a, 0 * a])),
+        replace("q_proj.lora_B", by=lambda b: torch.cat([2 * b, b], 1)),
+    ]
+    given = changed(layouts / layout, tmp_path / "given", *wider, r=8)
+    (given / "automodel_peft_config.json").write_text(json.dumps({"moe_rank_scaling": True}))
+    convert(given, tmp_path / "vllm", "vllm", layouts / "base")
+    torch.testing.assert_close(updates(tmp_path / "vllm"), updates(layouts / "peft"), rtol=1e-12, atol=1e-12)
+    assert {value.shape[0] for name, value in load_file(tmp_path / "vllm" / WEIGHTS).items() if "lora_A" in name} == {8}
 
 
 def write_vllm(folder: Path, settings: dict[str, Any]) -> Path:
@@ -176,7 +249,8 @@ def test_convert_keeps_adapters_of_shared_experts(tmp_path: Path):
         *(({"init_lora_weights": name}, "init_lora_weights") for name in ("pissa", "olora", "loftq", "corda")),
         ({"bias": "all"}, "bias"),
         *(({name: [1]}, name) for name in ("modules_to_save", "alora_invocation_tokens", "arrow_config")),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "has rank 4 instead of 2"),
+        ({"rank_pattern": {r"layers\.[01].*": 2}}, "is not a suffix"),
         ({"target_modules": ".*q_proj"}, "target_modules is a pattern"),
         ({"target_parameters": [*MATRICES, "q_proj.weight"]}, "'q_proj.weight' is not a parameter of experts"),
         ({"target_parameters": [MATRICES[0]]}, "has 2 adapters for 1 target_parameters"),
@@ -218,7 +292,6 @@ A, B = "gate_up_proj.lora_A", "gate_up_proj.lora_B"
 @pytest.mark.parametrize(
     ("layout", "edit", "message"),
     [
-        ("vllm", replace("layers.1.mlp.experts.2.up_proj.lora_A", by=lambda a: a + 1), "different lora_A"),
         ("vllm", rename(".down_proj.", ".out_proj."), "adapters of out_proj, which the base does not have"),
         ("vllm", delete(".experts.7."), "not all of 8 experts"),
         ("vllm", delete("layers.1", ".3.up_proj.lora_B"), "up_proj: not all of 8 experts"),
@@ -226,11 +299,11 @@ A, B = "gate_up_proj.lora_A", "gate_up_proj.lora_B"
         ("vllm", delete(".experts."), "has no adapters of experts"),
         ("vllm", halve_rank, "not all experts have one type and the rank 4"),
         ("vllm", replace(f"{DOWN_2}.lora_B", by=to_float8), "down_proj: not all experts have one type"),
-        ("vllm", replace(".up_proj.", by=to_float8), "different lora_A or types"),
+        ("vllm", replace(".up_proj.", by=to_float8), "different types"),
         ("vllm", add_bias, "not all of 8 experts"),
         ("sglang", delete("layers.1", "down_proj.lora_B"), "down_proj: not all of 8 experts"),
         ("sglang", replace(B, by=lambda b: b[:, 1:]), "do not fit gate_up_proj"),
-        ("sglang", replace(A, by=lambda a: a[:1]), "gate_up_proj: not all of 8 experts"),
+        ("sglang", replace(A, by=lambda a: a[:2]), "gate_up_proj: not all of 8 experts"),
     ],
 )
 def test_convert_of_unsupported_tensors_exits_with_one_line(
@@ -245,13 +318,16 @@ def test_convert_of_unsupported_tensors_exits_with_one_line(
     assert not target.exists()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "message"), [("gpt_oss", "vLLM reads PEFT's layout"), ("nemotron_h", "do not fit gate_up_proj")]
-)
-def test_convert_with_another_base_raises(model_type: str, message: str, layouts: Path, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_experts": 8}))
-    with pytest.raises(UserError, match=message):
+def test_convert_with_another_base_raises(layouts: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron_h", "num_experts": 8}))
+    with pytest.raises(UserError, match="do not fit gate_up_proj"):
         convert(layouts / "peft", tmp_path / "out", "vllm", tmp_path)
+
+
+def test_convert_for_vllm_of_a_family_with_stacked_adapters_keeps_layout_of_peft(layouts: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_experts": 8}))
+    convert(layouts / "peft", tmp_path / "vllm", "vllm", tmp_path)
+    assert (tmp_path / "vllm" / WEIGHTS).read_bytes() == (layouts / "peft" / WEIGHTS).read_bytes()
 
 
 def test_convert_to_existing_folder_raises(layouts: Path):

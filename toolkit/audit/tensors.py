@@ -237,7 +237,7 @@ class AdapterFiles(Checkpoint):
                     if shape and module in self.swapped:
                         matrix, shape = layouts.TRANSPOSED[matrix], (shape[0], *shape[:0:-1])
                     if shape and match["matrix"] == "lora_B" and len(each.shape) == 2:
-                        self._columns[key] = self.settings.rank(at)
+                        self._columns[key] = self.rank(at)
                     self._list(f"{at}.{matrix}", key, each._replace(shape=shape) if shape else None)
             elif match := layouts.LISTED.fullmatch(key):
                 self._list("{module}.{expert}.{linear}.{matrix}".format(**match.groupdict()), key, each)
@@ -262,10 +262,24 @@ class AdapterFiles(Checkpoint):
         return is_swapped
 
     def _shape_of_experts(self, key: str, parameter: str, matrix: str, listed: Listed) -> tuple[int, ...] | None:
-        rank = self.settings.rank(parameter)
+        rank = self.rank(parameter)
         if (shape := layouts.shape_of_experts(listed.shape, matrix, rank)) is None:
             self.problems.append(f"{key} has shape {listed.shape}, which rank {rank} does not divide")
         return shape
+
+    @cached_property
+    def _chosen(self) -> int:
+        """Experts of a token if NeMo AutoModel divided the rank of experts by them, else 1."""
+        path = self.folder / layouts.NEMO
+        if not path.exists() or not read_json(path).get("moe_rank_scaling"):
+            return 1
+        if not isinstance(chosen := self.config.get("num_experts_per_tok"), int):
+            raise UserError(f"{path}: divides the rank by num_experts_per_tok of the base. Give the base's folder.")
+        return chosen
+
+    def rank(self, parameter: str) -> int:
+        """Return the rank of the adapters of a parameter of experts."""
+        return max(1, self.settings.rank(parameter) // self._chosen)
 
     @cached_property
     def order(self) -> str | None:
@@ -301,7 +315,7 @@ class AdapterFiles(Checkpoint):
             return self._files.rows(layouts.WEIGHTS, self.keys[name], begin, end)
         if self._last[0] != name:
             whole = self._files.rows(layouts.WEIGHTS, self.keys[name], 0, sys.maxsize)
-            rank = self.settings.rank(name.rpartition(".")[0])
+            rank = self.rank(name.rpartition(".")[0])
             value = layouts.of_experts(whole, match["matrix"], rank, self.order)
             self._last = name, value.mT.contiguous() if match["module"] in self.swapped else value
         return self._last[1][begin:end]
@@ -331,7 +345,7 @@ class AdapterFiles(Checkpoint):
                 reordered = torch.allclose(then_E.sort().values, now_E.sort().values, rtol=SAME)
                 said = "experts are in another order than" if reordered else "norms are not those of what"
                 yield "order" if reordered else "values", f"{name}: {said} the ranks had at saving"
-        scaling = self.settings.scaling
+        scaling = self.settings.scaling(self.settings.r)
         changed = {name for name, then in scalings.items() if abs(then - scaling) > SAME * abs(then)}
         if changed and not self.has_patterns:
             yield (

@@ -33,6 +33,8 @@ from torch import Tensor
 from toolkit.experts.layer.stack import RowsInFiles, stacked
 
 WEIGHTS, CONFIG, RECORD = "adapter_model.safetensors", "adapter_config.json", "adapter_record.json"
+NEMO = "automodel_peft_config.json"
+"""Settings of NeMo AutoModel next to PEFT's."""
 OLDEST_LAYOUT = (0, 19, 1)
 """Earlier PEFT versions swap inputs and outputs of most stacked parameters."""
 PREFIX = "base_model.model."
@@ -80,10 +82,9 @@ class AdapterSettings(BaseModel):
         }
         return next((rank for suffix, rank in suffixes.items() if f".{name}".endswith(f".{suffix}")), self.r)
 
-    @property
-    def scaling(self) -> float:
-        """Factor of an adapter without a pattern of its own."""
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+    def scaling(self, rank: int) -> float:
+        """Return the factor of an adapter of `rank` without an alpha of its own."""
+        return self.lora_alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
     def version(self) -> tuple[int, ...] | None:
@@ -146,18 +147,27 @@ def order_of_columns(values: Iterable[tuple[Tensor, int]]) -> str | None:
         values: Each `lora_B` of stacked experts with its rank.
     """
     alike: dict[str, list[Tensor]] = {PEFT_ORDER: [], EXPERT_ORDER: []}
+    is_shared = False
     for value, rank in values:
-        for order, found in alike.items() if value.shape[1] > rank > 1 and value.double().any() else ():
+        found = {}
+        for order in alike if value.shape[1] > rank > 1 and value.double().any() else ():
             b_EOr = of_experts(value.double(), "lora_B", rank, order)
             products_Err = b_EOr.mT @ b_EOr
             squares_Er = products_Err.diagonal(dim1=1, dim2=2)
-            tiny = 1e-18 * float(squares_Er.max())  # columns of zeros are alike
-            largest_Err = torch.maximum(squares_Er[:, None], squares_Er[..., None]) + tiny
-            found.append((((products_Err + tiny) / largest_Err).square().sum((1, 2)) - rank) / (rank * (rank - 1)))
+            likeness_Err = (products_Err / torch.maximum(squares_Er[:, None], squares_Er[..., None])).square()
+            likeness_Err.diagonal(dim1=1, dim2=2).zero_()
+            pairs_E = (likeness_Err > 0).sum((1, 2))  # others have a column of zeros, or no common rows
+            found[order] = (likeness_Err.nansum((1, 2)) / pairs_E)[pairs_E > 0]
+            if (likeness_Err > 1 - 1e-12).any():  # experts share it, so that columns of different experts are alike
+                is_shared = True
+                found.clear()
+                break
+        for order, likeness_E in found.items():
+            alike[order].append(likeness_E)
     if not alike[PEFT_ORDER]:
-        return PEFT_ORDER
+        return None if is_shared else PEFT_ORDER
     peft_E, expert_E = map(torch.cat, alike.values())
-    error = ((peft_E.var() + expert_E.var()) / len(peft_E)).sqrt()
+    error = (peft_E.var() / len(peft_E) + expert_E.var() / len(expert_E)).sqrt()
     difference = peft_E.mean() - expert_E.mean()
     if not difference.abs() > SURE * error:
         return None
