@@ -10,20 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.audit.adapters import (
-    SETTINGS,
-    WEIGHTS,
-    Edit,
-    Tensors,
-    changed,
-    delete,
-    order_by_expert,
-    rename,
-    replace,
-    save_adapter,
-    share,
-    swap_sides,
-)
+from tests.audit import adapters
+from tests.audit.adapters import SETTINGS, WEIGHTS, Edit, Tensors, changed, delete, rename, replace, save_adapter
 from tests.integrations.peft.models import MATRICES
 from toolkit.audit import convert as conversion
 from toolkit.audit.checks import audit
@@ -31,13 +19,8 @@ from toolkit.audit.convert import convert
 from toolkit.errors import UserError
 from toolkit.integrations.transformers import causal_lm
 
-LINEARS = {
-    "qwen3_moe": ("mlp", {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}),
-    "mixtral": ("block_sparse_moe", {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
-}
 
-
-@pytest.fixture(scope="module", params=LINEARS)
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     state = save_adapter(folder, request.param).merge_and_unload().state_dict()
@@ -65,21 +48,6 @@ def test_convert_round_trip_is_bitwise_identical(first: str, second: str, saved:
     assert settings_of(tmp_path / "back") == settings_of(source)
 
 
-def test_converted_adapters_merge_to_weights_merged_by_peft(saved: Path, tmp_path: Path):
-    convert(saved / "peft", tmp_path / "vllm", "vllm", saved / "base")
-    base, merged = causal_lm(saved / "base").double(), load_file(saved / "merged")
-    adapters = load_file(tmp_path / "vllm" / WEIGHTS)
-    module, linears = LINEARS[base.config.model_type]
-    for name, weight in base.state_dict().items():
-        if ".experts." not in name:
-            continue
-        at = f"base_model.model.{name.rpartition('.')[0]}".replace(".mlp.", f".{module}.")
-        for expert, own in enumerate(weight):
-            names = [f"{at}.{expert}.{linear}" for linear in linears[name.rpartition(".")[2]]]
-            update = torch.cat([adapters[f"{n}.lora_B.weight"] @ adapters[f"{n}.lora_A.weight"] for n in names])
-            torch.testing.assert_close(own + 2.0 * update, merged[name][expert], rtol=1e-12, atol=1e-12)
-
-
 LINEAR = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "weight": "w2"}
 
 
@@ -101,6 +69,14 @@ def updates(folder: Path) -> dict[str, Tensor]:
     return {name: torch.stack(values).squeeze(0) for name, values in found.items()}
 
 
+def test_updates_are_those_that_peft_merges(saved: Path):
+    base, found = causal_lm(saved / "base").double().state_dict(), updates(saved / "peft")
+    for name, merged in load_file(saved / "merged").items():
+        module, linears = name.rpartition(".experts.")[0], ("w2",) if "down_proj" in name else ("w1", "w3")
+        update = torch.cat([found[f"base_model.model.{module}.{linear}"] for linear in linears], 1)
+        torch.testing.assert_close(base[name] + update, merged, rtol=1e-12, atol=1e-12)
+
+
 def to_tinker(tensors: Tensors) -> None:
     """Split the two halves of a shared outer adapter, which get different lora_A."""
     for name in [name for name in tensors if ".gate_up_proj." in name]:
@@ -120,8 +96,8 @@ SOURCES: dict[str, tuple[str, list[Edit]]] = {
     "PEFT": ("peft", []),
     "vLLM": ("vllm", []),
     "SGLang": ("sglang", []),
-    "Megatron-Bridge": ("sglang", [share]),
-    "Tinker": ("sglang", [share, to_tinker]),
+    "Megatron-Bridge": ("sglang", [adapters.share]),
+    "Tinker": ("sglang", [adapters.share, to_tinker]),
     "modules": ("vllm", [differ]),
 }
 
@@ -151,39 +127,12 @@ def test_convert_of_unequal_ranks_of_nemo_writes_one_rank(layout: str, layouts: 
     assert {value.shape[0] for name, value in load_file(tmp_path / "vllm" / WEIGHTS).items() if "lora_A" in name} == {8}
 
 
-def write_vllm(folder: Path, settings: dict[str, Any]) -> Path:
-    """Write adapters of three experts in vLLM's layout, filled with expert numbers."""
-    at, tensors = "base_model.model.model.layers.0.mlp.experts", {}
-    for expert in range(3):
-        for linear, inputs, outputs in (("gate_proj", 4, 6), ("up_proj", 4, 6), ("down_proj", 6, 4)):
-            side = 10.0 if linear == "up_proj" else 0.0
-            tensors[f"{at}.{expert}.{linear}.lora_A.weight"] = torch.full((2, inputs), 1.0 + expert)
-            tensors[f"{at}.{expert}.{linear}.lora_B.weight"] = torch.full((outputs, 2), side + 1 + expert)
-    (folder / "base").mkdir()
-    (folder / "base" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 3}))
-    (folder / "vllm").mkdir()
-    save_file(tensors, folder / "vllm" / WEIGHTS)
-    usual = {"r": 2, "lora_alpha": 4, "target_modules": ["gate_proj", "up_proj", "down_proj"]}
-    (folder / "vllm" / SETTINGS).write_text(json.dumps(usual | settings))
-    return folder / "vllm"
-
-
-@pytest.mark.parametrize("settings", [{}, {"peft_version": "0.15.2"}, {"use_rslora": True}])
-def test_convert_of_handwritten_vllm_file_writes_expected_values(settings: dict[str, Any], tmp_path: Path):
-    source, at = write_vllm(tmp_path, settings), "base_model.model.model.layers.0.mlp.experts"
-    convert(source, tmp_path / "peft", "peft", tmp_path / "base")
-    convert(source, tmp_path / "sglang", "sglang", tmp_path / "base")
-    fused, stacked = load_file(tmp_path / "peft" / WEIGHTS), load_file(tmp_path / "sglang" / WEIGHTS)
-    assert fused[f"{at}.base_layer.lora_A.weight"][:, 0].tolist() == [1, 1, 2, 2, 3, 3]
-    assert fused[f"{at}.base_layer.lora_B.weight"][:, :4].tolist() == 6 * [[1, 2, 3, 1]] + 6 * [[11, 12, 13, 11]]
-    assert fused[f"{at}.lora_A.weight"].shape == (6, 6)
-    assert stacked[f"{at}.gate_up_proj.lora_B.weight"][2, :, 0].tolist() == 6 * [3] + 6 * [13]
-    assert [value.shape for value in stacked.values() if value.shape[1] == 4] == [(3, 4, 2)]
-    assert (written := settings_of(tmp_path / "peft"))["target_parameters"] == sorted(MATRICES)
-    assert settings_of(tmp_path / "sglang")["lora_alpha"] == written["lora_alpha"]
-    assert written["lora_alpha"] / 2 == pytest.approx(4 / 2 ** (0.5 if settings.get("use_rslora") else 1), rel=1e-15)
-    assert not written.get("use_rslora")
-    assert not audit(tmp_path / "peft").findings
+@pytest.mark.parametrize("to", ["peft", "vllm", "sglang"])
+def test_convert_folds_rslora_into_alpha(to: str, layouts: Path, tmp_path: Path):
+    given = changed(layouts / "peft", tmp_path / "given", use_rslora=True)
+    convert(given, tmp_path / to, to, layouts / "base")
+    doubled = {name: 2 * value for name, value in updates(layouts / "peft").items()}
+    torch.testing.assert_close(updates(tmp_path / to), doubled, rtol=1e-12, atol=1e-12)
 
 
 def stack(tensors: Tensors) -> None:
@@ -195,11 +144,15 @@ def stack(tensors: Tensors) -> None:
     ("edits", "settings", "found"),
     [
         ([stack], {}, []),
-        ([swap_sides], {"peft_version": "0.18.0"}, ["inputs and outputs swapped"]),
-        ([swap_sides], {"peft_version": None}, ["inputs and outputs swapped"]),  # NeMo AutoModel
-        ([order_by_expert], {}, ["another order of experts"]),
-        ([order_by_expert], {"lora_B_layout": "grouped_by_expert"}, ["another order of experts"]),
-        ([swap_sides, order_by_expert], {}, ["inputs and outputs swapped", "another order of experts"]),
+        ([adapters.swap_sides], {"peft_version": "0.18.0"}, ["inputs and outputs swapped"]),
+        ([adapters.swap_sides], {"peft_version": None}, ["inputs and outputs swapped"]),  # NeMo AutoModel
+        ([adapters.order_by_expert], {}, ["another order of experts"]),
+        ([adapters.order_by_expert], {"lora_B_layout": "grouped_by_expert"}, ["another order of experts"]),
+        (
+            [adapters.swap_sides, adapters.order_by_expert],
+            {},
+            ["inputs and outputs swapped", "another order of experts"],
+        ),
     ],
 )
 def test_convert_reads_files_of_other_programs(
@@ -224,22 +177,23 @@ def test_convert_asks_for_the_order_of_experts_that_values_do_not_show(layouts: 
     assert convert(told, tmp_path / "vllm", "vllm", layouts / "base") == 2 * 2 * 8
 
 
-def test_convert_keeps_adapters_that_differ_by_layer(tmp_path: Path):
-    targets = ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
-    save_adapter(tmp_path, "qwen3_moe", target_parameters=targets)
-    convert(tmp_path / "peft", tmp_path / "vllm", "vllm", tmp_path / "base")
-    assert convert(tmp_path / "vllm", tmp_path / "back", "peft", tmp_path / "base") == 2 * 8
-    assert (tmp_path / "back" / WEIGHTS).read_bytes() == (tmp_path / "peft" / WEIGHTS).read_bytes()
-    assert settings_of(tmp_path / "back")["target_parameters"] == [f"model.{name}" for name in targets]
+BY_LAYER = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
 
 
-def test_convert_keeps_adapters_of_shared_experts(tmp_path: Path):
-    save_adapter(tmp_path, "qwen2_moe", target_modules=["q_proj", "gate_proj"])
+@pytest.mark.parametrize(
+    ("family", "targets", "expected"),
+    [
+        ("qwen3_moe", {"target_parameters": BY_LAYER}, ["down_proj", "gate_proj", "q_proj", "up_proj"]),
+        ("qwen2_moe", {"target_modules": ["q_proj", "gate_proj"]}, ["down_proj", "gate_proj", "q_proj", "up_proj"]),
+    ],
+)
+def test_convert_keeps_targets(family: str, targets: Any, expected: list[str], tmp_path: Path):
+    save_adapter(tmp_path, family, **targets)
     convert(tmp_path / "peft", tmp_path / "vllm", "vllm", tmp_path / "base")
     convert(tmp_path / "vllm", tmp_path / "back", "peft", tmp_path / "base")
     assert (tmp_path / "back" / WEIGHTS).read_bytes() == (tmp_path / "peft" / WEIGHTS).read_bytes()
     assert settings_of(tmp_path / "back") == settings_of(tmp_path / "peft")
-    assert settings_of(tmp_path / "vllm")["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    assert settings_of(tmp_path / "vllm")["target_modules"] == expected
 
 
 @pytest.mark.parametrize(
@@ -256,10 +210,6 @@ def test_convert_keeps_adapters_of_shared_experts(tmp_path: Path):
         ({"target_parameters": [MATRICES[0]]}, "has 2 adapters for 1 target_parameters"),
         ({"r": 8}, "not all of 8 experts"),
         ({"r": 3}, "rank 3 does not divide"),
-        ({"r": 10**9}, "r: Input should be less than"),
-        ({"r": True}, "r: Input should be a valid integer"),
-        ({"lora_alpha": float("nan")}, "lora_alpha"),
-        ({"target_parameters": 5}, "target_parameters: Input should be a valid list"),
     ],
 )
 def test_convert_with_unsupported_settings_raises(
@@ -324,7 +274,7 @@ def test_convert_with_another_base_raises(layouts: Path, tmp_path: Path):
         convert(layouts / "peft", tmp_path / "out", "vllm", tmp_path)
 
 
-def test_convert_for_vllm_of_a_family_with_stacked_adapters_keeps_layout_of_peft(layouts: Path, tmp_path: Path):
+def test_convert_for_stacked_family_of_vllm_keeps_layout_of_peft(layouts: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_experts": 8}))
     convert(layouts / "peft", tmp_path / "vllm", "vllm", tmp_path)
     assert (tmp_path / "vllm" / WEIGHTS).read_bytes() == (layouts / "peft" / WEIGHTS).read_bytes()
