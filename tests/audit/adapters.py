@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.support.families import model_of
+from benchmarks.support.families import EXPERTS, model_of
 from tests.integrations.peft.models import MATRICES, add_adapters
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -29,6 +30,13 @@ def save_adapter(folder: Path, family: str, **settings: Any) -> Any:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_()
+        if (
+            ".experts." in name and "lora_A" in name
+        ):  # the columns of an expert are alike, also where A and B are swapped
+            rank = len(parameter) // EXPERTS
+            parameter.data += torch.randn(EXPERTS, parameter.shape[1]).repeat_interleave(rank, 0)
+        elif ".experts." in name and "lora_B" in name:
+            parameter.data += torch.randn(len(parameter), EXPERTS).repeat(1, parameter.shape[1] // EXPERTS)
     model.save_pretrained(folder / "peft")
     return model
 
@@ -66,3 +74,23 @@ def rename(old: str, new: str) -> Edit:
             tensors[name.replace(old, new)] = tensors.pop(name)
 
     return edit
+
+
+def swap_sides(tensors: Tensors) -> None:
+    """Write adapters of experts as PEFT before 0.19.1 does: of transposed matrices, with 8 experts."""
+    for key in [key for key in tensors if "experts" in key and "lora_A" in key]:
+        other = key.replace("lora_A", "lora_B")
+        a, b = tensors[key], tensors[other]
+        tensors[key] = b.view(len(b), -1, EXPERTS).permute(2, 1, 0).flatten(0, 1)
+        tensors[other] = a.view(EXPERTS, -1, a.shape[1]).permute(2, 1, 0).flatten(1)
+
+
+def order_by_expert(tensors: Tensors) -> None:
+    """Write `lora_B` of experts as Unsloth before September 2026 does, with 8 experts."""
+    replace("experts", "lora_B", by=lambda b: b.view(len(b), -1, EXPERTS).mT.flatten(1))(tensors)
+
+
+def share(tensors: Tensors) -> None:
+    """Let all experts share the outer matrices, as Megatron-Bridge writes them for SGLang."""
+    for name in [name for name in tensors if "gate_up_proj.lora_A" in name or "down_proj.lora_B" in name]:
+        tensors[name] = tensors[name][:1].clone()

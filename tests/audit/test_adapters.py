@@ -1,5 +1,6 @@
 """Audits of adapters, with faults that users of other stacks reported."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from safetensors.torch import load_file
 
 from benchmarks.support.families import EXPERTS, model_of
 from benchmarks.support.processes import run_distributed
+from tests.audit import adapters
 from tests.audit.adapters import WEIGHTS, Edit, Tensors, changed, delete, rename, replace, save_adapter
 from tests.integrations.peft.models import add_adapters
 from tests.integrations.transformers.training import prepare, train_step
 from toolkit.audit import checks
-from toolkit.audit.convert import convert
 from toolkit.audit.tensors import open_checkpoint
 from toolkit.integrations.transformers import causal_lm, save_pretrained
 
@@ -52,7 +53,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", ["peft", "vllm", "sglang"])
 def test_audit_of_saved_adapters_finds_nothing(layout: str, saved: Path, tmp_path: Path, toolkit: Any):
-    convert(saved / "adapter", tmp_path / layout, layout, saved / "base")
+    words = ["adapter", "convert", saved / "adapter", tmp_path / layout, "--to", layout, "--json"]
+    written = {"target": str(tmp_path / layout), "layout": layout, "updates": 2 * 2 * EXPERTS}
+    assert toolkit(*words, "--base", saved / "base") == (0, json.dumps(written) + "\n")
     code, text = toolkit("audit", tmp_path / layout, "--against", saved / "base")
     assert (code, "finding" in text) == (0, False)
     assert "2 layers fit the base" in text
@@ -83,27 +86,14 @@ def swap(rows: torch.Tensor) -> torch.Tensor:
 
 EDITS: dict[str, list[Edit]] = {
     "gate_up_proj.lora_A is zero in expert(s) 1-7": [by_expert("lora_A", keep(0)), by_expert("lora_B", keep(0))],
-    "lora_B is zero in every expert": [zero("experts", "lora_B")],
-    "down_proj.lora_B is zero in expert(s) 5": [by_expert("lora_B", keep(0, 1, 2, 3, 4, 6, 7))],
-    "norms are not those of what the ranks had": [
-        replace("experts", "lora_B", by=lambda b: b.view(len(b), -1, EXPERTS).mT.reshape(len(b), -1))
-    ],
+    "norms are not those of what the ranks had": [adapters.order_by_expert],
     "experts are in another order than the ranks had": [by_expert("lora_A", swap), by_expert("lora_B", swap)],
-    "expert(s) 4-7 repeats a matrix of expert(s) 0-3": [
-        replace("experts", "lora_A", by=lambda a: torch.cat([a[: len(a) // 2]] * 2))
-    ],
     "layers.0.mlp.experts has 1 adapters for 2 target_parameters": [delete("experts.lora_")],
-    "has NaN in expert(s) 7": [
-        replace("experts", "lora_A", by=lambda a: a.index_fill(0, torch.tensor(len(a) - 1), torch.nan))
-    ],
-    "has lora_A or lora_B alone in expert(s) 4-7": [replace("experts", "lora_A", by=lambda a: a[: len(a) // 2])],
     "does not begin with base_model.model.": [rename("base_model.model.", "module.base_model.model.")],
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "was 16 in training, and is 1 by adapter_config.json": {"lora_alpha": 4},
     "was 16 in training, and is 32": {"use_rslora": True},
-    "another order of experts than PEFT": {"lora_B_layout": "grouped_by_expert"},  # written by Unsloth
-    "inputs and outputs of experts swapped": {"peft_version": "0.18.1"},
     "which rank 3 does not divide": {"r": 3},
 }
 
@@ -170,11 +160,6 @@ def test_audit_of_planted_fault_in_layout_reports_experts_and_tensors(
     assert all(name in written for each in found for name in each.tensors)
 
 
-def share(tensors: Tensors) -> None:
-    for name in [name for name in tensors if "gate_up_proj.lora_A" in name or "down_proj.lora_B" in name]:
-        tensors[name] = tensors[name][:1].clone()
-
-
 def separate_experts(tensors: Tensors) -> None:
     for name in [name for name in tensors if ".experts." in name]:
         value, (head, tail) = tensors.pop(name), name.split(".experts.")
@@ -182,7 +167,7 @@ def separate_experts(tensors: Tensors) -> None:
             tensors[f"{head}.experts.{tail.replace('_proj.', f'_projs.{expert}.')}"] = row.clone()
 
 
-@pytest.mark.parametrize("edits", [[], [share], [separate_experts]])
+@pytest.mark.parametrize("edits", [[], [adapters.share], [separate_experts]])
 def test_audit_of_shared_and_separate_matrices_finds_nothing(edits: list[Edit], layouts: Path, tmp_path: Path):
     found = checks.audit(changed(layouts / "sglang", tmp_path / "other", *edits), layouts / "base")
     assert not found.findings

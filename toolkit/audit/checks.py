@@ -480,7 +480,7 @@ def _check_adapters(
     trained, zeros = False, []
     for layer, matrices in layers.items():
         for name, pair in _pairs(matrices).items():
-            rank = checkpoint.settings.rank(f"{layer}.{name}")
+            rank = checkpoint.rank(f"{layer}.{name}")
             shared = [each for each in pair.values() if checkpoint.ids.get(f"{layer}.{each.name}")]
             experts = [set(pair[matrix].places if matrix in pair else ()) for matrix in ("lora_A", "lora_B")]
             halves = sorted(experts[0] ^ experts[1]) if not shared or len(pair) < 2 else []
@@ -505,6 +505,8 @@ def _check_adapters(
         yield Finding("values", said, tensors)
     for check, message in checkpoint.differences():
         yield Finding(check, message, [])
+    if checkpoint.order is None:
+        yield "the order of experts in lora_B is not checked, because its values do not show it"
     if layers:
         ranks = "the ranks in adapter_config.json" if checkpoint.has_patterns else f"rank {checkpoint.settings.r}"
         recorded = ", as the ranks had them at saving" if checkpoint.has_record else ""

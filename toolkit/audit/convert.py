@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -16,34 +17,50 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from toolkit.audit.experts import Matrix, count_experts, find_matrices, value_of
-from toolkit.audit.tensors import AdapterFiles, read_json
+from toolkit.audit.tensors import AdapterFiles, read_json, read_settings
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import as_in_files
 from toolkit.integrations.peft import layouts
 from toolkit.integrations.transformers.compat import names_of_separate_experts
 from toolkit.progress_bar import progress
 
-NOT_CONVERTED = (
-    "alpha_pattern",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "trainable_token_indices",
-    "use_dora",
-)
-"""Settings that some layout cannot express."""
+CONVERTED = {
+    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"),
+    *("layers_to_transform", "lora_B_layout", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),
+    *(
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "target_parameters",
+    ),
+    *("task_type", "use_rslora"),
+}
+"""Settings of PEFT 0.21 that name, place, scale or start adapters. Others have to be off."""
+OFF: dict[str, Any] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva")}
+"""Further values, of which none changes the base model or what adapters compute."""
+
+
+VLLM_STACKED = {"gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl_moe"}
+"""Families whose adapters vLLM 0.24 reads in PEFT's layout (`is_3d_moe_weight`); it reads others by expert."""
+TINKER = {"gate_up_proj": ["w1", "w3"], "down_proj": ["w2"]}
+"""Tinker's linear layers, stacked in all families, by the parameter that they are parts of."""
 
 
 class LoRA(NamedTuple):
-    """Low-rank update of one parameter: A (E, r, I) and B (E, O, r)."""
+    """Low-rank update: A (E, r, I) and B (E, O, r), or (r, I) and (O, r), and the factor of their product."""
 
-    a_ERI: Tensor
-    b_EOR: Tensor
+    a: Tensor
+    b: Tensor
+    scaling: float
 
 
-Adapters = dict[tuple[str, str], LoRA]
-"""By experts module and parameter, such as `("base_model.model.model.layers.0.mlp.experts", "down_proj")`."""
+Adapters = dict[tuple[str, str], list[LoRA]]
+"""Those of the linear layers of a parameter, or one of all of them, by experts module and parameter, such as
+`("base_model.model.model.layers.0.mlp.experts", "down_proj")`."""
 
 
 class Base:
@@ -68,8 +85,9 @@ class Base:
 def convert(source: Path, target: Path, to: str, base: Path | None = None) -> int:
     """Write the adapters in `source` to the new folder `target`, in another layout.
 
-    Each expert's update, `scaling * lora_B @ lora_A`, stays the same: the written folder is read again, and its scaling
-    and both matrices of each expert have to be bitwise equal.
+    Each expert's update, `scaling * lora_B @ lora_A`, stays the same: the written folder is read again, and both
+    matrices of each expert have to be bitwise equal. The scaling is compared by the rule of the program that reads it.
+    `use_rslora` is folded into `lora_alpha`, because SGLang does not read it.
 
     Args:
         source: A folder with `adapter_config.json` and `adapter_model.safetensors`, in any layout.
@@ -86,77 +104,144 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     Example:
         >>> convert(Path("adapter"), Path("adapter-vllm"), "vllm", base=Path("base"))
     """
-    files = AdapterFiles(source, {})
-    settings = files.settings.model_dump(exclude_unset=True)
+    settings = read_settings(source).model_dump(exclude_unset=True)
+    family = Base(_config_of(base, settings))
+    files = AdapterFiles(source, family.config)
     _require_convertible(files, settings)
     if target.exists():
         raise UserError(f"target={str(target)!r}: exists. Give a new folder.")
     matrices = list(find_matrices(files).values())
-    family = Base(_config_of(base, settings) if base or to == "vllm" or any(map(_is_separate, matrices)) else {})
-    if to == "vllm" and not family.linears:
-        raise UserError(
-            f"to='vllm': {family.config.get('model_type')} has no linear layers of experts. vLLM reads PEFT's layout."
-        )
+    layout = "peft" if to == "vllm" and family.config.get("model_type") in VLLM_STACKED else to
+    if not family.linears and (layout == "vllm" or any(map(_is_separate, matrices))):
+        raise UserError("base: has no config.json of a family with linear layers. Give the folder of the base model.")
     adapters = _read(files, matrices, family)
-    if to == "vllm" and (
+    if layout == "vllm" and (
         unfit := [
             name
-            for (_, name), pair in adapters.items()
-            if not (of := family.linears.get(name)) or pair.b_EOR.shape[1] % len(of)
+            for (_, name), parts in adapters.items()
+            if not (of := family.linears.get(name)) or (len(parts) == 1 and parts[0].b.shape[1] % len(of))
         ]
     ):
         raise UserError(f"base: its linear layers do not fit {unfit[0]}. Give the folder of the adapters' base model.")
+    if layout != "vllm":
+        adapters = {(module, name): [_joined(f"{module}.{name}", parts)] for (module, name), parts in adapters.items()}
     others = {name: files.rows(name, None, 0, sys.maxsize) for name in files.tensors if ".experts." not in name}
+    rank, scaling = _make_uniform(adapters, others, files)
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in others}
     leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
     names = layouts.in_order(name for _, name in adapters)
+    if settings.get("use_rslora") or (rank, scaling) != (files.settings.r, files.settings.scaling(files.settings.r)):
+        settings |= {"r": rank, "lora_alpha": scaling * rank, "use_rslora": False, "rank_pattern": {}}
     if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
         raise UserError(
             f"target_parameters: {foreign[0]!r} is not a parameter of experts. Use it with the program that wrote it."
         )
-    targets = [name for name in settings.get("target_modules") or () if name in adapted or name not in leaves]
-    settings["target_parameters"] = _parameters(adapters, family.config) if to == "peft" else None
-    if to != "peft":
-        linears = [linear for name in names for linear in (family.linears[name] if to == "vllm" else [name])]
+    given = settings.get("target_modules")
+    targets = [name for name in (sorted(adapted) if given is None else given) if name in adapted or name not in leaves]
+    settings["target_parameters"] = _parameters(adapters, family.config) if layout == "peft" else None
+    if layout != "peft":
+        linears = [linear for name in names for linear in (family.linears[name] if layout == "vllm" else [name])]
         targets += [name for name in linears if name not in targets]
-    elif files.settings.model_copy(update=settings).is_swapped:
+    elif (files.settings.version or (0,)) < layouts.OLDEST_LAYOUT:
         settings["peft_version"] = ".".join(map(str, layouts.OLDEST_LAYOUT))
     settings["target_modules"] = targets
+    if files.settings.lora_B_layout:
+        settings["lora_B_layout"] = layouts.PEFT_ORDER
     target.mkdir(parents=True)
     try:
-        save_file(others | dict(_in_layout(adapters, to, family)), target / layouts.WEIGHTS, metadata={"format": "pt"})
+        tensors = others | dict(_in_layout(adapters, layout, family))
+        save_file(tensors, target / layouts.WEIGHTS, metadata={"format": "pt"})
         (target / layouts.CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
-        written = AdapterFiles(target, {})
+        written = AdapterFiles(target, family.config)
+        if written.order != layouts.PEFT_ORDER:
+            text = json.dumps(settings | {"lora_B_layout": layouts.PEFT_ORDER}, indent=2, sort_keys=True)
+            (target / layouts.CONFIG).write_text(text, encoding="utf-8")
+            written = AdapterFiles(target, family.config)
         again = _read(written, find_matrices(written).values(), family)
-        for key, pair in adapters.items():
-            if any(
-                not torch.equal(*(each.view(torch.uint8) for each in both))
-                for both in zip(pair, again[key], strict=True)
-            ):
+        for key, parts in adapters.items():
+            before, after = _joined(key[1], parts), _joined(key[1], again[key])
+            if not _is_same(before.a, after.a) or not _is_same(before.b, after.b):
                 raise AssertionError(f"{key}: the adapters changed")
-        assert written.settings.scaling == files.settings.scaling
+        assert math.isclose(scaling_of(written.settings.model_dump(), to), scaling, rel_tol=1e-15), (
+            "the scaling changed"
+        )
     except BaseException:
         shutil.rmtree(target)
         raise
-    return sum(len(pair.a_ERI) for pair in adapters.values())
+    return sum(len(parts[0].a) for parts in adapters.values())
+
+
+def _is_same(value: Tensor, other: Tensor) -> bool:
+    return torch.equal(value.view(torch.uint8), other.view(torch.uint8))
+
+
+def _make_uniform(adapters: Adapters, others: dict[str, Tensor], files: AdapterFiles) -> tuple[int, float]:
+    """Give all adapters, in place, one rank, by zeros, and one scaling; return both.
+
+    vLLM and SGLang read one rank and one scaling, and no patterns.
+    """
+    pairs = {name: name.replace("lora_A", "lora_B") for name in others if "lora_A" in name}
+    pairs |= {name: name.replace("embedding_A", "embedding_B") for name in others if "lora_embedding_A" in name}
+    found = {a: LoRA(others[a], others[b], files.settings.scaling(len(others[a]))) for a, b in pairs.items()}
+    for name, lora in found.items():
+        if len(lora.a) != (expected := files.settings.rank(name.partition(".lora_")[0])):
+            raise UserError(f"{name}: has rank {len(lora.a)} instead of {expected}. Save the adapters again.")
+    loras = [lora for parts in adapters.values() for lora in parts]
+    rank, scaling = max(lora.a.shape[-2] for lora in [*loras, *found.values()]), loras[0].scaling
+
+    def uniform(lora: LoRA) -> LoRA:
+        lacking, factor = rank - lora.a.shape[-2], lora.scaling / scaling
+        if not lacking and factor == 1:
+            return lora
+        if math.frexp(factor)[0] != 0.5 or min(lora.a.ndim, lora.b.ndim) != max(lora.a.ndim, lora.b.ndim):
+            raise UserError(f"{layouts.CONFIG}: scalings differ by {factor:g}, no power of two. Use its own program.")
+        b = torch.nn.functional.pad(lora.b * factor, (0, lacking))
+        return LoRA(torch.nn.functional.pad(lora.a, (0, 0, 0, lacking)), b, scaling)
+
+    for name, lora in found.items():
+        others[name], others[pairs[name]], _ = uniform(lora)
+    for key, parts in adapters.items():
+        adapters[key] = list(map(uniform, parts))
+    return rank, scaling
+
+
+def scaling_of(settings: Mapping[str, Any], server: str) -> float:
+    """Return the factor of updates by the rule of PEFT 0.21.2, vLLM 0.24 (`PEFTHelper`) or SGLang (`LoRAAdapter`).
+
+    SGLang does not read `use_rslora` (sgl-project/sglang#40835).
+    """
+    rank = settings["r"]
+    scaling: float = settings["lora_alpha"] / (
+        math.sqrt(rank) if settings["use_rslora"] and server != "sglang" else rank
+    )
+    return scaling
 
 
 def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any]) -> None:
     path = files.folder / layouts.CONFIG
     if files.problems:
         raise UserError(f"{files.folder}: {files.problems[0]}. Save the adapters again.")
-    unknown = [name for name in NOT_CONVERTED if settings.get(name)]
-    unknown += ["bias"] if settings.get("bias", "none") != "none" else []
-    if unknown:
-        raise UserError(f"{path}: has {unknown[0]}, which is not converted. Use it with the program that wrote it.")
+    unknown = {name: value for name, value in settings.items() if value and name not in CONVERTED}
+    if not_off := [name for name, value in unknown.items() if value not in OFF.get(name, ())]:
+        raise UserError(
+            f"{path}: {not_off[0]} is not known to leave adapters as they are. Use it with the program that wrote it."
+        )
+    if pattern := next((key for key in settings.get("rank_pattern") or () if re.search(r"[^\w.*^$\\]", key)), None):
+        raise UserError(f"{path}: rank_pattern: {pattern!r} is not a suffix of names. Write one for each suffix.")
+    if files.order is None:
+        raise UserError(
+            f"{path}: the order of experts in lora_B cannot be told from its values. Set lora_B_layout to "
+            f"{layouts.PEFT_ORDER!r} (PEFT, Unsloth since September 2026) or {layouts.EXPERT_ORDER!r} (older Unsloth)."
+        )
     if isinstance(settings.get("target_modules"), str):
         raise UserError(f"{path}: target_modules is a pattern, and other layouts need names. List the modules there.")
 
 
 def _config_of(base: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the base model, empty if its folder is neither given nor on this disk."""
     folder = base or Path(str(settings.get("base_model_name_or_path") or ""))
     path = folder / "config.json"
-    config = read_json(path) if path.exists() else None
+    config = read_json(path) if path.exists() else {} if base is None else None
     if not isinstance(config, dict):
         raise UserError(f"base: {str(folder)!r} has no config.json with settings. Give the folder of the base model.")
     return config
@@ -183,14 +268,16 @@ def _read(files: AdapterFiles, matrices: Iterable[Matrix], base: Base) -> Adapte
     separate: dict[str, dict[str, LoRA]] = defaultdict(dict)
     for (module, name), pair in progress(pairs.items(), "reading adapters"):
         lora = _stacked(files, f"{module}.{name}", pair, count)
-        if _is_separate(pair["lora_A"]):
+        if _is_separate(pair["lora_A"]) or any(name in linears for linears in TINKER.values()):
             separate[base.rename(module, to_files=False)][name] = lora
         else:
-            found[module, name] = lora
+            found[module, name] = [lora]
     for module, loras in separate.items():
-        for parameter, linears in base.linears.items():
+        for parameter, linears in (*base.linears.items(), *TINKER.items()):
             if parts := [loras.pop(linear) for linear in linears if linear in loras]:
-                found[module, parameter] = _joined(f"{module}.{parameter}", parts, len(linears))
+                if len(parts) != len(linears):
+                    raise UserError(f"{module}: not all of its linear layers have adapters. A stack cannot say so.")
+                found[module, parameter] = parts
         if loras:
             raise UserError(
                 f"{module}: has adapters of {min(loras)}, which the base does not have. Give their own base."
@@ -199,45 +286,52 @@ def _read(files: AdapterFiles, matrices: Iterable[Matrix], base: Base) -> Adapte
 
 
 def _stacked(files: AdapterFiles, name: str, pair: Mapping[str, Matrix], count: int) -> LoRA:
-    """Return the adapters of a matrix of `count` experts."""
-    of = [pair[which].places for which in layouts.IN_FILES if which in pair]
+    """Return the adapters of a matrix of `count` experts, also if all experts share A or B."""
+    of = [dict(pair[which].places) for which in layouts.IN_FILES if which in pair]
+    for which, places in zip(layouts.IN_FILES, of, strict=False):
+        if files.ids.get(f"{name}.{which}"):
+            places |= dict.fromkeys(range(count), places[0])
     if len(of) != len(pair) or len(of) < 2 or any(len(each) != count or max(each) != count - 1 for each in of):
         raise UserError(f"{name}: not all of {count:,} experts have lora_A and lora_B. Other layouts need both.")
     values = [[value_of(files, each[expert]) for expert in range(count)] for each in of]
     a, b = ([value.reshape(-1, *value.shape[-1:]) for value in each] for each in values)
-    rank, inputs, outputs = files.settings.r, a[0].shape[-1:], b[0].shape[:1]
+    rank, inputs, outputs = files.rank(name), a[0].shape[-1:], b[0].shape[:1]
     alike = {(x.shape, y.shape, x.dtype, y.dtype) for x, y in zip(a, b, strict=True)}
     if alike != {((rank, *inputs), (*outputs, rank), a[0].dtype, b[0].dtype)}:
         raise UserError(
             f"{name}: not all experts have one type and the rank {rank} of {layouts.CONFIG}. Other layouts need both."
         )
-    return LoRA(torch.stack(a), torch.stack(b))
+    return LoRA(torch.stack(a), torch.stack(b), files.settings.scaling(rank))
 
 
-def _joined(name: str, parts: Sequence[LoRA], count: int) -> LoRA:
-    """Return the adapters of a stacked parameter from those of its `count` linear layers."""
-    if len(parts) != count:
-        raise UserError(f"{name}: not all of its linear layers have adapters. A stacked layout cannot say so.")
-    types = {(part.a_ERI.dtype, part.b_EOR.dtype) for part in parts}
-    if len(types) > 1 or any(
-        not torch.equal(part.a_ERI.view(torch.uint8), parts[0].a_ERI.view(torch.uint8)) for part in parts
-    ):
-        raise UserError(f"{name}: its linear layers have different lora_A or types. A stacked layout has one.")
-    return LoRA(parts[0].a_ERI, torch.cat([each.b_EOR for each in parts], 1))
+def _joined(name: str, parts: Sequence[LoRA]) -> LoRA:
+    """Return the adapters of a stacked parameter from those of its linear layers.
+
+    Layers with different A keep both: the rank is their sum, and B is block-diagonal.
+    """
+    first = parts[0]
+    if any((part.a.dtype, part.b.dtype) != (first.a.dtype, first.b.dtype) for part in parts):
+        raise UserError(f"{name}: its linear layers have different types. A stacked layout has one.")
+    if all(_is_same(part.a, first.a) for part in parts):
+        return LoRA(first.a, torch.cat([part.b for part in parts], 1), first.scaling)
+    b = torch.stack([torch.block_diag(*blocks) for blocks in zip(*(part.b for part in parts), strict=True)])
+    return LoRA(torch.cat([part.a for part in parts], 1), b, first.scaling)
 
 
 def _in_layout(adapters: Adapters, to: str, base: Base) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each tensor of experts in the layout `to`."""
-    for (module, parameter), pair in adapters.items():
+    for (module, parameter), parts in adapters.items():
         if to == "vllm":
             linears, in_files = base.linears[parameter], base.rename(module, to_files=True)
-            for linear, b_EOR in zip(linears, pair.b_EOR.chunk(len(linears), 1), strict=True):
-                for expert, (a_RI, b_OR) in enumerate(zip(pair.a_ERI, b_EOR, strict=True)):
+            if len(parts) < len(linears):
+                parts = [LoRA(parts[0].a, b, parts[0].scaling) for b in parts[0].b.chunk(len(linears), 1)]
+            for linear, part in zip(linears, parts, strict=True):
+                for expert, (a_RI, b_OR) in enumerate(zip(part.a, part.b, strict=True)):
                     yield f"{in_files}.{expert}.{linear}.lora_A.weight", a_RI.clone()
                     yield f"{in_files}.{expert}.{linear}.lora_B.weight", b_OR.clone()
             continue
         later = layouts.in_order(name for other, name in adapters if other == module)[::-1].index(parameter)
-        for (which, form), value in zip(layouts.IN_FILES.items(), pair, strict=True):
+        for (which, form), value in zip(layouts.IN_FILES.items(), parts[0][:2], strict=True):
             if to == "sglang":
                 yield f"{module}.{parameter}.{which}.weight", value
             else:

@@ -106,6 +106,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return RunCheckpoint(find_folder(folder), config)
 
 
+def read_settings(folder: Path) -> layouts.AdapterSettings:
+    """Return the settings of adapters. Raises UserError if they cannot be read."""
+    path = folder / layouts.CONFIG
+    try:
+        return layouts.AdapterSettings.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        name = ".".join(map(str, first["loc"])) or "settings"
+        raise UserError(f"{path}: {name}: {first['msg']}. {REMEDY}") from None
+
+
 def read_json(path: Path) -> Any:
     """Return the value in `path`. Raises UserError if it is not JSON, no regular file or too large."""
     with reading(require_regular(path), REMEDY):
@@ -196,17 +207,13 @@ class AdapterFiles(Checkpoint):
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         super().__init__(folder, config)
-        path = folder / layouts.CONFIG
-        try:
-            self.settings = layouts.AdapterSettings.model_validate(read_json(path))
-        except ValidationError as error:
-            first = error.errors(include_input=False)[0]
-            name = ".".join(map(str, first["loc"])) or "settings"
-            raise UserError(f"{path}: {name}: {first['msg']}. {REMEDY}") from None
+        self.settings = read_settings(folder)
         self._files = _Files(folder)
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
         self.keys: dict[str, str] = {}
         """Name in the file of each tensor."""
+        self._columns: dict[str, int] = {}
+        """Rank by the name in the file of each `lora_B` with two dimensions for all experts."""
         listed = self._files.list(layouts.WEIGHTS)
         fused: dict[str, set[str]] = defaultdict(set)
         for found in filter(None, map(layouts.FUSED.fullmatch, listed)):
@@ -220,11 +227,18 @@ class AdapterFiles(Checkpoint):
         for module in wrong:
             counts = f"{len(fused[module])} adapters for {len(parameters[module])} target_parameters"
             self.problems.append(f"{module} has {counts}")
+        self.swapped = {module for module in fused.keys() - set(wrong) if self._is_swapped(module, parameters, listed)}
+        """Modules whose adapters are of transposed matrices."""
         for key, each in listed.items():
             if match := layouts.FUSED.fullmatch(key):
                 if (module := match["module"]) not in wrong:
                     at = f"{module}.{parameters[module][-1 - match['inner'].count(layouts.INNER)]}"
-                    self._list(f"{at}.{match['matrix']}", key, self._of_experts(key, at, match["matrix"], each))
+                    matrix, shape = match["matrix"], self._shape_of_experts(key, at, match["matrix"], each)
+                    if shape and module in self.swapped:
+                        matrix, shape = layouts.TRANSPOSED[matrix], (shape[0], *shape[:0:-1])
+                    if shape and match["matrix"] == "lora_B" and len(each.shape) == 2:
+                        self._columns[key] = self.rank(at)
+                    self._list(f"{at}.{matrix}", key, each._replace(shape=shape) if shape else None)
             elif match := layouts.LISTED.fullmatch(key):
                 self._list("{module}.{expert}.{linear}.{matrix}".format(**match.groupdict()), key, each)
             elif layouts.STACKED.fullmatch(key) and len(each.shape) != 3:
@@ -233,17 +247,49 @@ class AdapterFiles(Checkpoint):
                 self._list(key.removesuffix(".weight") if ".experts." in key else key, key, each)
         if unread := next((key for key in listed if not key.startswith(layouts.PREFIX)), None):
             self.problems.append(f"{unread} does not begin with {layouts.PREFIX}, so it is not loaded")
-        if self.settings.is_swapped:
-            self.problems.append("an old version of PEFT wrote it, with inputs and outputs of experts swapped")
-        if fused and self.settings.lora_B_layout == "grouped_by_expert":
-            self.problems.append("Unsloth trained it with lora_B in another order of experts than PEFT and vLLM read")
 
-    def _of_experts(self, key: str, parameter: str, matrix: str, listed: Listed) -> Listed | None:
-        rank = self.settings.rank(parameter)
+    def _is_swapped(
+        self, module: str, parameters: Mapping[str, Sequence[str]], listed: Mapping[str, Listed]
+    ) -> bool | None:
+        sizes = {}
+        for depth, name in enumerate(reversed(parameters[module])):
+            at = f"{module}{layouts.INNER * depth}.lora_"
+            if f"{at}A.weight" in listed and f"{at}B.weight" in listed:
+                sizes[name] = listed[f"{at}A.weight"].shape[-1], listed[f"{at}B.weight"].shape[0]
+        is_swapped = self.settings.is_swapped(sizes, self.config.get("hidden_size"))
+        if is_swapped is None:
+            self.problems.append(f"{module} does not show which side is the input: write its peft_version")
+        return is_swapped
+
+    def _shape_of_experts(self, key: str, parameter: str, matrix: str, listed: Listed) -> tuple[int, ...] | None:
+        rank = self.rank(parameter)
         if (shape := layouts.shape_of_experts(listed.shape, matrix, rank)) is None:
             self.problems.append(f"{key} has shape {listed.shape}, which rank {rank} does not divide")
-            return None
-        return listed._replace(shape=shape)
+        return shape
+
+    @cached_property
+    def _chosen(self) -> int:
+        """Experts of a token if NeMo AutoModel divided the rank of experts by them, else 1."""
+        path = self.folder / layouts.NEMO
+        if not path.exists() or not read_json(path).get("moe_rank_scaling"):
+            return 1
+        if not isinstance(chosen := self.config.get("num_experts_per_tok"), int):
+            raise UserError(f"{path}: divides the rank by num_experts_per_tok of the base. Give the base's folder.")
+        return chosen
+
+    def rank(self, parameter: str) -> int:
+        """Return the rank of the adapters of a parameter of experts."""
+        return max(1, self.settings.rank(parameter) // self._chosen)
+
+    @cached_property
+    def order(self) -> str | None:
+        """Order of the columns of PEFT's `lora_B`, None if neither the settings nor its values tell."""
+        if not self._columns or self.has_record or self.settings.lora_B_layout:
+            return self.settings.lora_B_layout or layouts.PEFT_ORDER
+        columns = (
+            (self._files.rows(layouts.WEIGHTS, key, 0, sys.maxsize), rank) for key, rank in self._columns.items()
+        )
+        return layouts.order_of_columns(columns)
 
     def _list(self, name: str, key: str, listed: Listed | None) -> None:
         if listed is None:
@@ -269,12 +315,18 @@ class AdapterFiles(Checkpoint):
             return self._files.rows(layouts.WEIGHTS, self.keys[name], begin, end)
         if self._last[0] != name:
             whole = self._files.rows(layouts.WEIGHTS, self.keys[name], 0, sys.maxsize)
-            rank = self.settings.rank(name.rpartition(".")[0])
-            self._last = name, layouts.of_experts(whole, match["matrix"], rank)
+            rank = self.rank(name.rpartition(".")[0])
+            value = layouts.of_experts(whole, match["matrix"], rank, self.order)
+            self._last = name, value.mT.contiguous() if match["module"] in self.swapped else value
         return self._last[1][begin:end]
 
     def differences(self) -> Iterator[tuple[str, str]]:
-        """Yield check and message for each difference from the record of the ranks, which `save_pretrained` writes."""
+        """Yield check and message for each difference from PEFT's layout, and from the record of `save_pretrained`."""
+        remedy = "`toolkit adapter convert --to peft` repairs it"
+        if self.swapped:
+            yield "files", f"{min(self.swapped)} has inputs and outputs swapped, as before PEFT 0.19.1: {remedy}"
+        if self.order == layouts.EXPERT_ORDER:
+            yield "files", f"lora_B has another order of experts than PEFT and vLLM read, as old Unsloth: {remedy}"
         if not self.has_record:
             return
         record = read_json(self.folder / layouts.RECORD)
@@ -293,7 +345,7 @@ class AdapterFiles(Checkpoint):
                 reordered = torch.allclose(then_E.sort().values, now_E.sort().values, rtol=SAME)
                 said = "experts are in another order than" if reordered else "norms are not those of what"
                 yield "order" if reordered else "values", f"{name}: {said} the ranks had at saving"
-        scaling = self.settings.scaling
+        scaling = self.settings.scaling(self.settings.r)
         changed = {name for name, then in scalings.items() if abs(then - scaling) > SAME * abs(then)}
         if changed and not self.has_patterns:
             yield (

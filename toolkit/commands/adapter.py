@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +21,15 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("folder", type=Path, help="with adapter_config.json and adapter_model.safetensors")
     command.add_argument("target", type=Path, help="folder to make")
     command.add_argument("--to", choices=("peft", "vllm", "sglang"), required=True, help="layout")
-    command.add_argument(
-        "--base", type=Path, help="folder of the base model, for vllm (default: that of adapter_config.json)"
-    )
+    command.add_argument("--base", type=Path, help="folder of the base model (default: that of adapter_config.json)")
+    command.add_argument("--json", action="store_true", help="print the target, the layout and the updates as JSON")
     args = parser.parse_args(argv)
 
     from toolkit.audit.convert import convert
 
     count = convert(args.folder, args.target, args.to, args.base)
+    if args.json:
+        sys.stdout.write(json.dumps({"target": str(args.target), "layout": args.to, "updates": count}) + "\n")
+        return EXIT_DONE
     sys.stdout.write(f"{args.target}: updates of {count:,} experts in the layout of {args.to}, bitwise equal\n")
     return EXIT_DONE
