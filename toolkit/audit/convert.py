@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,25 +25,32 @@ from toolkit.integrations.transformers.compat import names_of_separate_experts
 from toolkit.progress_bar import progress
 
 CONVERTED = {
-    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"),
-    *("layers_to_transform", "lora_B_layout", "lora_alpha", "lora_dropout", "megatron_core", "peft_type"),
-    *(
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "target_parameters",
-    ),
-    *("task_type", "use_rslora"),
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_B_layout",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+    "use_rslora",
 }
 """Settings of PEFT 0.21 that name, place, scale or start adapters. Others have to be off."""
 OFF: dict[str, Any] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva")}
 """Further values, of which none changes the base model or what adapters compute."""
-
-
 VLLM_STACKED = {"gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl_moe"}
 """Families whose adapters vLLM 0.24 reads in PEFT's layout (`is_3d_moe_weight`); it reads others by expert."""
 TINKER = {"gate_up_proj": ["w1", "w3"], "down_proj": ["w2"]}
@@ -127,48 +134,65 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
         adapters = {(module, name): [_joined(f"{module}.{name}", parts)] for (module, name), parts in adapters.items()}
     others = {name: files.rows(name, None, 0, sys.maxsize) for name in files.tensors if ".experts." not in name}
     rank, scaling = _make_uniform(adapters, others, files)
-    adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in others}
-    leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
-    names = layouts.in_order(name for _, name in adapters)
     if settings.get("use_rslora") or (rank, scaling) != (files.settings.r, files.settings.scaling(files.settings.r)):
         settings |= {"r": rank, "lora_alpha": scaling * rank, "use_rslora": False, "rank_pattern": {}}
-    if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
-        raise UserError(
-            f"target_parameters: {foreign[0]!r} is not a parameter of experts. Use it with the program that wrote it."
-        )
-    given = settings.get("target_modules")
-    targets = [name for name in (sorted(adapted) if given is None else given) if name in adapted or name not in leaves]
-    settings["target_parameters"] = _parameters(adapters, family.config) if layout == "peft" else None
-    if layout != "peft":
-        linears = [linear for name in names for linear in (family.linears[name] if layout == "vllm" else [name])]
-        targets += [name for name in linears if name not in targets]
-    elif (files.settings.version or (0,)) < layouts.OLDEST_LAYOUT:
+    leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
+    settings |= _targets(settings, adapters, others, leaves, layout, family)
+    if layout == "peft" and (files.settings.version or (0,)) < layouts.OLDEST_LAYOUT:
         settings["peft_version"] = ".".join(map(str, layouts.OLDEST_LAYOUT))
-    settings["target_modules"] = targets
     if files.settings.lora_B_layout:
         settings["lora_B_layout"] = layouts.PEFT_ORDER
     target.mkdir(parents=True)
     try:
-        tensors = others | dict(_in_layout(adapters, layout, family))
-        save_file(tensors, target / layouts.WEIGHTS, metadata={"format": "pt"})
-        (target / layouts.CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
-        written = AdapterFiles(target, family.config)
-        if written.order != layouts.PEFT_ORDER:
-            text = json.dumps(settings | {"lora_B_layout": layouts.PEFT_ORDER}, indent=2, sort_keys=True)
-            (target / layouts.CONFIG).write_text(text, encoding="utf-8")
-            written = AdapterFiles(target, family.config)
+        written = _write(target, settings, others | dict(_in_layout(adapters, layout, family)), family)
         again = _read(written, find_matrices(written).values(), family)
         for key, parts in adapters.items():
             before, after = _joined(key[1], parts), _joined(key[1], again[key])
             if not _is_same(before.a, after.a) or not _is_same(before.b, after.b):
                 raise AssertionError(f"{key}: the adapters changed")
-        assert math.isclose(scaling_of(written.settings.model_dump(), to), scaling, rel_tol=1e-15), (
-            "the scaling changed"
-        )
+        if not math.isclose(scaling_of(written.settings.model_dump(), to), scaling, rel_tol=1e-15):
+            raise AssertionError("the scaling changed")
     except BaseException:
         shutil.rmtree(target)
         raise
     return sum(len(parts[0].a) for parts in adapters.values())
+
+
+def _targets(
+    settings: Mapping[str, Any],
+    adapters: Adapters,
+    others: Iterable[str],
+    leaves: Collection[str],
+    layout: str,
+    family: Base,
+) -> dict[str, Any]:
+    """Return the settings that name what is adapted; `leaves` are the names of adapted experts' parameters."""
+    if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
+        raise UserError(
+            f"target_parameters: {foreign[0]!r} is not a parameter of experts. Use it with the program that wrote it."
+        )
+    adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in others}
+    given = settings.get("target_modules")
+    targets = [name for name in (sorted(adapted) if given is None else given) if name in adapted or name not in leaves]
+    if layout == "peft":
+        return {"target_parameters": _parameters(adapters, family.config), "target_modules": targets}
+    names = layouts.in_order(name for _, name in adapters)
+    linears = [linear for name in names for linear in (family.linears[name] if layout == "vllm" else [name])]
+    targets += [name for name in linears if name not in targets]
+    return {"target_parameters": None, "target_modules": targets}
+
+
+def _write(target: Path, settings: Mapping[str, Any], tensors: dict[str, Tensor], family: Base) -> AdapterFiles:
+    """Write the files of adapters, and return them as they are read. The order of experts is named where values do not
+    tell it."""
+    save_file(tensors, target / layouts.WEIGHTS, metadata={"format": "pt"})
+    for order in ({}, {"lora_B_layout": layouts.PEFT_ORDER}):
+        text = json.dumps({**settings, **order}, indent=2, sort_keys=True)
+        (target / layouts.CONFIG).write_text(text, encoding="utf-8")
+        written = AdapterFiles(target, family.config)
+        if written.order == layouts.PEFT_ORDER:
+            break
+    return written
 
 
 def _is_same(value: Tensor, other: Tensor) -> bool:
@@ -210,11 +234,8 @@ def scaling_of(settings: Mapping[str, Any], server: str) -> float:
 
     SGLang does not read `use_rslora` (sgl-project/sglang#40835).
     """
-    rank = settings["r"]
-    scaling: float = settings["lora_alpha"] / (
-        math.sqrt(rank) if settings["use_rslora"] and server != "sglang" else rank
-    )
-    return scaling
+    is_rooted = settings["use_rslora"] and server != "sglang"
+    return float(settings["lora_alpha"] / settings["r"] ** (0.5 if is_rooted else 1))
 
 
 def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any]) -> None:
