@@ -130,7 +130,8 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in others}
     leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
     names = layouts.in_order(name for _, name in adapters)
-    if settings.get("use_rslora") or (rank, scaling) != (files.settings.r, files.settings.scaling(files.settings.r)):
+    has_rule = settings.get("use_rslora") or settings.get("rank_pattern")
+    if has_rule or (rank, scaling) != (files.settings.r, files.settings.scaling(files.settings.r)):
         settings |= {"r": rank, "lora_alpha": scaling * rank, "use_rslora": False, "rank_pattern": {}}
     if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
         raise UserError(
@@ -182,7 +183,9 @@ def _make_uniform(adapters: Adapters, others: dict[str, Tensor], files: AdapterF
     """
     pairs = {name: name.replace("lora_A", "lora_B") for name in others if "lora_A" in name}
     pairs |= {name: name.replace("embedding_A", "embedding_B") for name in others if "lora_embedding_A" in name}
-    found = {a: LoRA(others[a], others[b], files.settings.scaling(len(others[a]))) for a, b in pairs.items()}
+    found = {
+        a: LoRA(others[a], others[b], files.settings.scaling(len(others[a]))) for a, b in pairs.items() if b in others
+    }
     for name, lora in found.items():
         if len(lora.a) != (expected := files.settings.rank(name.partition(".lora_")[0])):
             raise UserError(f"{name}: has rank {len(lora.a)} instead of {expected}. Save the adapters again.")
