@@ -134,7 +134,8 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
         adapters = {(module, name): [_joined(f"{module}.{name}", parts)] for (module, name), parts in adapters.items()}
     others = {name: files.rows(name, None, 0, sys.maxsize) for name in files.tensors if ".experts." not in name}
     rank, scaling = _make_uniform(adapters, others, files)
-    if settings.get("use_rslora") or (rank, scaling) != (files.settings.r, files.settings.scaling(files.settings.r)):
+    has_rule = settings.get("use_rslora") or settings.get("rank_pattern")
+    if has_rule or (rank, scaling) != (files.settings.r, files.settings.scaling(files.settings.r)):
         settings |= {"r": rank, "lora_alpha": scaling * rank, "use_rslora": False, "rank_pattern": {}}
     leaves = {matrix.name.rpartition(".")[0] for matrix in matrices}
     settings |= _targets(settings, adapters, others, leaves, layout, family)
@@ -206,6 +207,7 @@ def _make_uniform(adapters: Adapters, others: dict[str, Tensor], files: AdapterF
     """
     pairs = {name: name.replace("lora_A", "lora_B") for name in others if "lora_A" in name}
     pairs |= {name: name.replace("embedding_A", "embedding_B") for name in others if "lora_embedding_A" in name}
+    pairs = {a: b for a, b in pairs.items() if b in others}
     found = {a: LoRA(others[a], others[b], files.settings.scaling(len(others[a]))) for a, b in pairs.items()}
     for name, lora in found.items():
         if len(lora.a) != (expected := files.settings.rank(name.partition(".lora_")[0])):
