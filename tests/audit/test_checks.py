@@ -1,6 +1,8 @@
 """Audits of checkpoints report planted faults, and nothing in healthy checkpoints that resemble broken ones."""
 
 import json
+import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from benchmarks.support.families import tiny_config
 from tests.audit.models import CONFIGS, EXPERTS, WIDTH, State, build, copy_experts, experts_of, write
 from toolkit.audit.checks import Audit, audit
+from toolkit.integrations.transformers import causal_lm
 
 Plant = Callable[[State], object]
 families = pytest.mark.parametrize("family", CONFIGS)
@@ -76,6 +80,42 @@ def test_audit_of_planted_fault_reports_experts(tmp_path: Path, family: str, pla
     state = build(family)
     plant(state)
     assert message in messages(audit(write(tmp_path, family, state)))
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers with four layers."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    causal_lm(tiny_config(request.param, num_hidden_layers=4)).save_pretrained(folder)
+    return folder
+
+
+ABSENT = {
+    r"layers\.2\.": "model.layers.2: lacks ",
+    r"layers\.[23]\.": "model.layers.2-3: lacks ",
+    r"layers\.1\..*experts": "model.layers.1: lacks ",
+    r"experts.*(w2|down_proj)": "model.layers.0-3: lacks ",
+    r"q_proj|norm\.weight": "the model: lacks model.norm.weight",
+}
+
+
+@pytest.mark.parametrize("pattern", ABSENT)
+@pytest.mark.parametrize("source", ["transformers' ", "the base has", "most layers have"])
+def test_audit_of_missing_tensors_names_layers(saved: Path, tmp_path: Path, pattern: str, source: str):
+    shutil.copy(saved / "config.json", tmp_path)
+    if source == "most layers have":  # as of a family that transformers does not have
+        config = (saved / "config.json").read_text().replace('"model_type": "', '"model_type": "new-')
+        (tmp_path / "config.json").write_text(config)
+    state = load_file(saved / "model.safetensors")
+    kept = {name: value for name, value in state.items() if not re.search(pattern, name)}
+    save_file(state, tmp_path / "model.safetensors")
+    base = saved if "base" in source else None
+    assert not audit(tmp_path, base).findings
+    save_file(kept, tmp_path / "model.safetensors")
+    found = [each.message for each in audit(tmp_path, base).findings if each.check == "missing"]
+    is_seen = "layers" in pattern or "most" not in source  # other layers can only say which experts they have
+    assert any(each.startswith(ABSENT[pattern]) and source in each for each in found) == is_seen
+    assert is_seen or not found
 
 
 def test_audit_of_different_tied_weights_reports_them(tmp_path: Path):

@@ -20,8 +20,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit.audit.expected import (
+    MOST_NAMED,
+    UNQUANTIZED,
+    Expected,
+    by_layers,
+    extends,
+    find_expected,
+    find_missing,
+    runs,
+)
 from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, value_of
-from toolkit.audit.tensors import AdapterFiles, Checkpoint, open_checkpoint
+from toolkit.audit.tensors import AdapterFiles, Checkpoint, Listed, open_checkpoint
 from toolkit.errors import UserError
 from toolkit.experts.state.tensor_files import first_not_finite
 from toolkit.integrations.transformers.compat import names_of_separate_experts
@@ -32,12 +42,10 @@ NEAR = 0.5
 """An expert is another one's of the base if its distance to that is below this times the distance to its own."""
 FAR = 1.2
 """An expert is none of the base's if its distance to each is above this times the norm: 1.41 for independent values."""
-MOST_NAMED = 8
 PIECE = 2**22
 """Elements that are converted at a time."""
 SAMPLES = 64
 """Elements that are compared before all are."""
-UNQUANTIZED = {"f64", "f32", "f16", "bf16", "float64", "float32", "float16", "bfloat16"}
 GATE_UP = {"gate_proj.weight": "up_proj.weight", "w1.weight": "w3.weight", "w1": "w3", "fc1.weight": "fc3.weight"}
 """Gate -> the matrix that it multiplies, if they are not one tensor."""
 MERGES = ("mergekit_config.yml", "mergekit_moe_config.yml")
@@ -102,7 +110,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     if not checkpoint.tensors:
         return found
     base = None if against is None else open_checkpoint(against)
-    if base is not None and isinstance(checkpoint, AdapterFiles):
+    if base is not None and (isinstance(checkpoint, AdapterFiles) or not checkpoint.config):
         checkpoint.config = base.config
     matrices = find_matrices(checkpoint)
     layers: dict[str, list[Matrix]] = defaultdict(list)
@@ -114,10 +122,12 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     others = checkpoint.tensors.keys() - {place.tensor for place in places}
     summaries = summarize(checkpoint, places, sketches=against is not None)
     summaries |= {Place(name): _summary(checkpoint.parts(name)) for name in progress(others, "reading other tensors")}
-    counts = {layer: _count(checkpoint, layers[layer]) for layer in layers}
+    experts = {place.tensor for place in places}
+    expected = find_expected(checkpoint, base, experts)
+    counts = _counts(checkpoint, layers, expected)
     checks: list[Iterator[str | Finding]] = [
-        _check_complete(checkpoint, layers, counts),
-        _check_routers(checkpoint, layers, counts),
+        _check_complete(checkpoint, layers, counts, expected.tensors),
+        _check_routers(checkpoint, layers, counts, expected.tensors),
         _check_types(checkpoint, layers),
         _check_values(checkpoint, layers, others, summaries),
         _check_repeats(checkpoint, layers, summaries),
@@ -128,7 +138,9 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         checks.append(_check_adapters(checkpoint, layers, summaries))
         if base is not None:
             checks.append(_check_base(checkpoint, layers, base))
-    elif base is not None:
+    else:
+        checks.append(_check_missing(checkpoint, expected))
+    if base is not None and not isinstance(checkpoint, AdapterFiles):
         of_base = {key: matrix for key, matrix in find_matrices(base).items() if key in matrices}
         cut = list(_check_shapes(checkpoint, matrices, base, of_base))
         of_base = {key: m for key, m in of_base.items() if _shape(base, m) == _shape(checkpoint, matrices[key])}
@@ -226,23 +238,30 @@ def _sketch(value: Tensor) -> NDArray[Any] | None:
 # A check yields its findings, and a fact that holds if it has none.
 
 
-def _count(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> int:
-    return count_experts(checkpoint.config) or 1 + max(expert for m in matrices for expert in m.places)
+def _counts(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], expected: Expected) -> dict[str, int]:
+    """Return the number of experts by layer: by the config, the expected tensors, or the highest id."""
+    highest: dict[str, int] = defaultdict(int)
+    for matrix in itertools.chain(find_matrices(expected).values(), *layers.values()):
+        highest[matrix.layer] = max(highest[matrix.layer], 1 + max(matrix.places))
+    count = count_experts(checkpoint.config)
+    return {layer: count or highest[layer] for layer in layers}
 
 
 def _check_complete(
-    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], counts: Mapping[str, int]
+    checkpoint: Checkpoint,
+    layers: Mapping[str, Sequence[Matrix]],
+    counts: Mapping[str, int],
+    known: Mapping[str, Listed],
 ) -> Iterator[str | Finding]:
-    usual = _usual(layers.values())
     forms = {form for matrices in layers.values() for form in _forms(matrices).values()}
     for layer, matrices in layers.items():
         count = counts[layer]
         for matrix in matrices:
             ids = checkpoint.ids.get(f"{layer}.{matrix.name}") or range(count)
-            beyond = sorted(expert for expert in matrix.places if expert not in ids)
+            beyond = sorted(e for e, place in matrix.places.items() if e not in ids and place.tensor not in known)
             others = [expert for expert in _stored_otherwise(checkpoint, matrices, matrix.name, forms) if expert in ids]
             present = matrix.places.keys() | set(others)
-            lacking = len(ids) - (len(present) - len(beyond))
+            lacking = len(ids) - sum(expert in ids for expert in present)
             some = itertools.islice((expert for expert in ids if expert not in present), MOST_NAMED * MOST_NAMED)
             tensors = _tensors(matrix, matrix.places)
             if lacking:
@@ -251,19 +270,16 @@ def _check_complete(
             if beyond:
                 said = f"{matrix.name} of experts beyond {len(ids):,}: {_named(beyond)}"
                 yield Finding("experts", f"{layer}: {said}", tensors)
-        for name in sorted(usual - {matrix.name for matrix in matrices}):
-            if not _stored_otherwise(checkpoint, matrices, name, forms):
-                yield Finding("experts", f"{layer}: lacks {name}, which most layers have", [])
     if layers:
         counted = ", ".join(map(str, sorted(set(counts.values()))))
         yield f"{len(layers)} layers with {counted} experts, none missing"
 
 
-def _usual(layers: Iterable[Sequence[Matrix]]) -> set[str]:
-    """Return the matrices that more than half of the layers have."""
-    kinds = [{matrix.name for matrix in matrices} for matrices in layers]
-    names = Counter(name for kind in kinds for name in kind)
-    return {name for name, count in names.items() if count > len(kinds) / 2}
+def _check_missing(checkpoint: Checkpoint, expected: Expected) -> Iterator[str | Finding]:
+    lacking = find_missing(checkpoint, expected)
+    for place, said in by_layers(lacking, expected):
+        yield Finding("missing", f"{place}: lacks {said}, which {expected.source}", [])
+    yield f"no tensor is missing that {expected.source}"
 
 
 def _forms(matrices: Sequence[Matrix]) -> dict[int, frozenset[str]]:
@@ -285,17 +301,13 @@ def _stored_otherwise(
     """
     found: set[int] = set()
     for other in matrices:
-        is_part = _extends(name, other.name)
-        replaces = _extends(other.name, name) and not any({name, other.name} <= form for form in forms)
+        is_part = extends(name, other.name)
+        replaces = extends(other.name, name) and not any({name, other.name} <= form for form in forms)
         for expert, place in other.places.items() if is_part or replaces else ():
             dtype = checkpoint.tensors[place.tensor].dtype
             if _is_matrix(checkpoint, place) and (_is_integer(dtype) if replaces else dtype.lower() in UNQUANTIZED):
                 found.add(expert)
     return found - {expert for matrix in matrices if matrix.name == name for expert in matrix.places}
-
-
-def _extends(name: str, plain: str) -> bool:
-    return name != plain and name.startswith(plain.removesuffix("weight")) and not name.endswith("bias")
 
 
 def _is_matrix(checkpoint: Checkpoint, place: Place) -> bool:
@@ -308,16 +320,16 @@ def _is_integer(dtype: str) -> bool:
 
 
 def _check_routers(
-    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], counts: Mapping[str, int]
+    checkpoint: Checkpoint,
+    layers: Mapping[str, Sequence[Matrix]],
+    counts: Mapping[str, int],
+    known: Mapping[str, Listed],
 ) -> Iterator[str | Finding]:
     found = [] if checkpoint.ids else find_routers(checkpoint, list(layers))  # else rows may be inactive
     routers = [each for each in found if not _is_integer(checkpoint.tensors[each[1]].dtype)]  # else they are packed
-    extra = max(
-        (n for key, n in checkpoint.config.items() if key == "zero_expert_num" and isinstance(n, int)), default=0
-    )
     for layer, tensor in routers:
         shape = checkpoint.tensors[tensor].shape
-        if counts[layer] + extra not in shape:
+        if counts[layer] not in shape and (tensor not in known or known[tensor].shape != shape):
             yield Finding("router", f"{tensor}: has shape {shape} for {counts[layer]} experts", [tensor])
     if routers:
         yield f"{len(routers)} routers have a row for each expert"
@@ -648,13 +660,6 @@ def _tensors(matrix: Matrix, experts: Iterable[int]) -> list[str]:
 
 
 def _named(experts: Sequence[int], count: int | None = None) -> str:
-    """Return "expert(s) 1, 2, 5-7": runs of ids, at most `MOST_NAMED` of them."""
-    runs: list[list[int]] = []
-    for expert in experts:
-        if runs and expert == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], expert]
-        else:
-            runs.append([expert])
-    said = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_NAMED])
-    more = " and more" if len(runs) > MOST_NAMED or (count or 0) > len(experts) else ""
-    return f"expert(s) {said}{more}"
+    """Return "expert(s) 1, 2, 5-7", with "and more" if there are more than these."""
+    said = runs(experts)
+    return f"expert(s) {said}{' and more' if (count or 0) > len(experts) and not said.endswith('more') else ''}"

@@ -43,13 +43,16 @@ class Matrix:
     """By expert."""
 
 
+def settings_of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of the config that has the number of experts, empty without one."""
+    parts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
+    return next((part for part in parts if any(name in part for name in COUNTS)), {})
+
+
 def count_experts(config: Mapping[str, Any]) -> int | None:
     """Return the experts of a layer by the config, None if it does not say or layers differ."""
-    for settings in (config, *(value for value in config.values() if isinstance(value, Mapping))):
-        for name in COUNTS:
-            if isinstance(count := settings.get(name), int) and count > 1:
-                return count
-    return None
+    counts = (settings_of_experts(config).get(name) for name in COUNTS)
+    return next((count for count in counts if isinstance(count, int) and count > 1), None)
 
 
 def find_matrices(checkpoint: Checkpoint) -> dict[tuple[str, str], Matrix]:
