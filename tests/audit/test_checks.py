@@ -52,10 +52,15 @@ def repeat_layer(state: State) -> None:
             matrix(expert).copy_(experts_of(state, 0)[name.replace("layers.1", "layers.0")](expert))
 
 
+ROUTERS = ".gate.weight", "router.weight", "router.layer.weight"
+
+
 def cut_router(state: State) -> None:
-    for name in list(state):
-        if name.endswith((".gate.weight", "router.weight", "router.layer.weight")):
-            state[name] = state[name][: EXPERTS // 2]
+    state |= {name: value[: EXPERTS // 2] for name, value in state.items() if name.endswith(ROUTERS)}
+
+
+def change_router(do: Callable[[torch.Tensor], object]) -> Plant:
+    return lambda state: do(next(value for name, value in state.items() if name.endswith(ROUTERS)))
 
 
 FAULTS: dict[str, tuple[Plant, str]] = {
@@ -69,8 +74,22 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "router": (cut_router, "has shape (4, 12) for 8 experts"),
     "zero rows": (
         change(2, lambda value: value[: len(value) // 2].zero_()),
-        "half or more of its rows zero in expert(s) 2",
+        "a quarter or more of its rows or columns zero in expert(s) 2",
     ),
+    "zero columns": (change(2, lambda value: value[:, 2:5].zero_()), "rows or columns zero in expert(s) 2"),
+    "small": (change(3, lambda value: value.mul_(1e-6)), "has a norm far from other experts' in expert(s) 3"),
+    "constant": (change(4, lambda value: value.fill_(0.5)), "is constant in expert(s) 4"),
+    "saturated": (change(4, lambda value: value.clamp_(-0.5, 0.5)), "is saturated in expert(s) 4"),
+    "zero row of router": (change_router(lambda rows: rows[2].zero_()), "is zero in the rows of expert(s) 2"),
+    "repeated row": (
+        change_router(lambda rows: rows[5].copy_(rows[2])),
+        "rows of expert(s) 5 repeat those of expert(s) 2",
+    ),
+    "placeholders": (
+        lambda state: [value.set_(torch.empty(0)) for value in state.values()],
+        "have no values, as ZeRO-3",
+    ),
+    "wrapper": (lambda state: state.update({f"module.{name}": state.pop(name) for name in list(state)}), "prefix"),
 }
 
 
@@ -192,14 +211,42 @@ def initialize(state: State) -> None:
     state |= {name: torch.randn(state[name].shape, generator=draw) for name in matrices(state) if "layers.1" in name}
 
 
+def reorder(state: State, part: str, order: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    state |= {name: order(state[name]).contiguous() for name in matrices(state) if re.search(part, name)}
+
+
+def swap_outputs(state: State) -> None:
+    last = list(experts_of(state, 1).values())[-1]
+    one, other = last(2).clone(), last(6).clone()
+    last(2).copy_(other), last(6).copy_(one)
+
+
+def roll_router(state: State) -> None:
+    change_router(lambda rows: rows.copy_(rows.roll(1, 0).clone()))(state)
+
+
+BEYOND_SHAPES: list[tuple[Plant, str, str]] = [
+    (keep_rows, "base", "has shape"),
+    (transpose, "base", "has shape"),
+    (initialize, "order", "are like no expert of the base"),
+    (swap_outputs, "order", "of experts is in another order than in the base: 2 is 6, 6 is 2"),
+    (lambda state: reorder(state, "w1|gate|input", lambda value: value.roll(1, -2)), "order", "rows in another order"),
+    (lambda state: reorder(state, "", lambda value: value * 3), "scale", "has 3 times the norm of the base"),
+    (roll_router, "router", "rows are in another order than in the base: 0 is 7"),
+]
+
+
 @families
-@pytest.mark.parametrize("plant", [keep_rows, transpose, initialize])
-def test_audit_against_base_reports_other_shapes_and_values(tmp_path: Path, family: str, plant: Plant):
+@pytest.mark.parametrize(("plant", "check", "message"), BEYOND_SHAPES)
+def test_audit_against_base_reports_other_shapes_and_values(
+    tmp_path: Path, family: str, plant: Plant, check: str, message: str
+):
     state = build(family)
     plant(state)
-    found = audit_against_base(tmp_path, family, state)
+    found = audit_against_base(tmp_path, family, state).findings
+    assert any(each.check == check and message in each.message for each in found), found
     # A square matrix keeps its shape when it is transposed.
-    assert ("order" if plant is initialize else "base") in {each.check for each in found.findings} <= {"base", "order"}
+    assert {each.check for each in found} <= {check, "order"}
 
 
 def test_audit_of_missing_file_and_entries_reports_them(tmp_path: Path):
@@ -290,6 +337,23 @@ def pruned_by_layer(state: State, family: str) -> dict[str, Any]:
     return {experts_field(family): [EXPERTS, 6]}
 
 
+def upcycled_by_groups(state: State, _: str) -> None:
+    tile(state)
+    state |= {name: value[:4].repeat(2, 1) for name, value in state.items() if name.endswith(ROUTERS)}
+
+
+def with_copied_last_layer(state: State, _: str) -> None:
+    """Begin multi-token prediction as the last layer."""
+    repeat_layer(state)
+    state |= {
+        name.replace("layers.1.", "mtp.layers.0."): state.pop(name) for name in list(state) if "layers.1." in name
+    }
+
+
+def pruned_below_maximum(state: State, _: str) -> None:
+    prune(state, 1)
+
+
 def with_router_in_float32(state: State, _: str) -> None:
     is_router = {name for name in state if "gate.weight" in name or "router" in name}
     state |= {name: value.bfloat16() for name, value in state.items() if name not in is_router}
@@ -316,7 +380,18 @@ def padded_vocabulary(state: State, _: str) -> None:
 @families
 @pytest.mark.parametrize(
     "variant",
-    [upcycled, pruned, pruned_by_layer, with_router_in_float32, with_untrained_biases, tied, padded_vocabulary],
+    [
+        upcycled,
+        upcycled_by_groups,
+        with_copied_last_layer,
+        pruned,
+        pruned_by_layer,
+        pruned_below_maximum,
+        with_router_in_float32,
+        with_untrained_biases,
+        tied,
+        padded_vocabulary,
+    ],
 )
 def test_audit_of_healthy_variant_finds_nothing(tmp_path: Path, family: str, variant: Variant):
     state = build(family)

@@ -94,9 +94,10 @@ def test_audit_of_hostile_files_exits_with_one_line(tmp_path: Path, damage: Call
     assert not (folder / "ran").exists()
 
 
-def test_audit_of_huge_empty_tensor_finds_nothing(tmp_path: Path):
+def test_audit_of_huge_empty_tensor_reports_it(tmp_path: Path):
     state = build("qwen3_moe") | {"model.layers.0.mlp.experts.extra": torch.empty(10**9, 0)}
-    assert not audit(write(tmp_path, "qwen3_moe", state)).findings
+    (finding,) = audit(write(tmp_path, "qwen3_moe", state)).findings
+    assert "1 tensors have no values" in finding.message
 
 
 def test_audit_of_billion_configured_experts_reports_missing(tmp_path: Path):

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.audit.experts import EXPERT, ROW_OF_RUN, count_experts, settings_of_experts
+from toolkit.audit.findings import MOST_NAMED, runs
 from toolkit.audit.tensors import Checkpoint, Listed
 from toolkit.integrations.transformers.compat import tensors_in_files
 
 UNQUANTIZED = {"f64", "f32", "f16", "bf16", "float64", "float32", "float16", "bfloat16"}
 DEPTHS = ("num_layers", "n_layers", "num_hidden_layers", "n_layer")
 """Fields with the number of layers."""
-MOST_NAMED = 8
 MOST_LAYERS, MOST_EXPERTS = 1000, 2**14
 """A larger claim is not held against transformers' model, whose tensors would be listed one by one."""
 IN_LAYER = re.compile(r"(?P<stack>.*?)\.(?P<number>\d{1,9})\.(?P<rest>.+)")
@@ -177,15 +177,3 @@ def by_layers(names: Iterable[str], expected: Expected) -> Iterator[tuple[str, s
         alike[stack, "all tensors" if len(lacking) == whole[stack, number] else said].append(number)
     for (stack, said), numbers in alike.items():
         yield f"{stack}.{runs(numbers)}", said
-
-
-def runs(numbers: Iterable[int]) -> str:
-    """Return "1, 2, 5-7": at most `MOST_NAMED` runs of sorted numbers."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1] = [found[-1][0], number]
-        else:
-            found.append([number])
-    said = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found[:MOST_NAMED])
-    return said + (" and more" if len(found) > MOST_NAMED else "")

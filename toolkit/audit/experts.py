@@ -112,3 +112,13 @@ def value_of(checkpoint: Checkpoint, place: Place) -> Tensor:
     count, *_ = checkpoint.tensors[place.tensor].shape or (1,)
     size = count if place.size is None else place.size
     return checkpoint.rows(place.tensor, None, place.begin, place.begin + size)
+
+
+def is_matrix(checkpoint: Checkpoint, place: Place) -> bool:
+    """Whether an expert has two or more dimensions of a tensor."""
+    return len(checkpoint.tensors[place.tensor].shape) - (place.size == 1) > 1
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether a listed type is one of integers, such as packed weights."""
+    return dtype.lower().startswith(("i", "u"))
