@@ -209,11 +209,13 @@ def test_audit_of_adapters_with_peft_settings_finds_nothing(settings: dict[str, 
     assert all(shape[2] in (16, 24) for name, shape in sizes.items() if "lora_A" in name)
 
 
-def test_audit_of_attention_adapters_reports_missing_experts(tmp_path: Path):
+def test_audit_of_attention_adapters_finds_nothing(tmp_path: Path):
     save_adapter(tmp_path, "qwen3_moe", target_parameters=None)
     found = checks.audit(tmp_path / "peft", tmp_path / "base")
-    assert [each.message for each in found.findings] == ["no tensor is an expert's"]
+    assert not found.findings
     assert not [fact for fact in found.facts if "each expert has" in fact or "fit the base" in fact]
+    lost = changed(tmp_path / "peft", tmp_path / "lost", target_parameters=["mlp.experts.down_proj"])
+    assert [each.message for each in checks.audit(lost).findings] == ["no tensor is an expert's"]
 
 
 @pytest.mark.parametrize(

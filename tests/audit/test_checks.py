@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.support.families import tiny_config
 from tests.audit.models import CONFIGS, EXPERTS, WIDTH, State, build, copy_experts, experts_of, write
 from toolkit.audit.checks import Audit, audit
+from toolkit.errors import UserError
 from toolkit.integrations.transformers import causal_lm
 
 Plant = Callable[[State], object]
@@ -276,6 +277,50 @@ def test_audit_of_distributed_checkpoint_reports_missing_experts(tmp_path: Path)
     keep_half(state)
     half = write_distributed(tmp_path / "half", dict(state))
     assert "of 4 of 8 experts is missing: expert(s) 4-7" in messages(audit(half))
+
+
+@pytest.mark.parametrize("keys", ["model optimizer", "model optim", "app.model app.optim"])
+def test_audit_of_distributed_checkpoint_finds_model_and_optimizer(tmp_path: Path, keys: str):
+    model, optimizer = keys.split()
+    state = build("qwen3_moe")
+    moments = {
+        f"{optimizer}.state.{name}.{moment}": value.square()
+        for name, value in state.items()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+    saved = {f"{model}.{name}": value for name, value in state.items()} | moments
+    write_distributed(tmp_path / "healthy", saved)
+    found = audit(tmp_path / "healthy", write(tmp_path / "base", "qwen3_moe", state))
+    assert not found.findings
+    assert f"optimizer states of {len(state)} weights fit them" in found.facts
+    some = {key: value for key, value in saved.items() if not re.search(r"state.*layers\.1.*experts.*down", key)}
+    (finding,) = audit(write_distributed(tmp_path / "half", some)).findings
+    assert "layers.1.mlp.experts.*.down_proj.weight: has no optimizer states" in finding.message
+    assert "has no weights" in messages(audit(write_distributed(tmp_path / "alone", moments)))
+
+
+def test_audit_of_single_and_pickled_files_reads_them(tmp_path: Path):
+    state = build("mixtral")
+    write(tmp_path, "mixtral", state, shards=1)
+    assert not audit(next(tmp_path.glob("*.safetensors"))).findings
+    keep_half(state)
+    for name, saved in (("pytorch_model.bin", state), ("checkpoint.pt", {"model": state, "step": 1})):
+        torch.save(saved, tmp_path / name)
+        assert "of 4 of 8 experts is missing: expert(s) 4-7" in messages(audit(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("file", "program"),
+    [
+        ("iter_0000100/mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "DeepSpeed"),
+    ],
+)
+def test_audit_of_foreign_files_names_program_and_conversion(tmp_path: Path, file: str, program: str):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(UserError, match=f"a file of {program}. Write safetensors files with "):
+        audit(tmp_path)
 
 
 def test_audit_of_optimizer_moments_reports_mismatch(tmp_path: Path):

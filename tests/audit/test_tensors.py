@@ -79,6 +79,10 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     ),
     "huge memo index in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\0\0\0\x40."),
     "huge bytes in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x05\x96\0\0\0\0\0\x01\0\0."),
+    "code in a pickled file": lambda folder: (
+        [path.unlink() for path in folder.glob("*.safetensors*")],
+        torch.save(Writes(folder / "ran"), folder / "pytorch_model.bin"),
+    ),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
 }
 

@@ -16,11 +16,21 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.audit.expected import UNQUANTIZED, Expected, by_layers, count_layers, extends, find_expected, find_missing
+from toolkit.audit.expected import (
+    IN_LAYER,
+    UNQUANTIZED,
+    Expected,
+    by_layers,
+    collapsed,
+    count_layers,
+    extends,
+    find_expected,
+    find_missing,
+)
 from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, is_integer, is_matrix
 from toolkit.audit.findings import MOST_NAMED, Finding, named
 from toolkit.audit.order import SCALE, Matrices, check_order, compare
-from toolkit.audit.tensors import AdapterFiles, Checkpoint, open_checkpoint
+from toolkit.audit.tensors import MEGATRON, AdapterFiles, Checkpoint, open_checkpoint
 from toolkit.audit.values import PADDED, Summaries, summarize, summary
 from toolkit.errors import UserError
 from toolkit.integrations.transformers.compat import names_of_separate_experts
@@ -80,8 +90,12 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     layers: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices.values():
         layers[matrix.layer].append(matrix)
-    if not layers:
-        found.findings.append(Finding("experts", "no tensor is an expert's", []))
+    if not layers and isinstance(checkpoint, AdapterFiles) and not checkpoint.settings.adapts_experts:
+        found.facts.append("adapters of other modules than experts")
+    elif not layers:
+        names = [name for name in checkpoint.tensors if "linear_fc" in name]
+        megatron = f": {names[0]} is a name of Megatron-LM. Write safetensors files with {MEGATRON}" if names else ""
+        found.findings.append(Finding("experts", f"no tensor is an expert's{megatron}", []))
     places = {place for matrix in matrices.values() for place in matrix.places.values()}
     others = checkpoint.tensors.keys() - {place.tensor for place in places}
     summaries = summarize(checkpoint, places, sketches=against is not None)
@@ -504,6 +518,16 @@ def _check_moments(checkpoint: Checkpoint) -> Iterator[str | Finding]:
             mean, square = (checkpoint.rows(weight, state, 0, shape[0]).double() for state in MOMENTS)
             if (square < 0).any() or (mean.abs() > MOMENT_BOUND * square.sqrt() + 1e-12).any():
                 yield Finding("moments", f"{weight}: exp_avg and exp_avg_sq are not of the same gradients", [weight])
+    kinds: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for name in map(collapsed, checkpoint.tensors):
+        if match := IN_LAYER.match(name):
+            kinds[match["stack"], match["rest"]][int(match["number"])] = name
+    trained = set(map(collapsed, checkpoint.states))
+    in_layers = {(match["stack"], int(match["number"])) for name in trained if (match := IN_LAYER.match(name))}
+    for (stack, _), names in kinds.items():
+        lacking = [(stack, number) in in_layers and name not in trained for number, name in names.items()]
+        for name in itertools.compress(names.values(), lacking if sum(lacking) <= len(lacking) / 2 else ()):
+            yield Finding("moments", f"{name}: has no optimizer states, unlike in other layers", [name])
     if checkpoint.states:
         yield f"optimizer states of {len(checkpoint.states):,} weights fit them"
 

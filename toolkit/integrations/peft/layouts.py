@@ -83,6 +83,11 @@ class AdapterSettings(BaseModel):
         numbers = tuple(map(int, re.findall(r"\d{1,9}", self.peft_version or "0")[:3]))
         return bool(self.target_parameters) and numbers < OLDEST_LAYOUT
 
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether parameters of experts are named as adapted."""
+        return any("experts" in target for target in self.target_parameters or ())
+
     def parameters(self, module: str) -> list[str]:
         """Return the names of the parameters of `module` that are adapted, in their order in the module."""
         targets = [target.rpartition(".") for target in self.target_parameters or ()]
