@@ -28,7 +28,7 @@ from toolkit.audit.expected import (
     find_missing,
 )
 from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, is_integer, is_matrix
-from toolkit.audit.findings import MOST_NAMED, Finding, named
+from toolkit.audit.findings import MOST_NAMED, Finding, named, runs
 from toolkit.audit.order import SCALE, Matrices, check_order, compare
 from toolkit.audit.tensors import MEGATRON, AdapterFiles, Checkpoint, open_checkpoint
 from toolkit.audit.values import PADDED, Summaries, summarize, summary
@@ -83,6 +83,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     if not checkpoint.tensors:
         found.findings.append(Finding("files", "has no weights, so nothing was checked", []))
         return found
+    against = against or _named_base(checkpoint)
     base = None if against is None else open_checkpoint(against)
     if base is not None and (isinstance(checkpoint, AdapterFiles) or not checkpoint.config):
         checkpoint.config = base.config
@@ -90,7 +91,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     layers: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices.values():
         layers[matrix.layer].append(matrix)
-    if not layers and isinstance(checkpoint, AdapterFiles) and not checkpoint.settings.adapts_experts:
+    if not layers and isinstance(checkpoint, AdapterFiles) and not checkpoint.settings.parameters_of_experts:
         found.facts.append("adapters of other modules than experts")
     elif not layers:
         names = [name for name in checkpoint.tensors if "linear_fc" in name]
@@ -146,6 +147,13 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
             replace(each, tensors=sorted(checkpoint.keys[name] for name in each.tensors)) for each in found.findings
         ]
     return found
+
+
+def _named_base(checkpoint: Checkpoint) -> Path | None:
+    """Return the base that adapters name, if it is a folder with weights here."""
+    name = checkpoint.settings.base_model_name_or_path if isinstance(checkpoint, AdapterFiles) else None
+    folder = Path(name or "")
+    return folder if name and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
 
 
 def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
@@ -525,9 +533,10 @@ def _check_moments(checkpoint: Checkpoint) -> Iterator[str | Finding]:
     trained = set(map(collapsed, checkpoint.states))
     in_layers = {(match["stack"], int(match["number"])) for name in trained if (match := IN_LAYER.match(name))}
     for (stack, _), names in kinds.items():
-        lacking = [(stack, number) in in_layers and name not in trained for number, name in names.items()]
-        for name in itertools.compress(names.values(), lacking if sum(lacking) <= len(lacking) / 2 else ()):
-            yield Finding("moments", f"{name}: has no optimizer states, unlike in other layers", [name])
+        lacking = [name for number, name in names.items() if (stack, number) in in_layers and name not in trained]
+        if len(lacking) <= len(trained & set(names.values())):
+            for name in lacking:
+                yield Finding("moments", f"{name}: has no optimizer states, unlike in other layers", [name])
     if checkpoint.states:
         yield f"optimizer states of {len(checkpoint.states):,} weights fit them"
 
@@ -616,8 +625,18 @@ def _check_base(
                 )
             if said:
                 yield Finding("base", f"{layer}: {said}", sorted(set().union(*tensors)))
-    if layers:
-        yield f"{len(layers)} layers fit the base"
+    if not layers:
+        return
+    settings = checkpoint.settings
+    adapted = {name for matrices in layers.values() for name in _pairs(matrices)}
+    named_linears = parts.keys() & set(settings.target_modules or ()) if adapted & parts.keys() else set()
+    if unread := sorted((settings.parameters_of_experts | named_linears) - adapted):
+        yield Finding("missing", f"no layer has adapters of {', '.join(unread)}, which adapter_config.json names", [])
+    numbers = {number for number, _ in known} - set(map(_number, layers))
+    if numbers and not settings.is_of_some_layers:
+        said = f"layer(s) {runs(sorted(int(number) for number in numbers if number.isdigit()))}"
+        yield Finding("missing", f"{said}: have no adapters of experts, and the base has experts there", [])
+    yield f"{len(layers)} layers fit the base"
 
 
 def _number(layer: str) -> str:
