@@ -83,7 +83,6 @@ def swap(rows: torch.Tensor) -> torch.Tensor:
 
 EDITS: dict[str, list[Edit]] = {
     "gate_up_proj.lora_A is zero in expert(s) 1-7": [by_expert("lora_A", keep(0)), by_expert("lora_B", keep(0))],
-    "lora_B is zero in every expert": [zero("experts", "lora_B")],
     "down_proj.lora_B is zero in expert(s) 5": [by_expert("lora_B", keep(0, 1, 2, 3, 4, 6, 7))],
     "norms are not those of what the ranks had": [
         replace("experts", "lora_B", by=lambda b: b.view(len(b), -1, EXPERTS).mT.reshape(len(b), -1))
@@ -123,14 +122,6 @@ def add_expert(tensors: Tensors) -> None:
     tensors |= {name.replace(".7.", ".8."): value + 1 for name, value in tensors.items() if ".experts.7." in name}
 
 
-def repeat(tensors: Tensors) -> None:
-    tensors[f"{AT}.down_proj.lora_A.weight"][6] = tensors[f"{AT}.down_proj.lora_A.weight"][1]
-
-
-def set_infinity(tensors: Tensors) -> None:
-    tensors[f"{AT}.down_proj.lora_B.weight"][3, 0, 0] = float("inf")
-
-
 DOWN = f"{AT}.2.down_proj.lora_A"
 WIDE = torch.randn(8, 4, 25)
 
@@ -159,8 +150,6 @@ WIDE = torch.randn(8, 4, 25)
             "down_proj.lora_A",
             "16 outputs and 25 inputs",
         ),
-        ("sglang", repeat, "down_proj.lora_A", "expert(s) 6 repeats a matrix of expert(s) 1"),
-        ("sglang", set_infinity, "down_proj.lora_B", "down_proj.lora_B has infinity in expert(s) 3"),
     ],
 )
 def test_audit_of_planted_fault_in_layout_reports_experts_and_tensors(
@@ -243,11 +232,8 @@ def test_audit_of_adapters_reads_record_of_ranks(folder: str, message: str, save
         ("adapter_config.json", '{"r": 0}'),
         ("adapter_config.json", '{"r": 1000000000}'),
         ("adapter_config.json", '{"r": 4, "peft_type": "IA3"}'),
-        ("adapter_config.json", '{"r": 4, "target_parameters": 5}'),
-        ("adapter_config.json", '{"r": 4, "lora_alpha": [1]}'),
         ("adapter_config.json", '{"r": "8", "auto_map": {"AutoModel": "evil.Model"}}'),
         ("adapter_record.json", "[]"),
-        ("adapter_record.json", '{"norms": {}, "scaling": {"a": []}, "differ": [], "trained_of_base": []}'),
         ("adapter_record.json", '{"norms": {}, "scaling": {}, "differ": 5, "trained_of_base": []}'),
         ("adapter_model.safetensors", "\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f{}"),
         ("adapter_model.safetensors", "cut"),

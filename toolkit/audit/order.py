@@ -64,13 +64,13 @@ def check_order(
                     aliens[tuple(experts), _how(*pair)].append(name)
             yield from _check_norms(layer, ours, theirs, summaries, base_summaries)
         compared += bool(sketched)
-        for moved, names in moves.items():
-            said = ", ".join(f"{ours} is {theirs}" for ours, theirs in moved[:MOST_NAMED])
-            more = f" and {len(moved) - MOST_NAMED} more" if len(moved) > MOST_NAMED else ""
+        for pairs, names in moves.items():
+            said = ", ".join(f"{ours} is {theirs}" for ours, theirs in pairs[:MOST_NAMED])
+            more = f" and {len(pairs) - MOST_NAMED} more" if len(pairs) > MOST_NAMED else ""
             what = "experts are" if len(names) == sketched else f"{', '.join(names)} of experts is"
             yield Finding("order", f"{layer}: {what} in another order than in the base: {said}{more}", [])
-        for (experts, how), names in aliens.items():
-            what = named(experts) if len(names) == sketched else f"{', '.join(names)} of {named(experts)}"
+        for (unlike, how), names in aliens.items():
+            what = named(unlike) if len(names) == sketched else f"{', '.join(names)} of {named(unlike)}"
             yield Finding("order", f"{layer}: {what} {how}", [])
         if swapped and not moves:
             yield Finding("halves", f"{layer}: gate and up are swapped in {named(swapped)}", [])

@@ -110,7 +110,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'}: has no settings. {REMEDY}")
-    if (file or "*").endswith((".bin", ".pt", ".pth")):
+    if file and file.endswith((".bin", ".pt", ".pth")):
         return TorchFiles(folder, config, [file])
     if file and not file.endswith(".safetensors"):
         raise UserError(f"{folder / file}: is not a file of weights. Give a .safetensors, .bin, .pt or .pth file.")

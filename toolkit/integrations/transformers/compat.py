@@ -124,13 +124,13 @@ def tensors_in_files(config: Mapping[str, Any]) -> tuple[str, dict[str, tuple[in
 
     architecture, *_ = config.get("architectures") or [""]
     settings = CONFIG_MAPPING[config["model_type"]].from_dict(_without_code(config), attn_implementation="eager")
-    kind = getattr(transformers, architecture, None) or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    kind: Any = getattr(transformers, architecture, None) or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     with torch.device("meta"):
         model = kind(settings)
     parameters = remove_tied_weights_from_state_dict(model.state_dict(), model)
     changes = get_model_conversion_mapping(model)
     renamings = [each for each in changes if isinstance(each, WeightRenaming)]
-    converters = [each for each in changes if not isinstance(each, WeightRenaming)]
+    converters: list[Any] = [each for each in changes if not isinstance(each, WeightRenaming)]
 
     def parameter_of(name: str) -> str:
         return rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)[0]
