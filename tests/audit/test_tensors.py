@@ -49,6 +49,12 @@ def replace_by_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def save_pickled(folder: Path, value: object) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    torch.save(value, folder / "pytorch_model.bin")
+
+
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "no safetensors": lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")],
     "long header": lambda folder: (folder / FILE).write_bytes(header(b"{}", 2**62)),
@@ -77,10 +83,8 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     ),
     "huge memo index in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\0\0\0\x40."),
     "huge bytes in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x05\x96\0\0\0\0\0\x01\0\0."),
-    "code in a pickled file": lambda folder: (
-        [path.unlink() for path in folder.glob("*.safetensors*")],
-        torch.save(Writes(folder / "ran"), folder / "pytorch_model.bin"),
-    ),
+    "code in a pickled file": lambda folder: save_pickled(folder, Writes(folder / "ran")),
+    "huge view in a pickled file": lambda folder: save_pickled(folder, {"a": torch.ones(1).expand(2**50)}),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
 }
 

@@ -12,6 +12,7 @@ import re
 import stat
 import sys
 import warnings
+import zipfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -220,13 +221,18 @@ class TorchFiles(Checkpoint):
         for file in files:
             path = require_regular(folder / file)
             with reading(path, REMEDY):
+                with zipfile.ZipFile(path) as parts:
+                    if any(part.compress_type for part in parts.infolist()):
+                        raise ValueError("it is compressed")  # to any size
                 saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
                 for name in ("model", "module", "state_dict"):
                     saved = saved[name] if isinstance(saved.get(name), dict) else saved
-            values = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
-            self._values |= values
-            for name, value in values.items():
-                self.tensors[name] = Listed(tuple(value.shape), str(value.dtype).removeprefix("torch."), file)
+                for name, value in saved.items():
+                    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+                        if value.nbytes > path.stat().st_size:
+                            raise ValueError(f"{name!r} has more bytes than the file")
+                        self._values[name] = value
+                        self.tensors[name] = Listed(tuple(value.shape), str(value.dtype).removeprefix("torch."), file)
 
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
         value = self._values[name]
