@@ -632,10 +632,11 @@ def _check_base(
     named_linears = parts.keys() & set(settings.target_modules or ()) if adapted & parts.keys() else set()
     if unread := sorted((settings.parameters_of_experts | named_linears) - adapted):
         yield Finding("missing", f"no layer has adapters of {', '.join(unread)}, which adapter_config.json names", [])
-    numbers = {number for number, _ in known} - set(map(_number, layers))
-    if numbers and not settings.is_of_some_layers:
-        said = f"layer(s) {runs(sorted(int(number) for number in numbers if number.isdigit()))}"
-        yield Finding("missing", f"{said}: have no adapters of experts, and the base has experts there", [])
+    depth = count_layers(base.config) or sys.maxsize  # layers after these are for multi-token prediction
+    numbers = {int(number) for number, _ in known if number not in set(map(_number, layers)) and number.isdigit()}
+    if (lacking := sorted(number for number in numbers if number < depth)) and not settings.is_of_some_layers:
+        said = f"layer(s) {runs(lacking)}: have no adapters of experts, and the base has experts there"
+        yield Finding("missing", said, [])
     yield f"{len(layers)} layers fit the base"
 
 

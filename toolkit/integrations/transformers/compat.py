@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,14 @@ def log_images(callback: Any, images: Mapping[str, Path], step: int) -> None:
         writer.add_image(f"train/{name}", pixels(path), step, dataformats="HWC")
 
 
-def tensors_in_files(config: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, ...]], Callable[[str], str]]:
+def tensors_in_files(
+    config: Mapping[str, Any], counts: Iterable[str]
+) -> tuple[str, dict[str, tuple[int, ...]], Callable[[str], str]]:
     """Return the tensors that transformers' own model of a `config.json` has in files, without code of the folder.
+
+    Args:
+        config: The value in `config.json`.
+        counts: Fields of which MoE families have one; other families may download a backbone.
 
     Returns:
         The model's class, its tensors' shapes by name, and a function from a name in files, also of an older format, to
@@ -123,7 +129,13 @@ def tensors_in_files(config: Mapping[str, Any]) -> tuple[str, dict[str, tuple[in
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     architecture, *_ = config.get("architectures") or [""]
-    settings = CONFIG_MAPPING[config["model_type"]].from_dict(_without_code(config), attn_implementation="eager")
+    family: Any = CONFIG_MAPPING[config["model_type"]]
+    fields = {
+        name for each in (family, *family.sub_configs.values()) for name in getattr(each, "__dataclass_fields__", ())
+    }
+    if not fields & {*counts}:
+        raise ValueError(f"{config['model_type']} is no MoE family")
+    settings = family.from_dict(_without_code(config), attn_implementation="eager")
     kind: Any = getattr(transformers, architecture, None) or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     with torch.device("meta"):
         model = kind(settings)
