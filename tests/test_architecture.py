@@ -226,6 +226,10 @@ def test_files_are_not_read_or_written_as_pickle():
             if not isinstance(node, ast.Call):
                 continue
             if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                if path.parts[-2:] == ("audit", "tensors.py") and ast.unparse(node).endswith(
+                    "mmap=True, weights_only=True)"
+                ):
+                    continue  # weights of others
                 assert (node.func.value.id, node.func.attr) not in PICKLING_CALLS, path
             for keyword in node.keywords:
                 value = keyword.value.value if isinstance(keyword.value, ast.Constant) else "computed"

@@ -113,14 +113,6 @@ def add_expert(tensors: Tensors) -> None:
     tensors |= {name.replace(".7.", ".8."): value + 1 for name, value in tensors.items() if ".experts.7." in name}
 
 
-def repeat(tensors: Tensors) -> None:
-    tensors[f"{AT}.down_proj.lora_A.weight"][6] = tensors[f"{AT}.down_proj.lora_A.weight"][1]
-
-
-def set_infinity(tensors: Tensors) -> None:
-    tensors[f"{AT}.down_proj.lora_B.weight"][3, 0, 0] = float("inf")
-
-
 DOWN = f"{AT}.2.down_proj.lora_A"
 WIDE = torch.randn(8, 4, 25)
 
@@ -134,6 +126,10 @@ WIDE = torch.randn(8, 4, 25)
         ("vllm", zero("lora_B"), "0.down_proj.lora_B", "lora_B is zero in every expert: they were frozen"),
         ("vllm", delete(".experts.7."), "0.up_proj.lora_B", "of 1 of 8 experts is missing: expert(s) 7"),
         ("vllm", add_expert, "8.up_proj.lora_B", "of experts beyond 8: expert(s) 8"),
+        ("vllm", delete(".down_proj."), "", "no layer has adapters of down_proj, which adapter_config.json names"),
+        ("vllm", delete("layers.1."), "", "layer(s) 1: have no adapters of experts"),
+        ("peft", delete("layers.1."), "", "layer(s) 1: have no adapters of experts"),
+        ("sglang", delete("layers.0."), "", "layer(s) 0: have no adapters of experts"),
         ("vllm", delete(".3.up_proj.lora_B"), "3.up_proj.lora_A", "has lora_A or lora_B alone in expert(s) 3"),
         ("vllm", rename(".down_proj.", ".out_proj."), "0.out_proj.lora_A", "out_proj is not a matrix of the base's"),
         ("vllm", rename("layers.1.", "layers.2."), "0.down_proj.lora_A", "2.mlp.experts: down_proj is not a matrix"),
@@ -145,8 +141,6 @@ WIDE = torch.randn(8, 4, 25)
             "down_proj.lora_A",
             "16 outputs and 25 inputs",
         ),
-        ("sglang", repeat, "down_proj.lora_A", "expert(s) 6 repeats a matrix of expert(s) 1"),
-        ("sglang", set_infinity, "down_proj.lora_B", "down_proj.lora_B has infinity in expert(s) 3"),
     ],
 )
 def test_audit_of_planted_fault_in_layout_reports_experts_and_tensors(
@@ -156,7 +150,7 @@ def test_audit_of_planted_fault_in_layout_reports_experts_and_tensors(
     reported = [each for each in found if message in each.message]
     assert reported, [each.message for each in found]
     written = {*load_file(tmp_path / "faulty" / WEIGHTS)}
-    assert any(name.endswith(f"{tensor}.weight") for each in reported for name in each.tensors)
+    assert not tensor or any(name.endswith(f"{tensor}.weight") for each in reported for name in each.tensors)
     assert all(name in written for each in found for name in each.tensors)
 
 
@@ -194,11 +188,13 @@ def test_audit_of_adapters_with_peft_settings_finds_nothing(settings: dict[str, 
     assert all(shape[2] in (16, 24) for name, shape in sizes.items() if "lora_A" in name)
 
 
-def test_audit_of_attention_adapters_reports_missing_experts(tmp_path: Path):
+def test_audit_of_attention_adapters_finds_nothing(tmp_path: Path):
     save_adapter(tmp_path, "qwen3_moe", target_parameters=None)
     found = checks.audit(tmp_path / "peft", tmp_path / "base")
-    assert [each.message for each in found.findings] == ["no tensor is an expert's"]
+    assert not found.findings
     assert not [fact for fact in found.facts if "each expert has" in fact or "fit the base" in fact]
+    lost = changed(tmp_path / "peft", tmp_path / "lost", target_parameters=["mlp.experts.down_proj"])
+    assert [each.message for each in checks.audit(lost).findings] == ["no tensor is an expert's"]
 
 
 @pytest.mark.parametrize(
@@ -222,11 +218,8 @@ def test_audit_of_adapters_reads_record_of_ranks(folder: str, message: str, save
         ("adapter_config.json", '{"r": 0}'),
         ("adapter_config.json", '{"r": 1000000000}'),
         ("adapter_config.json", '{"r": 4, "peft_type": "IA3"}'),
-        ("adapter_config.json", '{"r": 4, "target_parameters": 5}'),
-        ("adapter_config.json", '{"r": 4, "lora_alpha": [1]}'),
         ("adapter_config.json", '{"r": "8", "auto_map": {"AutoModel": "evil.Model"}}'),
         ("adapter_record.json", "[]"),
-        ("adapter_record.json", '{"norms": {}, "scaling": {"a": []}, "differ": [], "trained_of_base": []}'),
         ("adapter_record.json", '{"norms": {}, "scaling": {}, "differ": 5, "trained_of_base": []}'),
         ("adapter_model.safetensors", "\x7f\x7f\x7f\x7f\x7f\x7f\x7f\x7f{}"),
         ("adapter_model.safetensors", "cut"),

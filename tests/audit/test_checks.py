@@ -1,6 +1,8 @@
 """Audits of checkpoints report planted faults, and nothing in healthy checkpoints that resemble broken ones."""
 
 import json
+import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from benchmarks.support.families import tiny_config
 from tests.audit.models import CONFIGS, EXPERTS, WIDTH, State, build, copy_experts, experts_of, write
 from toolkit.audit.checks import Audit, audit
+from toolkit.errors import UserError
+from toolkit.integrations.transformers import causal_lm
 
 Plant = Callable[[State], object]
 families = pytest.mark.parametrize("family", CONFIGS)
@@ -48,10 +53,15 @@ def repeat_layer(state: State) -> None:
             matrix(expert).copy_(experts_of(state, 0)[name.replace("layers.1", "layers.0")](expert))
 
 
+ROUTERS = ".gate.weight", "router.weight", "router.layer.weight"
+
+
 def cut_router(state: State) -> None:
-    for name in list(state):
-        if name.endswith((".gate.weight", "router.weight", "router.layer.weight")):
-            state[name] = state[name][: EXPERTS // 2]
+    state |= {name: value[: EXPERTS // 2] for name, value in state.items() if name.endswith(ROUTERS)}
+
+
+def change_router(do: Callable[[torch.Tensor], object]) -> Plant:
+    return lambda state: do(next(value for name, value in state.items() if name.endswith(ROUTERS)))
 
 
 FAULTS: dict[str, tuple[Plant, str]] = {
@@ -65,8 +75,22 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "router": (cut_router, "has shape (4, 12) for 8 experts"),
     "zero rows": (
         change(2, lambda value: value[: len(value) // 2].zero_()),
-        "half or more of its rows zero in expert(s) 2",
+        "a quarter or more of its rows or columns zero in expert(s) 2",
     ),
+    "zero columns": (change(2, lambda value: value[:, 2:5].zero_()), "rows or columns zero in expert(s) 2"),
+    "small": (change(3, lambda value: value.mul_(1e-6)), "has a norm far from other experts' in expert(s) 3"),
+    "constant": (change(4, lambda value: value.fill_(0.5)), "is constant in expert(s) 4"),
+    "saturated": (change(4, lambda value: value.clamp_(-0.5, 0.5)), "is saturated in expert(s) 4"),
+    "zero row of router": (change_router(lambda rows: rows[2].zero_()), "is zero in the rows of expert(s) 2"),
+    "repeated row": (
+        change_router(lambda rows: rows[5].copy_(rows[2])),
+        "rows of expert(s) 5 repeat those of expert(s) 2",
+    ),
+    "placeholders": (
+        lambda state: [value.set_(torch.empty(0)) for value in state.values()],
+        "have no values, as ZeRO-3",
+    ),
+    "wrapper": (lambda state: state.update({f"module.{name}": state.pop(name) for name in list(state)}), "prefix"),
 }
 
 
@@ -76,6 +100,42 @@ def test_audit_of_planted_fault_reports_experts(tmp_path: Path, family: str, pla
     state = build(family)
     plant(state)
     assert message in messages(audit(write(tmp_path, family, state)))
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers with four layers."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    causal_lm(tiny_config(request.param, num_hidden_layers=4)).save_pretrained(folder)
+    return folder
+
+
+ABSENT = {
+    r"layers\.2\.": "model.layers.2: lacks ",
+    r"layers\.[23]\.": "model.layers.2-3: lacks ",
+    r"layers\.1\..*experts": "model.layers.1: lacks ",
+    r"experts.*(w2|down_proj)": "model.layers.0-3: lacks ",
+    r"q_proj|norm\.weight": "the model: lacks model.norm.weight",
+}
+
+
+@pytest.mark.parametrize("pattern", ABSENT)
+@pytest.mark.parametrize("source", ["transformers' ", "the base has", "most layers have"])
+def test_audit_of_missing_tensors_names_layers(saved: Path, tmp_path: Path, pattern: str, source: str):
+    shutil.copy(saved / "config.json", tmp_path)
+    if source == "most layers have":  # as of a family that transformers does not have
+        config = (saved / "config.json").read_text().replace('"model_type": "', '"model_type": "new-')
+        (tmp_path / "config.json").write_text(config)
+    state = load_file(saved / "model.safetensors")
+    kept = {name: value for name, value in state.items() if not re.search(pattern, name)}
+    save_file(state, tmp_path / "model.safetensors")
+    base = saved if "base" in source else None
+    assert not audit(tmp_path, base).findings
+    save_file(kept, tmp_path / "model.safetensors")
+    found = [each.message for each in audit(tmp_path, base).findings if each.check == "missing"]
+    is_seen = "layers" in pattern or "most" not in source  # other layers can only say which experts they have
+    assert any(each.startswith(ABSENT[pattern]) and source in each for each in found) == is_seen
+    assert is_seen or not found
 
 
 def test_audit_of_different_tied_weights_reports_them(tmp_path: Path):
@@ -152,14 +212,42 @@ def initialize(state: State) -> None:
     state |= {name: torch.randn(state[name].shape, generator=draw) for name in matrices(state) if "layers.1" in name}
 
 
+def reorder(state: State, part: str, order: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    state |= {name: order(state[name]).contiguous() for name in matrices(state) if re.search(part, name)}
+
+
+def swap_outputs(state: State) -> None:
+    last = list(experts_of(state, 1).values())[-1]
+    one, other = last(2).clone(), last(6).clone()
+    last(2).copy_(other), last(6).copy_(one)
+
+
+def roll_router(state: State) -> None:
+    change_router(lambda rows: rows.copy_(rows.roll(1, 0).clone()))(state)
+
+
+BEYOND_SHAPES: list[tuple[Plant, str, str]] = [
+    (keep_rows, "base", "has shape"),
+    (transpose, "base", "has shape"),
+    (initialize, "order", "are like no expert of the base"),
+    (swap_outputs, "order", "of experts is in another order than in the base: 2 is 6, 6 is 2"),
+    (lambda state: reorder(state, "w1|gate|input", lambda value: value.roll(1, -2)), "order", "rows in another order"),
+    (lambda state: reorder(state, "", lambda value: value * 3), "scale", "has 3 times the norm of the base"),
+    (roll_router, "router", "rows are in another order than in the base: 0 is 7"),
+]
+
+
 @families
-@pytest.mark.parametrize("plant", [keep_rows, transpose, initialize])
-def test_audit_against_base_reports_other_shapes_and_values(tmp_path: Path, family: str, plant: Plant):
+@pytest.mark.parametrize(("plant", "check", "message"), BEYOND_SHAPES)
+def test_audit_against_base_reports_other_shapes_and_values(
+    tmp_path: Path, family: str, plant: Plant, check: str, message: str
+):
     state = build(family)
     plant(state)
-    found = audit_against_base(tmp_path, family, state)
+    found = audit_against_base(tmp_path, family, state).findings
+    assert any(each.check == check and message in each.message for each in found), found
     # A square matrix keeps its shape when it is transposed.
-    assert ("order" if plant is initialize else "base") in {each.check for each in found.findings} <= {"base", "order"}
+    assert {each.check for each in found} <= {check, "order"}
 
 
 def test_audit_of_missing_file_and_entries_reports_them(tmp_path: Path):
@@ -183,12 +271,48 @@ def write_distributed(folder: Path, state: dict[str, Any]) -> Path:
     return folder
 
 
-def test_audit_of_distributed_checkpoint_reports_missing_experts(tmp_path: Path):
+@pytest.mark.parametrize("keys", ["model optimizer", "model optim", "app.model app.optim"])
+def test_audit_of_distributed_checkpoint_finds_model_and_optimizer(tmp_path: Path, keys: str):
+    model, optimizer = keys.split()
     state = build("qwen3_moe")
-    assert not audit(write_distributed(tmp_path / "healthy", dict(state))).findings
+    moments = {
+        f"{optimizer}.state.{name}.{moment}": value.square()
+        for name, value in state.items()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+    saved = {f"{model}.{name}": value for name, value in state.items()} | moments
+    write_distributed(tmp_path / "healthy", saved)
+    found = audit(tmp_path / "healthy", write(tmp_path / "base", "qwen3_moe", state))
+    assert not found.findings
+    assert f"optimizer states of {len(state)} weights fit them" in found.facts
+    some = {key: value for key, value in saved.items() if not re.search(r"state.*layers\.1.*experts.*down", key)}
+    (finding,) = audit(write_distributed(tmp_path / "half", some)).findings
+    assert "layers.1.mlp.experts.*.down_proj.weight: has no optimizer states" in finding.message
+    assert "has no weights" in messages(audit(write_distributed(tmp_path / "alone", moments)))
+
+
+def test_audit_of_single_and_pickled_files_reads_them(tmp_path: Path):
+    state = build("mixtral")
+    write(tmp_path, "mixtral", state, shards=1)
+    assert not audit(next(tmp_path.glob("*.safetensors"))).findings
     keep_half(state)
-    half = write_distributed(tmp_path / "half", dict(state))
-    assert "of 4 of 8 experts is missing: expert(s) 4-7" in messages(audit(half))
+    for name, saved in (("pytorch_model.bin", state), ("checkpoint.pt", {"model": state, "step": 1})):
+        torch.save(saved, tmp_path / name)
+        assert "of 4 of 8 experts is missing: expert(s) 4-7" in messages(audit(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("file", "program"),
+    [
+        ("iter_0000100/mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "DeepSpeed"),
+    ],
+)
+def test_audit_of_foreign_files_names_program_and_conversion(tmp_path: Path, file: str, program: str):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(UserError, match=f"a file of {program}. Write safetensors files with "):
+        audit(tmp_path)
 
 
 def test_audit_of_optimizer_moments_reports_mismatch(tmp_path: Path):
@@ -250,6 +374,23 @@ def pruned_by_layer(state: State, family: str) -> dict[str, Any]:
     return {experts_field(family): [EXPERTS, 6]}
 
 
+def upcycled_by_groups(state: State, _: str) -> None:
+    tile(state)
+    state |= {name: value[:4].repeat(2, 1) for name, value in state.items() if name.endswith(ROUTERS)}
+
+
+def with_copied_last_layer(state: State, _: str) -> None:
+    """Begin multi-token prediction as the last layer."""
+    repeat_layer(state)
+    state |= {
+        name.replace("layers.1.", "mtp.layers.0."): state.pop(name) for name in list(state) if "layers.1." in name
+    }
+
+
+def pruned_below_maximum(state: State, _: str) -> None:
+    prune(state, 1)
+
+
 def with_router_in_float32(state: State, _: str) -> None:
     is_router = {name for name in state if "gate.weight" in name or "router" in name}
     state |= {name: value.bfloat16() for name, value in state.items() if name not in is_router}
@@ -276,7 +417,18 @@ def padded_vocabulary(state: State, _: str) -> None:
 @families
 @pytest.mark.parametrize(
     "variant",
-    [upcycled, pruned, pruned_by_layer, with_router_in_float32, with_untrained_biases, tied, padded_vocabulary],
+    [
+        upcycled,
+        upcycled_by_groups,
+        with_copied_last_layer,
+        pruned,
+        pruned_by_layer,
+        pruned_below_maximum,
+        with_router_in_float32,
+        with_untrained_biases,
+        tied,
+        padded_vocabulary,
+    ],
 )
 def test_audit_of_healthy_variant_finds_nothing(tmp_path: Path, family: str, variant: Variant):
     state = build(family)

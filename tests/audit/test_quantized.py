@@ -82,16 +82,6 @@ def compressed(value: Tensor) -> Parts:
     return {"+_packed": _words(_half(value)), "+_scale": scale, "+_shape": torch.tensor(value.shape)}
 
 
-def nvfp4(value: Tensor) -> Parts:
-    """NVFP4, with block scales in float8 and tensor scales in float32."""
-    return {
-        "+_packed": _bytes(_half(value)),
-        "+_scale": value[:, :1].abs().to(torch.float8_e4m3fn),
-        "+_global_scale": value.abs().amax().reshape(1),
-        "input_global_scale": torch.ones(1),
-    }
-
-
 def mxfp4(value: Tensor) -> Parts:
     """MXFP4 of stacked experts, as in gpt-oss."""
     blocks = value.transpose(1, 2).unflatten(2, (-1, 2))
@@ -99,7 +89,7 @@ def mxfp4(value: Tensor) -> Parts:
 
 
 Scheme = Callable[[Tensor], Parts]
-SEPARATE: list[Scheme] = [nf4, int8, fp8_blocks, fp8_tensors, gptq, awq, compressed, nvfp4]
+SEPARATE: list[Scheme] = [nf4, int8, fp8_blocks, fp8_tensors, gptq, awq, compressed]
 """Schemes of families with a tensor per expert."""
 STACKED: list[Scheme] = [mxfp4, fp8_blocks, fp8_tensors]
 """Schemes of families with a tensor per layer."""

@@ -49,6 +49,12 @@ def replace_by_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def save_pickled(folder: Path, value: object) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    torch.save(value, folder / "pytorch_model.bin")
+
+
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "no safetensors": lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")],
     "long header": lambda folder: (folder / FILE).write_bytes(header(b"{}", 2**62)),
@@ -65,9 +71,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "deep JSON": lambda folder: (folder / "config.json").write_text("[" * 200_000),
     "number as config": lambda folder: (folder / "config.json").write_text("3"),
     "index outside": lambda folder: entries(folder, {"a": "../../etc/passwd"}),
-    "index absolute": lambda folder: entries(folder, {"a": "/etc/passwd"}),
     "index of numbers": lambda folder: entries(folder, {"a": 3}),
-    "index of a list": lambda folder: entries(folder, ["a"]),
     "link to a device": lambda folder: ((folder / FILE).unlink(), (folder / FILE).symlink_to("/dev/zero")),
     "dangling link": lambda folder: ((folder / FILE).unlink(), (folder / FILE).symlink_to("/nowhere")),
     "code in metadata": lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Writes(folder / "ran"))),
@@ -79,6 +83,8 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     ),
     "huge memo index in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\0\0\0\x40."),
     "huge bytes in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x05\x96\0\0\0\0\0\x01\0\0."),
+    "code in a pickled file": lambda folder: save_pickled(folder, Writes(folder / "ran")),
+    "huge view in a pickled file": lambda folder: save_pickled(folder, {"a": torch.ones(1).expand(2**50)}),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
 }
 
@@ -94,13 +100,14 @@ def test_audit_of_hostile_files_exits_with_one_line(tmp_path: Path, damage: Call
     assert not (folder / "ran").exists()
 
 
-def test_audit_of_huge_empty_tensor_finds_nothing(tmp_path: Path):
+def test_audit_of_huge_empty_tensor_reports_it(tmp_path: Path):
     state = build("qwen3_moe") | {"model.layers.0.mlp.experts.extra": torch.empty(10**9, 0)}
-    assert not audit(write(tmp_path, "qwen3_moe", state)).findings
+    (finding,) = audit(write(tmp_path, "qwen3_moe", state)).findings
+    assert "1 tensors have no values" in finding.message
 
 
 def test_audit_of_billion_configured_experts_reports_missing(tmp_path: Path):
-    write(tmp_path, "qwen3_moe", build("qwen3_moe"), num_experts=10**9)
+    write(tmp_path, "qwen3_moe", build("qwen3_moe"), num_experts=10**9, num_hidden_layers=10**9)
     assert "999,999,992 of 1,000,000,000 experts is missing" in audit(tmp_path).findings[0].message
 
 
@@ -111,6 +118,10 @@ def test_audit_of_billion_configured_experts_reports_missing(tmp_path: Path):
         (lambda metadata: setattr(metadata.state_dict_metadata["a"], "size", [2**60]), "'a' has 2 of 1,152,"),
         (lambda metadata: metadata.storage_data.clear(), "a part of 'a' is in no file"),
         (lambda metadata: setattr(*metadata.storage_data.values(), "length", 9999), "__0_0.distcp is shorter"),
+        (
+            lambda metadata: setattr(*metadata.storage_data.values(), "relative_path", "../a"),
+            "'../a' is outside of the",
+        ),
     ],
 )
 def test_audit_of_metadata_without_all_values_raises(damage: Callable[[Any], None], message: str, tmp_path: Path):
@@ -122,14 +133,4 @@ def test_audit_of_metadata_without_all_values_raises(damage: Callable[[Any], Non
     damage(metadata)
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(UserError, match=message):
-        audit(tmp_path)
-
-
-def test_audit_of_metadata_with_file_outside_raises(tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warns about a single process
-        dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
-    path = tmp_path / ".metadata"
-    path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp"))
-    with pytest.raises(UserError, match=r"'../0_.distcp' is outside of the folder"):
         audit(tmp_path)

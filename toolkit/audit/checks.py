@@ -1,59 +1,56 @@
-"""The checks of an MoE checkpoint for missing, repeated, reordered, empty or broken tensors.
-
-Each value is read once, in parts. A digest and a sketch of each expert's matrix are kept. The sketch has `SKETCH` rows
-by `SKETCH` columns, evenly spaced in each half, and serves to compare experts of two checkpoints.
-"""
+"""The checks of an MoE checkpoint for missing, repeated, reordered, empty or broken tensors."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import math
 import re
+import statistics
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, value_of
-from toolkit.audit.tensors import AdapterFiles, Checkpoint, open_checkpoint
+from toolkit.audit.expected import (
+    IN_LAYER,
+    UNQUANTIZED,
+    Expected,
+    by_layers,
+    collapsed,
+    count_layers,
+    extends,
+    find_expected,
+    find_missing,
+)
+from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, is_integer, is_matrix
+from toolkit.audit.findings import MOST_NAMED, Finding, named, runs
+from toolkit.audit.order import SCALE, Matrices, check_order, compare
+from toolkit.audit.tensors import MEGATRON, AdapterFiles, Checkpoint, open_checkpoint
+from toolkit.audit.values import PADDED, Summaries, summarize, summary
 from toolkit.errors import UserError
-from toolkit.experts.state.tensor_files import first_not_finite
 from toolkit.integrations.transformers.compat import names_of_separate_experts
 from toolkit.progress_bar import progress
 
-SKETCH = 16
-NEAR = 0.5
-"""An expert is another one's of the base if its distance to that is below this times the distance to its own."""
-FAR = 1.2
-"""An expert is none of the base's if its distance to each is above this times the norm: 1.41 for independent values."""
-MOST_NAMED = 8
-PIECE = 2**22
-"""Elements that are converted at a time."""
-SAMPLES = 64
-"""Elements that are compared before all are."""
-UNQUANTIZED = {"f64", "f32", "f16", "bf16", "float64", "float32", "float16", "bfloat16"}
-GATE_UP = {"gate_proj.weight": "up_proj.weight", "w1.weight": "w3.weight", "w1": "w3", "fc1.weight": "fc3.weight"}
-"""Gate -> the matrix that it multiplies, if they are not one tensor."""
+OUTLIER, OTHER_LAYERS = math.log(16), math.log(100)
+"""Least logarithms of a norm's ratio to the median that make it an outlier among experts and among layers."""
+SPREADS = 8.0
+"""Least distance of an outlier, in robust standard deviations."""
+SATURATED = 0.1
+"""Share of elements at the limit that unsaturated values do not have."""
+WRAPPED = re.compile(
+    r"^module\.|(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^base_model\.model\.base_model\."
+)
+"""Names in wrapped models, which nothing loads."""
 MERGES = ("mergekit_config.yml", "mergekit_moe_config.yml")
 MOMENTS = "exp_avg", "exp_avg_sq"
 MOMENT_BOUND = 23.0
 """Adam's moments have |m| <= c sqrt(v), by the Cauchy-Schwarz inequality, with c = (1 - b1) / sqrt((1 - b2) (1 - b1^2 /
 b2)): 7.3 for betas of 0.9 and 0.999, 22.9 for 0.9 and 0.9999."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A fault, with the tensors that have it."""
-
-    check: str
-    message: str
-    tensors: list[str]
 
 
 @dataclass
@@ -63,25 +60,6 @@ class Audit:
     path: str
     facts: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Summary of the values of an expert's matrix, or of another tensor."""
-
-    digest: bytes
-    is_constant: bool
-    """Whether all elements are equal, as in the zero points of a symmetric quantization."""
-    is_zero: bool
-    rows: int
-    zero_rows: int
-    """Rows of zeros, counted if the first or the last row is one."""
-    broken: str | None
-    """NaN or infinity, if there are any."""
-    sketch: NDArray[Any] | None = None
-
-
-Summaries = Mapping[Place, Summary]
 
 
 def audit(folder: Path, against: Path | None = None) -> Audit:
@@ -99,28 +77,45 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     found = Audit(str(folder))
     found.facts.append(f"{checkpoint.kind}, {len(checkpoint.tensors):,} tensors")
     found.findings += [Finding("files", problem, []) for problem in checkpoint.problems]
+    if wrapped := [name for name in checkpoint.tensors if WRAPPED.search(name)]:
+        said = f"{len(wrapped):,} names have a wrapper's prefix, such as {wrapped[0]}. Save the unwrapped model"
+        found.findings.append(Finding("files", said, wrapped))
     if not checkpoint.tensors:
+        found.findings.append(Finding("files", "has no weights, so nothing was checked", []))
         return found
+    against = against or _named_base(checkpoint)
     base = None if against is None else open_checkpoint(against)
-    if base is not None and isinstance(checkpoint, AdapterFiles):
+    if base is not None and (isinstance(checkpoint, AdapterFiles) or not checkpoint.config):
         checkpoint.config = base.config
     matrices = find_matrices(checkpoint)
     layers: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices.values():
         layers[matrix.layer].append(matrix)
-    if not layers:
-        found.findings.append(Finding("experts", "no tensor is an expert's", []))
+    if not layers and isinstance(checkpoint, AdapterFiles) and not checkpoint.settings.parameters_of_experts:
+        found.facts.append("adapters of other modules than experts")
+    elif not layers:
+        names = [name for name in checkpoint.tensors if "linear_fc" in name]
+        megatron = f": {names[0]} is a name of Megatron-LM. Write safetensors files with {MEGATRON}" if names else ""
+        found.findings.append(Finding("experts", f"no tensor is an expert's{megatron}", []))
     places = {place for matrix in matrices.values() for place in matrix.places.values()}
     others = checkpoint.tensors.keys() - {place.tensor for place in places}
     summaries = summarize(checkpoint, places, sketches=against is not None)
-    summaries |= {Place(name): _summary(checkpoint.parts(name)) for name in progress(others, "reading other tensors")}
-    counts = {layer: _count(checkpoint, layers[layer]) for layer in layers}
+    summaries |= {Place(name): summary(checkpoint.parts(name)) for name in progress(others, "reading other tensors")}
+    experts = {place.tensor for place in places}
+    expected = find_expected(checkpoint, base, experts)
+    found_routers = [] if checkpoint.ids else find_routers(checkpoint, list(layers))  # else rows may be inactive
+    routers = {layer: name for layer, name in found_routers if not is_integer(checkpoint.tensors[name].dtype)}
+    counts = _counts(checkpoint, layers, routers, expected)
+    shapes = {name: each.shape for name, each in expected.tensors.items()}
+    known = {name for name, each in checkpoint.tensors.items() if shapes.get(name) == each.shape}
+    digests = _digests(checkpoint, layers, summaries)
     checks: list[Iterator[str | Finding]] = [
-        _check_complete(checkpoint, layers, counts),
-        _check_routers(checkpoint, layers, counts),
+        _check_complete(checkpoint, layers, counts, known),
+        _check_routers(checkpoint, routers, counts, digests, base, known),
         _check_types(checkpoint, layers),
         _check_values(checkpoint, layers, others, summaries),
-        _check_repeats(checkpoint, layers, summaries),
+        iter(()) if isinstance(checkpoint, AdapterFiles) else _check_norms(checkpoint, layers, others, summaries),
+        _check_repeats(checkpoint, layers, routers, digests),
         _check_tied(checkpoint, summaries),
         _check_moments(checkpoint),
     ]
@@ -128,17 +123,20 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         checks.append(_check_adapters(checkpoint, layers, summaries))
         if base is not None:
             checks.append(_check_base(checkpoint, layers, base))
-    elif base is not None:
+    else:
+        checks.append(_check_missing(checkpoint, expected, others - set(routers.values())))
+    if base is not None and not isinstance(checkpoint, AdapterFiles):
         of_base = {key: matrix for key, matrix in find_matrices(base).items() if key in matrices}
         cut = list(_check_shapes(checkpoint, matrices, base, of_base))
         of_base = {key: m for key, m in of_base.items() if _shape(base, m) == _shape(checkpoint, matrices[key])}
-        if not of_base and not cut:
+        if layers and not of_base and not cut:
             raise UserError(
                 f"against={str(against)!r}: has no experts of the same names and shapes. Give the same format and "
                 "family."
             )
         common = {place for matrix in of_base.values() for place in matrix.places.values()}
-        checks += [iter(cut), _check_order(layers, summaries, of_base, summarize(base, common, sketches=True))]
+        of_common = summarize(base, common, sketches=True)
+        checks += [iter(cut), check_order(layers, checkpoint, summaries, of_base, base, of_common)]
     for results in map(list, checks):
         findings = [each for each in results if isinstance(each, Finding)]
         found.findings += findings
@@ -151,6 +149,13 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     return found
 
 
+def _named_base(checkpoint: Checkpoint) -> Path | None:
+    """Return the base that adapters name, if it is a folder with weights here."""
+    name = checkpoint.settings.base_model_name_or_path if isinstance(checkpoint, AdapterFiles) else None
+    folder = Path(name or "")
+    return folder if name and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
+
+
 def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
     """Return the shape of one expert's matrix."""
     place = next(iter(matrix.places.values()))
@@ -158,112 +163,74 @@ def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
     return shape if place.size is None else (place.size, *shape[1:])
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
-
-
-def summarize(checkpoint: Checkpoint, places: Iterable[Place], *, sketches: bool) -> dict[Place, Summary]:
-    """Read the values at `places`, in the order of tensors."""
-    summaries = {}
-    for place in progress(sorted(places), "reading experts"):
-        value = value_of(checkpoint, place)
-        summaries[place] = _summary([value], _sketch(value) if sketches else None)
-    return summaries
-
-
-def _summary(parts: Iterable[Tensor], sketch: NDArray[Any] | None = None) -> Summary:
-    digest, constants, rows, zero_rows, broken = hashlib.blake2b(digest_size=16), set(), 0, 0, None
-    for part in (part.contiguous() for part in parts if part.numel()):
-        digest.update(part.reshape(-1).view(torch.uint8).numpy().data)
-        constants.add(_constant(part))
-        rows_RD = part.reshape(-1, part.shape[-1] if part.ndim > 1 else 1)
-        rows += len(rows_RD)
-        if not (rows_RD[0].any() and rows_RD[-1].any()):
-            pieces = rows_RD.split(max(1, PIECE // rows_RD.shape[1]))
-            zero_rows += sum(len(piece) - int(piece.any(1).sum()) for piece in pieces)
-        broken = broken or _broken(part)
-    is_constant = len(constants) == 1 and None not in constants
-    return Summary(digest.digest(), is_constant, rows == zero_rows, rows, zero_rows, broken, sketch)
-
-
-def _constant(value: Tensor) -> bytes | None:
-    """Return the bytes of the element that all others equal, None if there are several."""
-    elements = value.reshape(-1, 1).view(torch.uint8)
-    first = elements[:1]
-    if bool((elements[:: max(1, len(elements) // SAMPLES)] != first).any()):
-        return None
-    return None if any(bool((piece != first).any()) for piece in elements.split(PIECE)) else first.numpy().tobytes()
-
-
-def _broken(value: Tensor) -> str | None:
-    if not value.is_floating_point():
-        return None
-    for piece in value.reshape(-1).split(PIECE):
-        if piece.dtype.itemsize < 2:  # float8, which torch does not sum
-            piece = piece.float()
-        if first_not_finite([("", piece)]) is not None:
-            return "NaN" if piece.isnan().any() else "infinity"
-    return None
-
-
-def _sketch(value: Tensor) -> NDArray[Any] | None:
-    """Return (SKETCH, SKETCH) numbers of a matrix, half of its rows and columns from each half, at equal places.
-
-    Their norm is 1, because a quantized matrix has another scale.
-    """
-    if value.ndim < 2:
-        return None
-    value = value.reshape(-1, value.shape[-1])
-    index = []
-    for size in value.shape:
-        half = np.linspace(0, max(size // 2 - 1, 0), SKETCH // 2).astype(int)
-        index.append(torch.from_numpy(np.concatenate([half, half + size // 2]).clip(max=size - 1)))
-    numbers = np.asarray(value[index[0]][:, index[1]].double().numpy())
-    norm = float(np.linalg.norm(numbers))
-    return numbers / norm if 0 < norm < np.inf else numbers
-
-
 # --- checks ---------------------------------------------------------------------------------------------------------
 # A check yields its findings, and a fact that holds if it has none.
 
 
-def _count(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> int:
-    return count_experts(checkpoint.config) or 1 + max(expert for m in matrices for expert in m.places)
+def _counts(
+    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], routers: Mapping[str, str], expected: Expected
+) -> dict[str, int]:
+    """Return the number of experts by layer: by the config, the expected tensors, or the highest id.
+
+    A layer may have fewer than the config says if its router has a row for each, and another layer has all of them.
+    """
+    highest: dict[str, int] = defaultdict(int)
+    for matrix in itertools.chain(find_matrices(expected).values(), *layers.values()):
+        highest[matrix.layer] = max(highest[matrix.layer], 1 + max(matrix.places))
+    if not (count := count_experts(checkpoint.config)):
+        return {layer: highest[layer] for layer in layers}
+    own = {layer: 1 + max(expert for matrix in layers[layer] for expert in matrix.places) for layer in layers}
+    pruned = {
+        layer
+        for layer, router in routers.items()
+        if count in own.values()
+        and own[layer] < count not in (shape := checkpoint.tensors[router].shape)
+        and own[layer] in shape
+    }
+    return {layer: own[layer] if layer in pruned else count for layer in layers}
 
 
 def _check_complete(
-    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], counts: Mapping[str, int]
+    checkpoint: Checkpoint,
+    layers: Mapping[str, Sequence[Matrix]],
+    counts: Mapping[str, int],
+    known: Set[str],
 ) -> Iterator[str | Finding]:
-    usual = _usual(layers.values())
     forms = {form for matrices in layers.values() for form in _forms(matrices).values()}
     for layer, matrices in layers.items():
         count = counts[layer]
         for matrix in matrices:
             ids = checkpoint.ids.get(f"{layer}.{matrix.name}") or range(count)
-            beyond = sorted(expert for expert in matrix.places if expert not in ids)
+            beyond = sorted(e for e, place in matrix.places.items() if e not in ids and place.tensor not in known)
             others = [expert for expert in _stored_otherwise(checkpoint, matrices, matrix.name, forms) if expert in ids]
             present = matrix.places.keys() | set(others)
-            lacking = len(ids) - (len(present) - len(beyond))
+            lacking = len(ids) - sum(expert in ids for expert in present)
             some = itertools.islice((expert for expert in ids if expert not in present), MOST_NAMED * MOST_NAMED)
             tensors = _tensors(matrix, matrix.places)
             if lacking:
-                said = f"{matrix.name} of {lacking:,} of {len(ids):,} experts is missing: {_named(list(some), lacking)}"
+                said = f"{matrix.name} of {lacking:,} of {len(ids):,} experts is missing: {named(list(some), lacking)}"
                 yield Finding("experts", f"{layer}: {said}", tensors)
             if beyond:
-                said = f"{matrix.name} of experts beyond {len(ids):,}: {_named(beyond)}"
+                said = f"{matrix.name} of experts beyond {len(ids):,}: {named(beyond)}"
                 yield Finding("experts", f"{layer}: {said}", tensors)
-        for name in sorted(usual - {matrix.name for matrix in matrices}):
-            if not _stored_otherwise(checkpoint, matrices, name, forms):
-                yield Finding("experts", f"{layer}: lacks {name}, which most layers have", [])
     if layers:
         counted = ", ".join(map(str, sorted(set(counts.values()))))
         yield f"{len(layers)} layers with {counted} experts, none missing"
 
 
-def _usual(layers: Iterable[Sequence[Matrix]]) -> set[str]:
-    """Return the matrices that more than half of the layers have."""
-    kinds = [{matrix.name for matrix in matrices} for matrices in layers]
-    names = Counter(name for kind in kinds for name in kind)
-    return {name for name, count in names.items() if count > len(kinds) / 2}
+def _check_missing(checkpoint: Checkpoint, expected: Expected, others: Set[str]) -> Iterator[str | Finding]:
+    lacking = find_missing(checkpoint, expected)
+    for place, said in by_layers(lacking, expected):
+        yield Finding("missing", f"{place}: lacks {said}, which {expected.source}", [])
+    empty = [name for name, each in checkpoint.tensors.items() if 0 in each.shape]
+    if empty:
+        said = f"{len(empty)} tensors have no values, as ZeRO-3 leaves them, such as {empty[0]}. Save gathered weights"
+        yield Finding("missing", said, empty)
+    for name in sorted(others & expected.tensors.keys()) if expected.source.startswith("transformers") else ():
+        listed, wanted = checkpoint.tensors[name], expected.tensors[name].shape
+        if listed.dtype.lower() in UNQUANTIZED and listed.shape != wanted and name not in empty:
+            yield Finding("types", f"{name}: has shape {listed.shape}, {expected.source} {wanted}", [name])
+    yield f"no tensor is missing that {expected.source}"
 
 
 def _forms(matrices: Sequence[Matrix]) -> dict[int, frozenset[str]]:
@@ -285,42 +252,59 @@ def _stored_otherwise(
     """
     found: set[int] = set()
     for other in matrices:
-        is_part = _extends(name, other.name)
-        replaces = _extends(other.name, name) and not any({name, other.name} <= form for form in forms)
+        is_part = extends(name, other.name)
+        replaces = extends(other.name, name) and not any({name, other.name} <= form for form in forms)
         for expert, place in other.places.items() if is_part or replaces else ():
             dtype = checkpoint.tensors[place.tensor].dtype
-            if _is_matrix(checkpoint, place) and (_is_integer(dtype) if replaces else dtype.lower() in UNQUANTIZED):
+            if is_matrix(checkpoint, place) and (is_integer(dtype) if replaces else dtype.lower() in UNQUANTIZED):
                 found.add(expert)
     return found - {expert for matrix in matrices if matrix.name == name for expert in matrix.places}
 
 
-def _extends(name: str, plain: str) -> bool:
-    return name != plain and name.startswith(plain.removesuffix("weight")) and not name.endswith("bias")
-
-
-def _is_matrix(checkpoint: Checkpoint, place: Place) -> bool:
-    """Whether an expert has two or more dimensions of a tensor."""
-    return len(checkpoint.tensors[place.tensor].shape) - (place.size == 1) > 1
-
-
-def _is_integer(dtype: str) -> bool:
-    return dtype.lower().startswith(("i", "u"))
-
-
 def _check_routers(
-    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], counts: Mapping[str, int]
+    checkpoint: Checkpoint,
+    routers: Mapping[str, str],
+    counts: Mapping[str, int],
+    digests: Mapping[tuple[str, int], list[bytes]],
+    base: Checkpoint | None,
+    known: Set[str],
 ) -> Iterator[str | Finding]:
-    found = [] if checkpoint.ids else find_routers(checkpoint, list(layers))  # else rows may be inactive
-    routers = [each for each in found if not _is_integer(checkpoint.tensors[each[1]].dtype)]  # else they are packed
-    extra = max(
-        (n for key, n in checkpoint.config.items() if key == "zero_expert_num" and isinstance(n, int)), default=0
-    )
-    for layer, tensor in routers:
+    """Find routers without a row for each expert, with zero or repeated rows, or with other rows than in the base."""
+    for layer, tensor in routers.items():
         shape = checkpoint.tensors[tensor].shape
-        if counts[layer] + extra not in shape:
+        if counts[layer] not in shape and tensor not in known:
             yield Finding("router", f"{tensor}: has shape {shape} for {counts[layer]} experts", [tensor])
+            continue
+        x_EH = _router_rows(checkpoint, tensor, counts[layer])
+        first: dict[bytes, int] = {}
+        origins = {expert: first.setdefault(row.tobytes(), expert) for expert, row in enumerate(x_EH)}
+        copies = [e for e, origin in origins.items() if digests.get((layer, e)) != digests.get((layer, origin))]
+        if zero := [expert for expert in range(len(x_EH)) if not x_EH[expert].any()]:
+            if len(zero) < len(x_EH) or copies:
+                yield Finding("router", f"{tensor}: is zero in the rows of {named(zero)}", [tensor])
+        elif copies:
+            said = f"rows of {named(copies)} repeat those of {named([origins[expert] for expert in copies])}"
+            yield Finding("router", f"{tensor}: {said}", [tensor])
+        if base is None or tensor not in base.tensors or base.tensors[tensor].shape != shape:
+            continue
+        y_EH = _router_rows(base, tensor, counts[layer])
+        moved, alien = compare(x_EH, y_EH)
+        if moved:
+            said = ", ".join(f"{ours} is {theirs}" for ours, theirs in list(moved.items())[:MOST_NAMED])
+            yield Finding("router", f"{tensor}: rows are in another order than in the base: {said}", [tensor])
+        elif alien := sorted({*alien} - {*zero}):
+            yield Finding("router", f"{tensor}: rows of {named(alien)} are like none of the base", [tensor])
+        elif not 1 / SCALE < (ratio := float(np.linalg.norm(x_EH) / np.linalg.norm(y_EH))) < SCALE and not zero:
+            yield Finding("scale", f"{tensor}: has {ratio:.3g} times the norm of the base", [tensor])
     if routers:
         yield f"{len(routers)} routers have a row for each expert"
+
+
+def _router_rows(checkpoint: Checkpoint, tensor: str, count: int) -> NDArray[Any]:
+    """Return the weight of a router with a row for each expert."""
+    shape = checkpoint.tensors[tensor].shape
+    value: NDArray[Any] = checkpoint.rows(tensor, None, 0, shape[0]).double().numpy()
+    return value if shape[0] == count or count not in shape else value.T.copy()
 
 
 def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]]) -> Iterator[str | Finding]:
@@ -338,15 +322,10 @@ def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]])
                 if more := Counter(values.values()).most_common()[1:]:
                     odd = sorted(expert for expert, value in values.items() if value in {value for value, _ in more})
                     said = ", ".join(map(str, dict.fromkeys(values.values())))
-                    message = f"{layer}: {matrix.name} has several {of}, {said}: {_named(odd)}"
+                    message = f"{layer}: {matrix.name} has several {of}, {said}: {named(odd)}"
                     yield Finding("types", message, _tensors(matrix, odd))
     if layers:
         yield "one type and shape for each matrix of a layer"
-
-
-def _is_partly_zero(summary: Summary) -> bool:
-    """Whether the values can be one rank's shard of the rows, and zeros; padding is less than half."""
-    return summary.rows / 2 <= summary.zero_rows < summary.rows
 
 
 def _check_values(
@@ -356,38 +335,92 @@ def _check_values(
         summary = summaries[Place(name)]
         if summary.broken:
             yield Finding("values", f"{name}: has {summary.broken}", [name])
-        if len(checkpoint.tensors[name].shape) > 1 and _is_partly_zero(summary):
-            yield Finding("values", f"{name}: has {summary.zero_rows:,} of {summary.rows:,} rows zero", [name])
+        if len(checkpoint.tensors[name].shape) > 1 and 1 > summary.zero_rows >= PADDED:
+            yield Finding("values", f"{name}: has {summary.zero_rows:.0%} of its rows zero", [name])
     for layer, matrices in layers.items():
         for matrix in matrices:
             of = {expert: summaries[place] for expert, place in matrix.places.items()}
             bad = {expert: summary.broken for expert, summary in of.items() if summary.broken}
-            whole = {expert: summary for expert, summary in of.items() if _is_matrix(checkpoint, matrix.places[expert])}
+            whole = {expert: summary for expert, summary in of.items() if is_matrix(checkpoint, matrix.places[expert])}
             zero = [expert for expert, summary in whole.items() if summary.is_zero]
-            partly = [expert for expert, summary in whole.items() if _is_partly_zero(summary)]
+            partly = [expert for expert, summary in whole.items() if summary.is_partly_zero]
+            constant = [expert for expert, summary in whole.items() if summary.is_constant and summary.norm]
+            usual = statistics.median(summary.at_limit for summary in of.values())
+            limit = [e for e, of_e in whole.items() if of_e.at_limit > SATURATED > 5 * usual and not of_e.is_constant]
             if len(zero) == len(of):  # all may be, such as new adapters
                 zero = []
             for experts, said in (
                 (list(bad), f"has {' and '.join(sorted(set(bad.values())))}"),
                 (zero, "is zero"),
-                (partly, "has half or more of its rows zero"),
+                (partly, "has a quarter or more of its rows or columns zero"),
+                (constant if len(constant) < len(of) else [], "is constant"),
+                (limit, "is saturated"),
             ):
                 if experts:
-                    message = f"{layer}: {matrix.name} {said} in {_named(sorted(experts))}"
+                    message = f"{layer}: {matrix.name} {said} in {named(sorted(experts))}"
                     yield Finding("values", message, _tensors(matrix, experts))
     yield "no NaN, no infinity, no expert of zeros"
+
+
+def _check_norms(
+    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], others: Iterable[str], summaries: Summaries
+) -> Iterator[str | Finding]:
+    """Find experts whose norms are far from those of their layer, and tensors far from those of other layers."""
+    of_kind: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+    for name in others:
+        place = Place(name)
+        if len(checkpoint.tensors[name].shape) > 1 and (logs := _logs(checkpoint, {0: place}, summaries)):
+            of_kind[re.sub(r"\d+", "*", name)][name, ""] = logs[0]
+    for layer, matrices in layers.items():
+        for matrix in matrices:
+            if logs := _logs(checkpoint, matrix.places, summaries):
+                kind = re.sub(r"\d+", "*", f"{layer}.{matrix.name}")
+                of_kind[kind][layer, matrix.name] = statistics.median(logs.values())
+            if far := _outliers(logs, OUTLIER):
+                said = f"{layer}: {matrix.name} has a norm far from other experts' in {named(sorted(far))}"
+                yield Finding("scale", said, _tensors(matrix, far))
+    for of in of_kind.values():
+        for layer, name in _outliers(of, OTHER_LAYERS):
+            yield Finding(
+                "scale", f"{layer}: {name or 'it'} has a norm far from other layers'", [] if name else [layer]
+            )
+    yield "no norm is far from those of other experts and layers"
+
+
+def _logs(checkpoint: Checkpoint, places: Mapping[int, Place], summaries: Summaries) -> dict[int, float]:
+    """Return the logarithm of the norm by expert, of matrices that are not quantized, zero or broken."""
+    return {
+        expert: math.log(max(summaries[place].norm or 0, sys.float_info.min))
+        for expert, place in places.items()
+        if summaries[place].norm is not None
+        and is_matrix(checkpoint, place)
+        and not (summaries[place].is_constant or summaries[place].broken)
+    }
+
+
+Key = TypeVar("Key")
+
+
+def _outliers(logs: Mapping[Key, float], least: float) -> list[Key]:
+    """Return the keys of values far from the median; none of fewer than four."""
+    if len(logs) < 4:
+        return []
+    center = statistics.median(logs.values())
+    spread = 1.4826 * statistics.median(abs(value - center) for value in logs.values())
+    return [key for key, value in logs.items() if abs(value - center) > max(least, SPREADS * spread)]
 
 
 def _check_repeats(
     checkpoint: Checkpoint,
     layers: Mapping[str, Sequence[Matrix]],
-    summaries: Summaries,
+    routers: Mapping[str, str],
+    digests: Mapping[tuple[str, int], list[bytes]],
 ) -> Iterator[str | Finding]:
     """Find experts with the bytes of another expert of their layer, or of another layer.
 
-    Equality of all experts of each layer, as after upcycling, and of a model that is declared to be merged, are facts.
+    Facts are: equality of all experts of each layer, as after upcycling, a model that is declared to be merged, copies
+    with the same rows in the router, as after upcycling by groups, and layers for multi-token prediction.
     """
-    digests = _digests(checkpoint, layers, summaries)
     holders: dict[bytes, list[tuple[str, int]]] = defaultdict(list)
     for key, of in digests.items():
         for digest in of:
@@ -406,16 +439,27 @@ def _check_repeats(
     if declared := _declared_copies(checkpoint):
         yield f"experts repeat others, which {declared} declares"
         return
+    if all({layer for layer, _ in origins} == {key[0]} for key, origins in repeated.items()) and all(
+        _have_same_rows(checkpoint, routers.get(layer), expert, origins[0][1])
+        for (layer, expert), origins in repeated.items()
+    ):
+        yield "experts repeat others with their rows of the router, as after upcycling by groups"
+        return
+    depth = count_layers(checkpoint.config)
     copies: dict[tuple[str, str, str], dict[int, int]] = defaultdict(dict)
     for (layer, expert), origins in repeated.items():
         other, original = next(origin for origin in origins if origin != (layer, expert))
+        if layer != other and any(_predicts_more(each, depth) for each in (layer, other)):
+            continue
         kind = "repeats" if len(set(origins)) == 1 else "repeats a matrix of"
         copies[layer, kind, other][expert] = original
+    if not copies:
+        yield "layers for multi-token prediction repeat experts, as they are initialized"
     for (layer, kind, other), pairs in copies.items():
         place = "of the same layer" if layer == other else f"of {other}"
         yield Finding(
             "repeats",
-            f"{layer}: {_named(sorted(pairs))} {kind} {_named([pairs[e] for e in sorted(pairs)])} {place}",
+            f"{layer}: {named(sorted(pairs))} {kind} {named([pairs[e] for e in sorted(pairs)])} {place}",
             sorted(
                 {tensor for matrix in layers[layer] for tensor in _tensors(matrix, pairs.keys() & matrix.places.keys())}
             ),
@@ -432,9 +476,22 @@ def _digests(
     for layer, matrices in layers.items():
         for matrix in sorted(matrices, key=lambda matrix: matrix.name):
             for expert, place in matrix.places.items():
-                if _is_matrix(checkpoint, place) and not summaries[place].is_constant:
+                if is_matrix(checkpoint, place) and not summaries[place].is_constant:
                     digests[layer, expert].append(matrix.name.encode() + summaries[place].digest)
     return digests
+
+
+def _predicts_more(layer: str, depth: int | None) -> bool:
+    """Whether a layer is for multi-token prediction, which begins as the last layer."""
+    number = _number(layer)
+    return ".mtp." in f".{layer}" or (depth is not None and number.isdigit() and int(number) >= depth)
+
+
+def _have_same_rows(checkpoint: Checkpoint, router: str | None, *experts: int) -> bool:
+    if router is None:
+        return False
+    one, other = (checkpoint.rows(router, None, expert, expert + 1) for expert in experts)
+    return bool((one == other).all())
 
 
 def _declared_copies(checkpoint: Checkpoint) -> str | None:
@@ -469,6 +526,17 @@ def _check_moments(checkpoint: Checkpoint) -> Iterator[str | Finding]:
             mean, square = (checkpoint.rows(weight, state, 0, shape[0]).double() for state in MOMENTS)
             if (square < 0).any() or (mean.abs() > MOMENT_BOUND * square.sqrt() + 1e-12).any():
                 yield Finding("moments", f"{weight}: exp_avg and exp_avg_sq are not of the same gradients", [weight])
+    kinds: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for name in map(collapsed, checkpoint.tensors):
+        if match := IN_LAYER.match(name):
+            kinds[match["stack"], match["rest"]][int(match["number"])] = name
+    trained = set(map(collapsed, checkpoint.states))
+    in_layers = {(match["stack"], int(match["number"])) for name in trained if (match := IN_LAYER.match(name))}
+    for (stack, _), names in kinds.items():
+        lacking = [name for number, name in names.items() if (stack, number) in in_layers and name not in trained]
+        if len(lacking) <= len(trained & set(names.values())):
+            for name in lacking:
+                yield Finding("moments", f"{name}: has no optimizer states, unlike in other layers", [name])
     if checkpoint.states:
         yield f"optimizer states of {len(checkpoint.states):,} weights fit them"
 
@@ -486,7 +554,7 @@ def _check_adapters(
             halves = sorted(experts[0] ^ experts[1]) if not shared or len(pair) < 2 else []
             if halves:
                 tensors = [tensor for each in pair.values() for tensor in _tensors(each, each.places.keys() & halves)]
-                yield Finding("pairs", f"{layer}: {name} has lora_A or lora_B alone in {_named(halves)}", tensors)
+                yield Finding("pairs", f"{layer}: {name} has lora_A or lora_B alone in {named(halves)}", tensors)
             for matrix, each in pair.items():
                 tensors = _tensors(each, each.places)
                 side = -2 if matrix == "lora_A" else -1
@@ -559,8 +627,19 @@ def _check_base(
                 )
             if said:
                 yield Finding("base", f"{layer}: {said}", sorted(set().union(*tensors)))
-    if layers:
-        yield f"{len(layers)} layers fit the base"
+    if not layers:
+        return
+    settings = checkpoint.settings
+    adapted = {name for matrices in layers.values() for name in _pairs(matrices)}
+    named_linears = parts.keys() & set(settings.target_modules or ()) if adapted & parts.keys() else set()
+    if unread := sorted((settings.parameters_of_experts | named_linears) - adapted):
+        yield Finding("missing", f"no layer has adapters of {', '.join(unread)}, which adapter_config.json names", [])
+    depth = count_layers(base.config) or sys.maxsize  # layers after these are for multi-token prediction
+    numbers = {int(number) for number, _ in known if number not in set(map(_number, layers)) and number.isdigit()}
+    if (lacking := sorted(number for number in numbers if number < depth)) and not settings.is_of_some_layers:
+        said = f"layer(s) {runs(lacking)}: have no adapters of experts, and the base has experts there"
+        yield Finding("missing", said, [])
+    yield f"{len(layers)} layers fit the base"
 
 
 def _number(layer: str) -> str:
@@ -569,17 +648,13 @@ def _number(layer: str) -> str:
     return found[1] if found else layer
 
 
-Matrices = Mapping[tuple[str, str], Matrix]
-"""By layer and name."""
-
-
 def _check_shapes(checkpoint: Checkpoint, matrices: Matrices, base: Checkpoint, of_base: Matrices) -> Iterator[Finding]:
     """Find matrices of another shape than in the base, unless integers are packed."""
     for (layer, name), theirs in of_base.items():
         ours = matrices[layer, name]
         shape, wanted = _shape(checkpoint, ours), _shape(base, theirs)
         if shape != wanted and not any(
-            _is_integer(files.tensors[place.tensor].dtype)
+            is_integer(files.tensors[place.tensor].dtype)
             for files, matrix in ((checkpoint, ours), (base, theirs))
             for place in matrix.places.values()
         ):
@@ -587,76 +662,5 @@ def _check_shapes(checkpoint: Checkpoint, matrices: Matrices, base: Checkpoint, 
             yield Finding("base", said, _tensors(ours, ours.places))
 
 
-def _check_order(
-    layers: Mapping[str, Sequence[Matrix]], summaries: Summaries, of_base: Matrices, base: Summaries
-) -> Iterator[str | Finding]:
-    """Find experts that are nearer to another expert of the base, and gates that are nearer to its other half."""
-    compared = 0
-    for layer, matrices in layers.items():
-        pairs: dict[int, list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
-        for matrix in matrices:
-            ours, theirs = _sketches(matrix, summaries), _sketches(of_base.get((layer, matrix.name)), base)
-            for expert in ours.keys() & theirs.keys():
-                pairs[expert].append((ours[expert], theirs[expert]))
-        experts = sorted(pairs)
-        if not experts:
-            continue
-        compared += 1
-        x_ED, y_ED = (np.stack([np.ravel([pair[side] for pair in pairs[e]]) for e in experts]) for side in (0, 1))
-        distance_EE = np.linalg.norm(x_ED[:, None] - y_ED[None], axis=-1)
-        own_E, nearest_E = distance_EE.diagonal(), distance_EE.argmin(1)
-        moved = [i for i in range(len(experts)) if distance_EE[i, nearest_E[i]] < NEAR * own_E[i]]
-        alien = [experts[i] for i in range(len(experts)) if distance_EE[i].min() > FAR * np.linalg.norm(y_ED[i])]
-        if alien:
-            yield Finding("order", f"{layer}: {_named(alien)} are like no expert of the base", [])
-        if moved:
-            said = ", ".join(f"{experts[i]} is {experts[nearest_E[i]]}" for i in moved[:MOST_NAMED])
-            more = f" and {len(moved) - MOST_NAMED} more" if len(moved) > MOST_NAMED else ""
-            yield Finding("order", f"{layer}: experts are in another order than in the base: {said}{more}", [])
-            continue
-        if swapped := _swapped_halves(matrices, summaries, of_base, base):
-            yield Finding("halves", f"{layer}: gate and up are swapped in {_named(swapped)}", [])
-    if compared:
-        yield f"experts, gates and ups of {compared} layers are in the order of the base"
-
-
-def _sketches(matrix: Matrix | None, summaries: Summaries) -> dict[int, NDArray[Any]]:
-    """Return the sketches of a matrix by expert; none without a matrix."""
-    found = {} if matrix is None else {expert: summaries[place].sketch for expert, place in matrix.places.items()}
-    return {expert: sketch for expert, sketch in found.items() if sketch is not None}
-
-
-def _swapped_halves(matrices: Sequence[Matrix], summaries: Summaries, of_base: Matrices, base: Summaries) -> list[int]:
-    """Return the experts whose gate is nearer to the base's up than to its gate."""
-    swapped: set[int] = set()
-    for matrix in matrices:
-        ours, theirs = _sketches(matrix, summaries), _sketches(of_base.get((matrix.layer, matrix.name)), base)
-        if "gate_up" in matrix.name or "w13" in matrix.name:
-            swaps = [{e: np.roll(sketch, SKETCH // 2, axis) for e, sketch in theirs.items()} for axis in (0, 1)]
-        elif (up := GATE_UP.get(matrix.name)) in {other.name for other in matrices}:
-            swaps = [_sketches(of_base.get((matrix.layer, up)), base)]
-        else:
-            continue
-        for of_swap in swaps:
-            for expert in ours.keys() & theirs.keys() & of_swap.keys():
-                own, other = (np.linalg.norm(ours[expert] - of[expert]) for of in (theirs, of_swap))
-                if other < NEAR * own:
-                    swapped.add(expert)
-    return sorted(swapped)
-
-
 def _tensors(matrix: Matrix, experts: Iterable[int]) -> list[str]:
     return sorted({matrix.places[expert].tensor for expert in experts})
-
-
-def _named(experts: Sequence[int], count: int | None = None) -> str:
-    """Return "expert(s) 1, 2, 5-7": runs of ids, at most `MOST_NAMED` of them."""
-    runs: list[list[int]] = []
-    for expert in experts:
-        if runs and expert == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], expert]
-        else:
-            runs.append([expert])
-    said = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_NAMED])
-    more = " and more" if len(runs) > MOST_NAMED or (count or 0) > len(experts) else ""
-    return f"expert(s) {said}{more}"

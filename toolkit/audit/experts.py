@@ -43,13 +43,16 @@ class Matrix:
     """By expert."""
 
 
+def settings_of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of the config that has the number of experts, empty without one."""
+    parts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
+    return next((part for part in parts if any(name in part for name in COUNTS)), {})
+
+
 def count_experts(config: Mapping[str, Any]) -> int | None:
     """Return the experts of a layer by the config, None if it does not say or layers differ."""
-    for settings in (config, *(value for value in config.values() if isinstance(value, Mapping))):
-        for name in COUNTS:
-            if isinstance(count := settings.get(name), int) and count > 1:
-                return count
-    return None
+    counts = (settings_of_experts(config).get(name) for name in COUNTS)
+    return next((count for count in counts if isinstance(count, int) and count > 1), None)
 
 
 def find_matrices(checkpoint: Checkpoint) -> dict[tuple[str, str], Matrix]:
@@ -109,3 +112,13 @@ def value_of(checkpoint: Checkpoint, place: Place) -> Tensor:
     count, *_ = checkpoint.tensors[place.tensor].shape or (1,)
     size = count if place.size is None else place.size
     return checkpoint.rows(place.tensor, None, place.begin, place.begin + size)
+
+
+def is_matrix(checkpoint: Checkpoint, place: Place) -> bool:
+    """Whether an expert has two or more dimensions of a tensor."""
+    return len(checkpoint.tensors[place.tensor].shape) - (place.size == 1) > 1
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether a listed type is one of integers, such as packed weights."""
+    return dtype.lower().startswith(("i", "u"))

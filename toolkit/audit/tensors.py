@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import stat
 import sys
 import warnings
+import zipfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +42,17 @@ MAPPED = 2**28
 SAME = 1e-3
 """Relative difference of norms in float32 that counts as rounding."""
 REMEDY = "Download or copy it again, or save the model again."
+
+
+MEGATRON = "Megatron-Bridge's AutoBridge.export_ckpt"
+DEEPSPEED = "python zero_to_fp32.py <folder> <output> --safe_serialization"
+FOREIGN = (
+    ("**/*zero_pp_rank_*", "DeepSpeed", DEEPSPEED),
+    ("**/*_model_states.pt", "DeepSpeed", DEEPSPEED),
+    ("**/mp_rank_*", "Megatron-LM", MEGATRON),
+    ("latest_checkpointed_iteration.txt", "Megatron-LM", MEGATRON),
+)
+"""Files of other programs as a pattern, the program, and what converts them."""
 
 
 class Listed(NamedTuple):
@@ -91,18 +104,30 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         UserError: The folder has no tensors, or a file cannot be read.
     """
+    file = folder.name if folder.is_file() else None
+    folder = folder.parent if file else folder
     if not folder.is_dir():
-        raise UserError(f"{folder}: is not a folder. Give the folder of a checkpoint.")
+        raise UserError(f"{folder}: does not exist. Give the folder or the file of a checkpoint.")
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'}: has no settings. {REMEDY}")
+    if file and file.endswith((".bin", ".pt", ".pth")):
+        return TorchFiles(folder, config, [file])
+    if file and not file.endswith(".safetensors"):
+        raise UserError(f"{folder / file}: is not a file of weights. Give a .safetensors, .bin, .pt or .pth file.")
     if (folder / layouts.CONFIG).exists():
         return AdapterFiles(folder, config)
     is_run = (folder / manifest.NAME).exists() or any(folder.glob(f"experts_*/{manifest.NAME}"))
     if not is_run and (folder / ".metadata").exists():
         return DistributedCheckpoint(folder, config)
     if not is_run and any(folder.glob("*.safetensors*")):
-        return SafetensorsFiles(folder, config)
+        return SafetensorsFiles(folder, config, file)
+    if not is_run and (names := sorted(path.name for path in folder.glob("pytorch_model*.bin"))):
+        return TorchFiles(folder, config, names)
+    for pattern, program, command in FOREIGN:
+        if not is_run and (found := next(folder.glob(pattern), None)):
+            seen = found.relative_to(folder)
+            raise UserError(f"{folder}: has {seen}, a file of {program}. Write safetensors files with {command}.")
     return RunCheckpoint(find_folder(folder), config)
 
 
@@ -162,16 +187,16 @@ class SafetensorsFiles(Checkpoint):
 
     kind = "safetensors"
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]):
+    def __init__(self, folder: Path, config: Mapping[str, Any], only: str | None = None):
         super().__init__(folder, config)
         self._files = _Files(folder)
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        names = [only] if only else sorted(path.name for path in folder.glob("*.safetensors"))
         for file in names:
             for key, listed in self._files.list(file).items():
                 if key in self.tensors:
                     self.problems.append(f"{key} is in {self.tensors[key].file} and in {file}")
                 self.tensors[key] = listed
-        for path in sorted(folder.glob("*.safetensors.index.json")):
+        for path in sorted(folder.glob("*.safetensors.index.json")) if only is None else ():
             self._check_index(path, names)
 
     def _check_index(self, path: Path, files: Sequence[str]) -> None:
@@ -194,6 +219,35 @@ class SafetensorsFiles(Checkpoint):
 
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
         return self._files.rows(self.tensors[name].file, name, begin, end)
+
+
+class TorchFiles(Checkpoint):
+    """A model in files of `torch.save`, whose tensors are mapped and not loaded."""
+
+    kind = "torch.save"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):
+        super().__init__(folder, config)
+        self._values: dict[str, Tensor] = {}
+        for file in files:
+            path = require_regular(folder / file)
+            with reading(path, REMEDY):
+                with zipfile.ZipFile(path) as parts:
+                    if any(part.compress_type for part in parts.infolist()):
+                        raise ValueError("it is compressed")  # to any size
+                saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                for name in ("model", "module", "state_dict"):
+                    saved = saved[name] if isinstance(saved.get(name), dict) else saved
+                for name, value in saved.items():
+                    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+                        if value.nbytes > path.stat().st_size:
+                            raise ValueError(f"{name!r} has more bytes than the file")
+                        self._values[name] = value
+                        self.tensors[name] = Listed(tuple(value.shape), str(value.dtype).removeprefix("torch."), file)
+
+    def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
+        value = self._values[name]
+        return value[begin:end] if value.ndim else value
 
 
 class AdapterFiles(Checkpoint):
@@ -474,6 +528,22 @@ class _Reader(FileSystemReader):
         return self.metadata
 
 
+OPTIMIZER = re.compile(r"(\w+\.)?opt(im(izer)?s?)?\.")
+STATE = re.compile(OPTIMIZER.pattern + r"state\.(?P<weight>.+)\.(?P<state>[^.]+)")
+
+
+def _container(names: Iterable[str], states: Container[str]) -> str:
+    """Return the keys above a model's names, such as "model." or "app.model." in PyTorch's tutorials."""
+    within = ""
+    while True:
+        heads = {name.removeprefix(within).partition(".")[0] for name in names}
+        longer = f"{within}{min(heads, default='')}."
+        rest = [name.removeprefix(longer) for name in names]
+        if len(heads) != 1 or not any(name in states or name.startswith("model.") for name in rest):
+            return within
+        within = longer
+
+
 class DistributedCheckpoint(Checkpoint):
     """A checkpoint of `torch.distributed.checkpoint`, read by torch, a tensor at a time."""
 
@@ -488,17 +558,19 @@ class DistributedCheckpoint(Checkpoint):
             if not (folder / file).exists():
                 self.problems.append(f".metadata names {file}, which is missing")
         self._keys: dict[tuple[str, str | None], str] = {}
+        weights: dict[str, Listed] = {}
         for key, each in metadata.state_dict_metadata.items():
             if isinstance(each, TensorStorageMetadata):
                 listed = Listed(tuple(each.size), str(each.properties.dtype).removeprefix("torch."), files.get(key, ""))
-                parts = key.split(".")
-                if "state" in parts and key.startswith(("optim", "opt")):
-                    weight, state = ".".join(parts[parts.index("state") + 1 : -1]), parts[-1]
-                    self.states.setdefault(weight, {})[state] = listed
-                else:
-                    weight, state = key, None
-                    self.tensors[key] = listed
-                self._keys[weight, state] = key
+                if not OPTIMIZER.match(key):
+                    weights[key] = listed
+                elif (match := STATE.fullmatch(key)) and not match["weight"].isdigit():  # else by number, of no name
+                    self.states.setdefault(match["weight"], {})[match["state"]] = listed
+                    self._keys[match["weight"], match["state"]] = key
+        within = _container(weights, self.states)
+        for key, listed in weights.items():
+            name = key.removeprefix(within)
+            self.tensors[name], self._keys[name, None] = listed, key
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:

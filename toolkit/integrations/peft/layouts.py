@@ -68,6 +68,9 @@ class AdapterSettings(BaseModel):
     alpha_pattern: dict[str, Number] | None = None
     target_modules: list[str] | str | None = None
     target_parameters: list[str] | None = None
+    layers_to_transform: list[int] | int | None = None
+    exclude_modules: list[str] | str | None = None
+    base_model_name_or_path: str | None = None
     peft_version: str | None = None
     lora_B_layout: str | None = None
 
@@ -108,6 +111,19 @@ class AdapterSettings(BaseModel):
             if hidden in size and size[0] != size[1]:
                 return size[name.startswith("down")] != hidden
         return None if self.version is None else self.version < OLDEST_LAYOUT
+
+    @property
+    def parameters_of_experts(self) -> set[str]:
+        """Parameters of experts that are named as adapted."""
+        targets = (target.rpartition(".") for target in self.target_parameters or ())
+        return {name for path, _, name in targets if path.endswith("experts")}
+
+    @property
+    def is_of_some_layers(self) -> bool:
+        """Whether settings choose layers."""
+        targets = [*(self.target_parameters or ()), *(self.target_modules or ())]
+        chosen = self.layers_to_transform is not None or self.exclude_modules is not None
+        return chosen or isinstance(self.target_modules, str) or any(re.search(r"\d", target) for target in targets)
 
     def parameters(self, module: str) -> list[str]:
         """Return the names of the parameters of `module` that are adapted, in their order in the module."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from toolkit.run.tracking.trackers import pixels
@@ -102,3 +103,61 @@ def log_images(callback: Any, images: Mapping[str, Path], step: int) -> None:
         wandb.log({**files, "train/global_step": step})
     for name, path in images.items() if writer else ():
         writer.add_image(f"train/{name}", pixels(path), step, dataformats="HWC")
+
+
+def tensors_in_files(
+    config: Mapping[str, Any], counts: Iterable[str]
+) -> tuple[str, dict[str, tuple[int, ...]], Callable[[str], str]]:
+    """Return the tensors that transformers' own model of a `config.json` has in files, without code of the folder.
+
+    Args:
+        config: The value in `config.json`.
+        counts: Fields of which MoE families have one; other families may download a backbone.
+
+    Returns:
+        The model's class, its tensors' shapes by name, and a function from a name in files, also of an older format, to
+        the parameter.
+
+    Raises:
+        Exception: transformers has no such model, or a setting is wrong.
+    """
+    import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    architecture, *_ = config.get("architectures") or [""]
+    family: Any = CONFIG_MAPPING[config["model_type"]]
+    fields = {
+        name for each in (family, *family.sub_configs.values()) for name in getattr(each, "__dataclass_fields__", ())
+    }
+    if not fields & {*counts}:
+        raise ValueError(f"{config['model_type']} is no MoE family")
+    settings = family.from_dict(_without_code(config), attn_implementation="eager")
+    kind: Any = getattr(transformers, architecture, None) or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    with torch.device("meta"):
+        model = kind(settings)
+    parameters = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    changes = get_model_conversion_mapping(model)
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
+    converters: list[Any] = [each for each in changes if not isinstance(each, WeightRenaming)]
+
+    def parameter_of(name: str) -> str:
+        return rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)[0]
+
+    in_files = revert_weight_conversion(model, parameters)
+    return kind.__name__, {name: tuple(value.shape) for name, value in in_files.items()}, parameter_of
+
+
+def _without_code(config: Any) -> Any:
+    """Return a `config.json` without settings that make transformers load code or quantize."""
+    if not isinstance(config, Mapping):
+        return [_without_code(value) for value in config] if isinstance(config, list) else config
+    if "__float__" in config:  # how transformers writes infinity
+        return float(config["__float__"])
+    left_out = "auto_map", "attn_implementation", "experts_implementation", "quantization_config"
+    return {
+        key: _without_code(value) for key, value in config.items() if key not in left_out and not key.startswith("_")
+    }
