@@ -16,7 +16,9 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 no finding, 1 findings, 2 bad input."""
     parser = Parser("toolkit audit", __doc__)
     parser.add_argument(
-        "path", type=Path, help="folder of safetensors files, of torch.distributed.checkpoint, of a run, or of adapters"
+        "path",
+        type=Path,
+        help="folder of a model, of torch.distributed.checkpoint, of a run or of adapters, or a file of weights",
     )
     parser.add_argument(
         "--against", type=Path, help="folder of the base model, whose order of experts (adapters: sizes) it should have"

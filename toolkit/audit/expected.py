@@ -118,7 +118,7 @@ def _of_layers(checkpoint: Checkpoint, experts: Iterable[str]) -> Expected:
 
 
 def collapsed(name: str) -> str:
-    """Return the name with `*` in place of an expert's number, or without it if it follows the parameter's name."""
+    """Return the name with `*` instead of an expert's number, or without it if it follows the parameter's name."""
     if match := EXPERT.fullmatch(name):
         return f"{match['layer']}.*.{match['matrix']}"
     return name.rpartition("/")[0] if ROW_OF_RUN.fullmatch(name) else name

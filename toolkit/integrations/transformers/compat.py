@@ -136,7 +136,9 @@ def tensors_in_files(
     if not fields & {*counts}:
         raise ValueError(f"{config['model_type']} is no MoE family")
     settings = family.from_dict(_without_code(config), attn_implementation="eager")
-    kind: Any = getattr(transformers, architecture, None) or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    kind: Any = getattr(transformers, architecture, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     with torch.device("meta"):
         model = kind(settings)
     parameters = remove_tied_weights_from_state_dict(model.state_dict(), model)
