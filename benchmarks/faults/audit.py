@@ -103,6 +103,7 @@ def plant_in_models(folder: Path, faults: Sequence[Fault]) -> Iterator[Result]:
     for family in planted_models.FAMILIES:
         base = folder / family
         build(family, **planted_models.SIZES).save_pretrained(base)
+        assert not audit(base, base).findings
         tensors = load_file(base / WEIGHTS)
         for fault in faults:
             torch.manual_seed(0)
@@ -117,6 +118,7 @@ def plant_in_adapters(folder: Path, faults: Sequence[Fault]) -> Iterator[Result]
     for family in planted_adapters.FAMILIES:
         base = save_base(folder / "base" / family, family)
         saved = save_adapters(base, folder / "adapters" / family)
+        assert not audit(saved, base).findings
         tensors, settings = load_file(saved / layouts.WEIGHTS), json.loads((saved / layouts.CONFIG).read_text())
         for fault in faults:
             adapters = Adapters({name: value.clone() for name, value in tensors.items()}, dict(settings))
