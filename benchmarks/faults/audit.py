@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.faults import planted_adapters, planted_models
 from benchmarks.faults.planted_adapters import Adapters, save_adapters, save_base
 from benchmarks.faults.planted_models import Fault, Model
-from benchmarks.report import write_report
+from benchmarks.report import markdown, write_report
 from benchmarks.support.families import build, moe_families
 from toolkit.audit.checks import audit
 from toolkit.audit.findings import Finding
@@ -205,12 +205,15 @@ def main() -> int:
         [fault for fault in faults if re.search(options.only or "", fault.kind)]
         for faults in (planted_models.FAULTS, planted_adapters.FAULTS)
     )
+    if not of_models + of_adapters:
+        parser.error(f"--only {options.only}: matches no kind of fault")
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         in_models = list(plant_in_models(Path(folder, "models"), of_models))
         in_adapters = list(plant_in_adapters(Path(folder, "adapters"), of_adapters))
         rows = rows_of("models", in_models) + rows_of("adapters", in_adapters)
         if options.only:
-            return sum(row["planted"] - row["found"] for row in rows) > 0
+            print(markdown(rows), end="")
+            return int(any(row["planted"] > row["found"] for row in rows))
         families = list(audit_healthy_models(Path(folder, "healthy")))
         adapters = list(audit_healthy_adapters(Path(folder, "healthy adapters")))
     facts = {
