@@ -137,9 +137,9 @@ def _model_class(settings: Any) -> Any:
     return models[next(name for name in names if not name.endswith("PreTrainedModel"))]
 
 
-def build(family: str) -> nn.Module:
-    """Return a model of `tiny_config(family)`, all of whose weights are random."""
-    settings = tiny_config(family)
+def build(family: str, **sizes: Any) -> Any:
+    """Return a model of `tiny_config(family, **sizes)`, all of whose weights are random."""
+    settings = tiny_config(family, **sizes)
     settings._experts_implementation = "eager"
     torch.manual_seed(0)
     model = _model_class(settings)(settings)
