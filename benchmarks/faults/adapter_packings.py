@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
 TOLD = 0.99
 """Target: share of trained adapters whose packing is told."""
 RANDOM = 1000
-Matrices = list[tuple[Tensor, int]]
+Matrices = list[tuple[Tensor, Tensor, int]]
 
 
 class Settings(NamedTuple):
@@ -92,7 +92,7 @@ TASKS = {task.__name__: task for task in (text, copied, counting, frequent)}
 
 
 def trained(seed: int) -> Matrices:
-    """Return each `lora_B` of the experts of a trained adapter, and its rank."""
+    """Return each `lora_A` and `lora_B` of the experts of a trained adapter, and its rank."""
     from peft import LoraConfig, get_peft_model
 
     chosen = settings_of(seed)
@@ -112,19 +112,22 @@ def trained(seed: int) -> Matrices:
         torch.nn.utils.clip_grad_norm_(adapters.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return [(value.detach(), chosen.rank) for name, value in adapters.items() if "lora_B" in name]
+    pairs = {name.replace("lora_B", "lora_A"): b.detach() for name, b in adapters.items() if "lora_B" in name}
+    return [(adapters[name].detach(), b, chosen.rank) for name, b in pairs.items()]
 
 
 def repacked(matrices: Matrices) -> Matrices:
     """Return the matrices as old Unsloth wrote them."""
-    return [(b.view(len(b), rank, -1).mT.flatten(1), rank) for b, rank in matrices]
+    return [(a, b.view(len(b), rank, -1).mT.flatten(1), rank) for a, b, rank in matrices]
 
 
 def drawn(seed: int) -> Matrices:
     """Return the matrices of an adapter of random values."""
     draws = torch.Generator().manual_seed(seed)
     rank, experts = RANKS[seed % 4], EXPERTS[seed // 4 % 4]
-    return [(torch.randn(outputs, rank * experts, generator=draws), rank) for outputs in (48, 32) * LAYERS]
+    shapes = ((experts * rank, 32), (48, experts * rank), (experts * rank, 24), (32, experts * rank))
+    values = [torch.randn(shape, generator=draws) for shape in shapes * LAYERS]
+    return [(a, b, rank) for a, b in zip(values[::2], values[1::2], strict=True)]
 
 
 def main() -> int:

@@ -157,46 +157,47 @@ def of_experts(value: Tensor, matrix: str, rank: int, order: str | None = PEFT_O
     return stacked(value, IN_FILES[matrix], value.shape[0 if matrix == "lora_A" else 1] // rank)
 
 
-def order_of_columns(values: Iterable[tuple[Tensor, int]]) -> str | None:
+def order_of_columns(values: Iterable[tuple[Tensor, Tensor, int]]) -> str | None:
     """Return the order of the columns of `lora_B`, None if it cannot be told.
 
-    Columns of one expert learn from the same tokens, so that their directions are similar. For n columns b of one
-    matrix, S is cos(b, b')^2 of each pair, and W is 1 for the pairs of one expert in an order, and 0 for others. Both
-    are centered, so that rows without the diagonal sum to zero. By Mantel's test,
+    B begins at zero, so that column b is a gradient of its expert times the row a of A of its rank. The columns of an
+    expert have similar directions, and the more so the more similar their rows. Let W be 1 for two columns of one
+    expert in an order, and 0 for others. cos(b, b')^2 is compared with W, and cos(b, b') with W cos(a, a'). By Mantel's
+    test, with values F and G of the pairs of n columns, centered so that rows without the diagonal sum to zero,
 
-        z = <S, W> / (|S| |W|) * sqrt(n (n - 3) / 2)
+        z = <F, G> / (|F| |G|) * sqrt(n (n - 3) / 2)
 
-    has mean 0 and variance 1 if nothing relates columns to experts. The z of an order is the sum over all matrices,
-    divided by the square root of their number. The order is told if its z exceeds `SURE`, and twice the other's.
+    has mean 0 and variance 1 if nothing relates columns to experts. The z of an order is the sum of both over all
+    matrices, divided by the square root of their number. The order is told if z exceeds `SURE` and twice the other's.
 
     Args:
-        values: Each `lora_B` of stacked experts with its rank.
+        values: Each `lora_A` and `lora_B` of stacked experts with its rank.
     """
-    matrices, z_of_orders, is_one_order = 0, torch.zeros(2).double(), True
+    terms, z_of_orders, is_one_order = 0, torch.zeros(2).double(), True
     draws = torch.Generator().manual_seed(0)
-    for value, rank in ((each.double(), rank) for each, rank in values):
-        if not value.shape[1] > rank > 1:
+    for a, b, rank in ((a.double(), b.double(), rank) for a, b, rank in values):
+        if not b.shape[1] > rank > 1:
             continue
         is_one_order = False
-        used = value.any(0).nonzero()[:, 0]  # others are padding, or of experts without tokens
+        used = b.any(0).nonzero()[:, 0]  # others are padding, or of experts without tokens
         columns_n = used[torch.randperm(len(used), generator=draws)[:COMPARED]]
-        n = len(columns_n)
-        by_order = (of_experts(value, "lora_B", rank, order) for order in (PEFT_ORDER, EXPERT_ORDER))
+        n, experts = len(columns_n), b.shape[1] // rank
+        by_order = (of_experts(b, "lora_B", rank, order) for order in (PEFT_ORDER, EXPERT_ORDER))
         if n < 4 or any((b_EOr == b_EOr[:1]).all() for b_EOr in by_order):
             continue  # experts that share it make columns of different experts alike
-        b_On = normalize(value[:, columns_n].nan_to_num(0, 0, 0), dim=0)
-        expert_2n = torch.stack([columns_n % (value.shape[1] // rank), columns_n // rank])
-        is_same_2nn = expert_2n[:, :, None] == expert_2n[:, None]
-        others_nn = 1 - torch.eye(n)
-        pairs_3nn = torch.cat([(b_On.T @ b_On).square()[None], is_same_2nn]) * others_nn
-        mean_3n = pairs_3nn.sum(1) / (n - 2)
-        pairs_3nn += mean_3n.sum(1)[:, None, None] / (n - 1) - mean_3n[:, None] - mean_3n[:, :, None]
-        likeness, *same = normalize((pairs_3nn * others_nn).flatten(1))
-        z_of_orders += torch.stack(same) @ likeness * math.sqrt(n * (n - 3) / 2)
-        matrices += 1
+        row_2n = torch.stack([columns_n % experts * rank + columns_n // experts, columns_n])
+        is_same_2nn = (row_2n // rank)[:, :, None] == (row_2n // rank)[:, None]
+        a_2nI, b_nO = (normalize(each.nan_to_num(0, 0, 0), dim=-1) for each in (a[row_2n], b.T[columns_n]))
+        b_nn, others_nn = b_nO @ b_nO.T, 1 - torch.eye(n)
+        pairs_6nn = torch.stack([b_nn.square(), *is_same_2nn, b_nn, *(is_same_2nn * (a_2nI @ a_2nI.mT))]) * others_nn
+        mean_6n = pairs_6nn.sum(1) / (n - 2)
+        pairs_6nn += mean_6n.sum(1)[:, None, None] / (n - 1) - mean_6n[:, None] - mean_6n[:, :, None]
+        unit = normalize((pairs_6nn * others_nn).flatten(1))
+        z_of_orders += (unit[1:3] @ unit[0] + unit[4:] @ unit[3]) * math.sqrt(n * (n - 3) / 2)
+        terms += 2
     if is_one_order:
         return PEFT_ORDER
-    peft, expert = (z_of_orders / math.sqrt(max(1, matrices))).tolist()
+    peft, expert = (z_of_orders / math.sqrt(max(1, terms))).tolist()
     if max(peft, expert) <= max(SURE, 2 * min(peft, expert)):
         return None
     return PEFT_ORDER if peft > expert else EXPERT_ORDER
