@@ -1,6 +1,6 @@
 """Share of old Unsloth adapters whose packing of `lora_B` is told from the values.
 
-    python benchmarks/faults/adapter_packings.py               200 adapters, about four minutes on one core
+    python benchmarks/faults/adapter_packings.py               200 adapters, about five minutes on one core
     python benchmarks/faults/adapter_packings.py --rehearse    16 adapters; writes nothing
 
 Unmodified PEFT trains adapters of all experts of small random models: four families, four tasks, five optimizers, 4 to
@@ -148,17 +148,17 @@ def main() -> int:
             print(f"seed {seed}, {verdict}: {chosen}")
     for seed in range(RANDOM):
         verdicts["random"]["undecided" if order_of_columns(drawn(seed)) is None else "wrongly"] += 1
-    rows = [
-        {"adapters": group, "count": counts.total()}
-        | {each: counts[each] for each in ("rightly", "wrongly", "undecided")}
+    names = ("rightly", "wrongly", "undecided")
+    rows: list[dict[str, Any]] = [
+        {"adapters": group, "count": counts.total()} | {name: counts[name] for name in names}
         for group, counts in verdicts.items()
     ]
     if options.rehearse:
         print(markdown(rows))
         return 0
-    told = verdicts["trained"]["rightly"] / count
-    write_report("adapter_packings", rows, told=told)
-    return int(told < TOLD or any(row["wrongly"] for row in rows))
+    share = verdicts["trained"]["rightly"] / count
+    write_report("adapter_packings", rows, told=share)
+    return int(share < TOLD or any(row["wrongly"] for row in rows))
 
 
 if __name__ == "__main__":
