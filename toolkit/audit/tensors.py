@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -267,7 +267,7 @@ class AdapterFiles(Checkpoint):
         self.keys: dict[str, str] = {}
         """Name in the file of each tensor."""
         self._columns: dict[str, int] = {}
-        """Rank by the name in the file of each `lora_B` with two dimensions for all experts."""
+        """Rank by the name in the file of each `lora_B` with a column for each row of its `lora_A`."""
         listed = self._files.list(layouts.WEIGHTS)
         fused: dict[str, set[str]] = defaultdict(set)
         for found in filter(None, map(layouts.FUSED.fullmatch, listed)):
@@ -290,7 +290,8 @@ class AdapterFiles(Checkpoint):
                     matrix, shape = match["matrix"], self._shape_of_experts(key, at, match["matrix"], each)
                     if shape and module in self.swapped:
                         matrix, shape = layouts.TRANSPOSED[matrix], (shape[0], *shape[:0:-1])
-                    if shape and match["matrix"] == "lora_B" and len(each.shape) == 2:
+                    a = listed.get(key.replace("lora_B", "lora_A")) if match["matrix"] == "lora_B" else None
+                    if shape and a and len(a.shape) == 2 and a.shape[:1] == each.shape[1:]:
                         self._columns[key] = self.rank(at)
                     self._list(f"{at}.{matrix}", key, each._replace(shape=shape) if shape else None)
             elif match := layouts.LISTED.fullmatch(key):
@@ -340,10 +341,9 @@ class AdapterFiles(Checkpoint):
         """Order of the columns of PEFT's `lora_B`, None if neither the settings nor its values tell."""
         if not self._columns or self.has_record or self.settings.lora_B_layout:
             return self.settings.lora_B_layout or layouts.PEFT_ORDER
-        columns = (
-            (self._files.rows(layouts.WEIGHTS, key, 0, sys.maxsize), rank) for key, rank in self._columns.items()
-        )
-        return layouts.order_of_columns(columns)
+        rows = partial(self._files.rows, layouts.WEIGHTS, begin=0, end=sys.maxsize)
+        pairs = ((rows(key.replace("lora_B", "lora_A")), rows(key), rank) for key, rank in self._columns.items())
+        return layouts.order_of_columns(pairs)
 
     def _list(self, name: str, key: str, listed: Listed | None) -> None:
         if listed is None:

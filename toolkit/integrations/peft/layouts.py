@@ -29,6 +29,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from toolkit.experts.layer.stack import RowsInFiles, stacked
 
@@ -50,8 +51,10 @@ IN_FILES: dict[str, RowsInFiles] = {"lora_A": "joined", "lora_B": "columns"}
 TRANSPOSED = {"lora_A": "lora_B", "lora_B": "lora_A"}
 PEFT_ORDER, EXPERT_ORDER = "rank_major", "grouped_by_expert"
 """Values of `lora_B_layout`: the columns of B by rank, then expert, or by expert, then rank."""
-SURE = 3.0
-"""Standard errors by which the columns of an expert are more alike in one order than in the other."""
+SURE = 4.0
+"""Standard deviations that tell the order of columns, which chance exceeds once in 16,000 adapters."""
+COMPARED = 512
+"""Columns of a `lora_B` that are compared with each other."""
 Number = int | FiniteFloat
 
 
@@ -154,37 +157,47 @@ def of_experts(value: Tensor, matrix: str, rank: int, order: str | None = PEFT_O
     return stacked(value, IN_FILES[matrix], value.shape[0 if matrix == "lora_A" else 1] // rank)
 
 
-def order_of_columns(values: Iterable[tuple[Tensor, int]]) -> str | None:
+def order_of_columns(values: Iterable[tuple[Tensor, Tensor, int]]) -> str | None:
     """Return the order of the columns of `lora_B`, None if it cannot be told.
 
-    Columns of one expert learn from the same tokens, so that their directions and norms are similar.
+    B begins at zero, so that column b is a gradient of its expert times the row a of A of its rank. The columns of an
+    expert have similar directions, and the more so the more similar their rows. Let W be 1 for two columns of one
+    expert in an order, and 0 for others. cos(b, b')^2 is compared with W, and cos(b, b') with W cos(a, a'). By Mantel's
+    test, with values F and G of the pairs of n columns, centered so that rows without the diagonal sum to zero,
+
+        z = <F, G> / (|F| |G|) * sqrt(n (n - 3) / 2)
+
+    has mean 0 and variance 1 if nothing relates columns to experts. The z of an order is the sum of both over all
+    matrices, divided by the square root of their number. The order is told if z exceeds `SURE` and twice the other's.
 
     Args:
-        values: Each `lora_B` of stacked experts with its rank.
+        values: Each `lora_A` and `lora_B` of stacked experts with its rank.
     """
-    alike: dict[str, list[Tensor]] = {PEFT_ORDER: [], EXPERT_ORDER: []}
-    is_shared = False
-    for value, rank in values:
-        found = {}
-        for order in alike if value.shape[1] > rank > 1 and value.double().any() else ():
-            b_EOr = of_experts(value.double(), "lora_B", rank, order)
-            products_Err = b_EOr.mT @ b_EOr
-            squares_Er = products_Err.diagonal(dim1=1, dim2=2)
-            likeness_Err = (products_Err / torch.maximum(squares_Er[:, None], squares_Er[..., None])).square()
-            likeness_Err.diagonal(dim1=1, dim2=2).zero_()
-            pairs_E = (likeness_Err > 0).sum((1, 2))  # others have a column of zeros, or no common rows
-            found[order] = (likeness_Err.nansum((1, 2)) / pairs_E)[pairs_E > 0]
-            if (likeness_Err > 1 - 1e-12).any():  # experts share it, so that columns of different experts are alike
-                is_shared = True
-                found.clear()
-                break
-        for order, likeness_E in found.items():
-            alike[order].append(likeness_E)
-    if not alike[PEFT_ORDER]:
-        return None if is_shared else PEFT_ORDER
-    peft_E, expert_E = map(torch.cat, alike.values())
-    error = (peft_E.var() / len(peft_E) + expert_E.var() / len(expert_E)).sqrt()
-    difference = peft_E.mean() - expert_E.mean()
-    if not difference.abs() > SURE * error:
+    terms, z_of_orders, is_one_order = 0, torch.zeros(2).double(), True
+    draws = torch.Generator().manual_seed(0)
+    for a, b, rank in ((a.double(), b.double(), rank) for a, b, rank in values):
+        if not b.shape[1] > rank > 1:
+            continue
+        is_one_order = False
+        used = b.any(0).nonzero()[:, 0]  # others are padding, or of experts without tokens
+        columns_n = used[torch.randperm(len(used), generator=draws)[:COMPARED]]
+        n, experts = len(columns_n), b.shape[1] // rank
+        by_order = (of_experts(b, "lora_B", rank, order) for order in (PEFT_ORDER, EXPERT_ORDER))
+        if n < 4 or any((b_EOr == b_EOr[:1]).all() for b_EOr in by_order):
+            continue  # experts that share it make columns of different experts alike
+        row_2n = torch.stack([columns_n % experts * rank + columns_n // experts, columns_n])
+        is_same_2nn = (row_2n // rank)[:, :, None] == (row_2n // rank)[:, None]
+        a_2nI, b_nO = (normalize(each.nan_to_num(0, 0, 0), dim=-1) for each in (a[row_2n], b.T[columns_n]))
+        b_nn, others_nn = b_nO @ b_nO.T, 1 - torch.eye(n)
+        pairs_6nn = torch.stack([b_nn.square(), *is_same_2nn, b_nn, *(is_same_2nn * (a_2nI @ a_2nI.mT))]) * others_nn
+        mean_6n = pairs_6nn.sum(1) / (n - 2)
+        pairs_6nn += mean_6n.sum(1)[:, None, None] / (n - 1) - mean_6n[:, None] - mean_6n[:, :, None]
+        unit = normalize((pairs_6nn * others_nn).flatten(1))
+        z_of_orders += (unit[1:3] @ unit[0] + unit[4:] @ unit[3]) * math.sqrt(n * (n - 3) / 2)
+        terms += 2
+    if is_one_order:
+        return PEFT_ORDER
+    peft, expert = (z_of_orders / math.sqrt(max(1, terms))).tolist()
+    if max(peft, expert) <= max(SURE, 2 * min(peft, expert)):
         return None
-    return PEFT_ORDER if difference > 0 else EXPERT_ORDER
+    return PEFT_ORDER if peft > expert else EXPERT_ORDER
