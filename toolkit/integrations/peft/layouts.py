@@ -52,7 +52,8 @@ PEFT_ORDER, EXPERT_ORDER = "rank_major", "grouped_by_expert"
 """Values of `lora_B_layout`: the columns of B by rank, then expert, or by expert, then rank."""
 SURE = 3.0
 """Standard errors by which the columns of an expert are more alike in one order than in the other."""
-Number = int | FiniteFloat
+Rank = Annotated[int, Field(gt=0, lt=2**16)]
+Number = Annotated[int, Field(gt=-(2**53), lt=2**53)] | FiniteFloat
 
 
 class AdapterSettings(BaseModel):
@@ -61,10 +62,10 @@ class AdapterSettings(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     peft_type: Literal["LORA"] = "LORA"
-    r: Annotated[int, Field(gt=0, lt=2**16)]
+    r: Rank
     lora_alpha: Number = 8
     use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
+    rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, Number] | None = None
     target_modules: list[str] | str | None = None
     target_parameters: list[str] | None = None
