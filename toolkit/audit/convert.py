@@ -118,7 +118,7 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     if target.exists():
         raise UserError(f"target={str(target)!r}: exists. Give a new folder.")
     matrices = list(find_matrices(files).values())
-    layout = "peft" if to == "vllm" and family.config.get("model_type") in VLLM_STACKED else to
+    layout = "peft" if to == "vllm" and str(family.config.get("model_type")) in VLLM_STACKED else to
     if not family.linears and (layout == "vllm" or any(map(_is_separate, matrices))):
         raise UserError("base: has no config.json of a family with linear layers. Give the folder of the base model.")
     adapters = _read(files, matrices, family)

@@ -25,7 +25,7 @@ def newest_first(folder: Path) -> list[Path]:
 def best_step(training: Mapping[str, Any]) -> int | None:
     """Return the step of the best checkpoint from `training` of state.json; None if no best one is kept."""
     best = training.get("callbacks", {}).get("Checkpointing", {}).get("best")
-    return best["step"] if best else None
+    return int(best["step"]) if best else None
 
 
 def best_or_newest(folder: Path) -> Path | None:

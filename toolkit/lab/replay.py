@@ -173,7 +173,7 @@ def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
     facts = _Facts(**trace.metadata)
     layers, sources = trace.load_FLSE.shape[1:3]
     sizes = facts.row_bytes, facts.weight_bytes, facts.optimizer_bytes
-    if sources % facts.ep_size or {*map(len, sizes)} != {layers}:
+    if sources % facts.ep_size or {len(each) for each in sizes} != {layers}:
         raise ValueError(f"its metadata is not of {layers} layers and {sources} ranks")
     return Case(
         name,
