@@ -38,11 +38,11 @@ def read_file(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
         # Keep every scalar as written: YAML would read `no` as false and `1e-3` as a string. JSON is YAML except for
         # tabs, which in JSON occur only between tokens.
         text = path.expanduser().read_text(encoding="utf-8-sig").replace("\t", " ")
-        events = yaml.parse(text, Loader=yaml.BaseLoader)
-        if len(text) > LARGEST or any(isinstance(event, yaml.AliasEvent) for event in events):
-            # Nested aliases expand without bound.
-            raise ValueError(f"aliases and files of more than {LARGEST:,} characters are not supported")
+        if len(text) > LARGEST:
+            raise ValueError(f"it has {len(text):,} characters")
         values = yaml.load(text, Loader=yaml.BaseLoader)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.BaseLoader)):
+            raise ValueError("aliases are not supported")  # nested ones expand without bound
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"is neither YAML nor JSON ({one_line(error)}). Correct it.") from None
     if not isinstance(values, dict):
