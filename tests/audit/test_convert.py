@@ -211,6 +211,7 @@ def test_convert_keeps_targets(family: str, targets: Any, expected: list[str], t
         ({"target_parameters": [*MATRICES, "q_proj.weight"]}, "'q_proj.weight' is not a parameter of experts"),
         ({"target_parameters": [MATRICES[0]]}, "has 2 adapters for 1 target_parameters"),
         ({"r": 8}, "not all of 8 experts"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
         ({"r": 3}, "rank 3 does not divide"),
     ],
 )

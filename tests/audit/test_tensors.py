@@ -83,6 +83,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     ),
     "huge memo index in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\0\0\0\x40."),
     "huge bytes in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x05\x96\0\0\0\0\0\x01\0\0."),
+    "huge text in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04\x8d" + bytes(7) + b"\x10."),
     "code in a pickled file": lambda folder: save_pickled(folder, Writes(folder / "ran")),
     "huge view in a pickled file": lambda folder: save_pickled(folder, {"a": torch.ones(1).expand(2**50)}),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
@@ -116,6 +117,7 @@ def test_audit_of_billion_configured_experts_reports_missing(tmp_path: Path):
     [
         (lambda metadata: metadata.state_dict_metadata["a"].chunks.clear(), "'a' has 0 of 2 values"),
         (lambda metadata: setattr(metadata.state_dict_metadata["a"], "size", [2**60]), "'a' has 2 of 1,152,"),
+        (lambda metadata: setattr(metadata.state_dict_metadata["a"], "size", [-2, -1]), "negative dimension"),
         (lambda metadata: metadata.storage_data.clear(), "a part of 'a' is in no file"),
         (lambda metadata: setattr(*metadata.storage_data.values(), "length", 9999), "__0_0.distcp is shorter"),
         (

@@ -34,5 +34,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         lines = [f"ok       {fact}" for fact in found.facts]
         lines += [f"finding  {each.check}: {each.message}" for each in found.findings]
-        sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+        # A name with a line break would forge a line.
+        sys.stdout.write("\n".join([*(printable(line.replace("\n", r"\n")) for line in lines), ""]))
     return EXIT_BUG if found.findings else EXIT_DONE

@@ -118,7 +118,7 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     if target.exists():
         raise UserError(f"target={str(target)!r}: exists. Give a new folder.")
     matrices = list(find_matrices(files).values())
-    layout = "peft" if to == "vllm" and family.config.get("model_type") in VLLM_STACKED else to
+    layout = "peft" if to == "vllm" and str(family.config.get("model_type")) in VLLM_STACKED else to
     if not family.linears and (layout == "vllm" or any(map(_is_separate, matrices))):
         raise UserError("base: has no config.json of a family with linear layers. Give the folder of the base model.")
     adapters = _read(files, matrices, family)
@@ -216,7 +216,8 @@ def _make_uniform(adapters: Adapters, others: dict[str, Tensor], files: AdapterF
     rank, scaling = max(lora.a.shape[-2] for lora in [*loras, *found.values()]), loras[0].scaling
 
     def uniform(lora: LoRA) -> LoRA:
-        lacking, factor = rank - lora.a.shape[-2], lora.scaling / scaling
+        lacking = rank - lora.a.shape[-2]
+        factor = 1.0 if lora.scaling == scaling else lora.scaling / scaling
         if not lacking and factor == 1:
             return lora
         if math.frexp(factor)[0] != 0.5 or min(lora.a.ndim, lora.b.ndim) != max(lora.a.ndim, lora.b.ndim):
@@ -262,12 +263,12 @@ def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any]) -> No
 
 def _config_of(base: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the base model, empty if its folder is neither given nor on this disk."""
-    folder = base or Path(str(settings.get("base_model_name_or_path") or ""))
-    path = folder / "config.json"
-    config = read_json(path) if path.exists() else {} if base is None else None
-    if not isinstance(config, dict):
-        raise UserError(f"base: {str(folder)!r} has no config.json with settings. Give the folder of the base model.")
-    return config
+    path = (base or Path(str(settings.get("base_model_name_or_path") or ""))) / "config.json"
+    if path.exists():
+        return read_json(path)
+    if base is not None:
+        raise UserError(f"base: {str(base)!r} has no config.json. Give the folder of the base model.")
+    return {}
 
 
 def _is_separate(matrix: Matrix) -> bool:
@@ -366,7 +367,7 @@ def _parameters(adapters: Adapters, config: Mapping[str, Any]) -> list[str]:
     modules = dict.fromkeys(module.removeprefix(layouts.PREFIX) for module, _ in adapters)
     names = layouts.in_order(name for _, name in adapters)
     numbers = sorted(int(number) for module in modules for number in re.findall(r"\.(\d{1,9})\.", module)[:1])
-    first = config.get("first_k_dense_replace") or 0
+    first = count if isinstance(count := config.get("first_k_dense_replace"), int) else 0
     is_alike = len(adapters) == len(modules) * len(names) and numbers == [first + i for i in range(len(modules))]
     if is_alike and config.get("num_hidden_layers") in (None, first + len(modules)):
         modules = dict.fromkeys(re.split(r"\.\d+\.", module)[-1] for module in modules)

@@ -15,12 +15,12 @@ from torch import Tensor
 from toolkit.audit.experts import COUNTS, EXPERT, ROW_OF_RUN, count_experts, settings_of_experts
 from toolkit.audit.findings import MOST_NAMED, runs
 from toolkit.audit.tensors import Checkpoint, Listed
-from toolkit.integrations.transformers.compat import tensors_in_files
+from toolkit.integrations.transformers.compat import MOST_LAYERS, require_few_layers, tensors_in_files
 
 UNQUANTIZED = {"f64", "f32", "f16", "bf16", "float64", "float32", "float16", "bfloat16"}
 DEPTHS = ("num_layers", "n_layers", "num_hidden_layers", "n_layer")
 """Fields with the number of layers."""
-MOST_LAYERS, MOST_EXPERTS = 1000, 2**16
+MOST_EXPERTS = 2**16
 """Larger claims are not held against transformers' model, whose modules would be made one by one."""
 IN_LAYER = re.compile(r"(?P<stack>.*?)\.(?P<number>\d{1,9})\.(?P<rest>.+)")
 NOT_EXPECTED = re.compile(r"inv_freq$|(^|\.)mtp\.")
@@ -58,8 +58,9 @@ def find_expected(checkpoint: Checkpoint, base: Checkpoint | None, experts: Iter
     if base is not None:
         return _of_base(checkpoint, base)
     depth, width = count_layers(checkpoint.config) or 0, count_experts(checkpoint.config) or 0
-    if 0 < depth * width <= MOST_EXPERTS and _most_modules(checkpoint.config) <= MOST_LAYERS:
+    if 0 < depth * width <= MOST_EXPERTS:
         try:
+            require_few_layers(checkpoint.config)
             kind, shapes, parameter_of = tensors_in_files(checkpoint.config, COUNTS)
         except Exception:  # any setting may be wrong, or of a family that transformers does not have
             return _of_layers(checkpoint, experts)
@@ -69,15 +70,6 @@ def find_expected(checkpoint: Checkpoint, base: Checkpoint | None, experts: Iter
         if _has_names_of(checkpoint, found):
             return found
     return _of_layers(checkpoint, experts)
-
-
-def _most_modules(config: Any) -> int:
-    """Return the largest number of layers that a config claims for any part."""
-    parts = config.items() if isinstance(config, Mapping) else ()
-    return max(
-        (v if isinstance(v, int) and re.search("layers|depth|blocks", k) else _most_modules(v) for k, v in parts),
-        default=0,
-    )
 
 
 def _of_base(checkpoint: Checkpoint, base: Checkpoint) -> Expected:
@@ -111,7 +103,8 @@ def _of_layers(checkpoint: Checkpoint, experts: Iterable[str]) -> Expected:
         counts = Counter(itertools.chain.from_iterable(sparse.values()))
         usual = [name for name, count in counts.items() if count > len(sparse) / 2]
         first, last = min(others.keys() | sparse.keys()), max(others.keys() | sparse.keys())
-        for number in range(0 if last < depth else first, max(last + 1, min(depth, last + 1 + MOST_LAYERS))):
+        numbers = range(0 if last < depth else first, max(last + 1, min(depth, last + 1 + MOST_LAYERS)))
+        for number in numbers if len(numbers) <= MOST_EXPERTS else sorted(others.keys() | sparse.keys()):
             if number in sparse or any(others.get(number, set()) <= others.get(each, set()) for each in sparse):
                 found.tensors |= {f"{stack}.{number}.{name}": Listed((), "", "") for name in usual}
     return found

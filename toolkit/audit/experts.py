@@ -52,7 +52,7 @@ def settings_of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def count_experts(config: Mapping[str, Any]) -> int | None:
     """Return the experts of a layer by the config, None if it does not say or layers differ."""
     counts = (settings_of_experts(config).get(name) for name in COUNTS)
-    return next((count for count in counts if isinstance(count, int) and count > 1), None)
+    return next((count for count in counts if isinstance(count, int) and 1 < count < 2**31), None)
 
 
 def find_matrices(checkpoint: Checkpoint) -> dict[tuple[str, str], Matrix]:

@@ -6,6 +6,7 @@ checkpoints of a run. None of them executes code of the folder.
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import re
@@ -109,8 +110,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise UserError(f"{folder}: does not exist. Give the folder or the file of a checkpoint.")
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / 'config.json'}: has no settings. {REMEDY}")
     if file and file.endswith((".bin", ".pt", ".pth")):
         return TorchFiles(folder, config, [file])
     if file and not file.endswith(".safetensors"):
@@ -142,12 +141,15 @@ def read_settings(folder: Path) -> layouts.AdapterSettings:
         raise UserError(f"{path}: {name}: {first['msg']}. {REMEDY}") from None
 
 
-def read_json(path: Path) -> Any:
-    """Return the value in `path`. Raises UserError if it is not JSON, no regular file or too large."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`. Raises UserError if there is none, or the file is too large or not regular."""
     with reading(require_regular(path), REMEDY):
         if (size := path.stat().st_size) > manifest.LARGEST_MANIFEST:
             raise ValueError(f"it has {size:,} bytes")
-        return from_json(path.read_text(encoding="utf-8"))
+        value = from_json(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("it is no JSON object")
+        return value
 
 
 def require_regular(path: Path) -> Path:
@@ -174,10 +176,11 @@ class _Files:
             return {key: Listed(tuple(each.get_shape()), each.get_dtype(), file) for key, each in slices.items()}
 
     def rows(self, file: str, key: str, begin: int, end: int) -> Tensor:
-        if self._open[0] != file or self._read > MAPPED:
-            self._open, self._read = (file, safe_open(self.folder / file, "pt")), 0
-        piece = self._open[1].get_slice(key)
-        value: Tensor = piece[begin:end] if piece.get_shape() else self._open[1].get_tensor(key)
+        with reading(self.folder / file, REMEDY):  # torch may lack the type
+            if self._open[0] != file or self._read > MAPPED:
+                self._open, self._read = (file, safe_open(self.folder / file, "pt")), 0
+            piece = self._open[1].get_slice(key)
+            value: Tensor = piece[begin:end] if piece.get_shape() else self._open[1].get_tensor(key)
         self._read += value.nbytes
         return value
 
@@ -200,8 +203,7 @@ class SafetensorsFiles(Checkpoint):
             self._check_index(path, names)
 
     def _check_index(self, path: Path, files: Sequence[str]) -> None:
-        index = read_json(path)
-        entries = index.get("weight_map") if isinstance(index, dict) else None
+        entries = read_json(path).get("weight_map")
         if not isinstance(entries, dict) or not all(isinstance(file, str) for file in entries.values()):
             raise UserError(f"{path}: has no weight_map. {REMEDY}")
         if outside := next((file for file in entries.values() if Path(file).name != file), None):
@@ -239,14 +241,15 @@ class TorchFiles(Checkpoint):
                 for name in ("model", "module", "state_dict"):
                     saved = saved[name] if isinstance(saved.get(name), dict) else saved
                 for name, value in saved.items():
-                    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+                    is_plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+                    if is_plain and isinstance(name, str) and value.device.type == "cpu":
                         if value.nbytes > path.stat().st_size:
                             raise ValueError(f"{name!r} has more bytes than the file")
-                        self._values[name] = value
+                        self._values[name] = value.detach()
                         self.tensors[name] = Listed(tuple(value.shape), str(value.dtype).removeprefix("torch."), file)
 
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:  # noqa: ARG002
-        value = self._values[name]
+        value = self._values[name].resolve_conj().resolve_neg()
         return value[begin:end] if value.ndim else value
 
 
@@ -309,8 +312,9 @@ class AdapterFiles(Checkpoint):
         sizes = {}
         for depth, name in enumerate(reversed(parameters[module])):
             at = f"{module}{layouts.INNER * depth}.lora_"
-            if f"{at}A.weight" in listed and f"{at}B.weight" in listed:
-                sizes[name] = listed[f"{at}A.weight"].shape[-1], listed[f"{at}B.weight"].shape[0]
+            a, b = (listed.get(f"{at}{matrix}.weight") for matrix in "AB")
+            if a and b and a.shape and b.shape:
+                sizes[name] = a.shape[-1], b.shape[0]
         is_swapped = self.settings.is_swapped(sizes, self.config.get("hidden_size"))
         if is_swapped is None:
             self.problems.append(f"{module} does not show which side is the input: write its peft_version")
@@ -328,7 +332,7 @@ class AdapterFiles(Checkpoint):
         path = self.folder / layouts.NEMO
         if not path.exists() or not read_json(path).get("moe_rank_scaling"):
             return 1
-        if not isinstance(chosen := self.config.get("num_experts_per_tok"), int):
+        if not isinstance(chosen := self.config.get("num_experts_per_tok"), int) or chosen < 1:
             raise UserError(f"{path}: divides the rank by num_experts_per_tok of the base. Give the base's folder.")
         return chosen
 
@@ -391,7 +395,7 @@ class AdapterFiles(Checkpoint):
         names = {key: name for name, key in self.keys.items()}
         for parameter, then_E in recorded.items():
             name = names.get(parameter.replace(".default.", "."))
-            if name is None or then_E.shape != (experts := self.tensors[name].shape[:1]):
+            if name is None or then_E.shape != (experts := self.tensors[name].shape[:1]) or not sum(experts):
                 yield "experts", f"{parameter}: was trained and is not there"
                 continue
             now_E = self.rows(name, None, 0, experts[0]).double().flatten(1).norm(dim=1)
@@ -496,10 +500,14 @@ class _Reader(FileSystemReader):
     @cached_property
     def metadata(self) -> Metadata:
         path = require_regular(Path(self.path) / ".metadata")
-        with reading(path, REMEDY), path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-            if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        with reading(path, REMEDY):
+            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()  # a file would allocate claimed sizes
+            if not isinstance(metadata, Metadata):
                 raise ValueError("it has no metadata")
+            if {*map(type, metadata.storage_data)} - {MetadataIndex} or {*map(type, metadata.state_dict_metadata)} - {
+                str
+            }:
+                raise ValueError("its keys are no names")
             if outside := [
                 each.relative_path
                 for each in metadata.storage_data.values()
@@ -513,6 +521,7 @@ class _Reader(FileSystemReader):
 
     def _require_chunks(self, key: str, tensor: TensorStorageMetadata, stored: Mapping[MetadataIndex, Any]) -> None:
         """Raise ValueError if values of a tensor are in no file, which torch would leave uninitialised."""
+        torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
         numbers = [math.prod(chunk.sizes) for chunk in tensor.chunks]
         if sum(numbers) != math.prod(tensor.size):
             raise ValueError(f"{key!r} has {sum(numbers):,} of {math.prod(tensor.size):,} values")
@@ -521,7 +530,7 @@ class _Reader(FileSystemReader):
             if place is None or place.length < number * tensor.properties.dtype.itemsize:
                 raise ValueError(f"a part of {key!r} is in no file")
             file = Path(self.path) / place.relative_path
-            if file.exists() and file.stat().st_size < place.offset + place.length:
+            if file.stat().st_size < place.offset + place.length:
                 raise ValueError(f"{place.relative_path} is shorter than it says")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
@@ -554,9 +563,6 @@ class DistributedCheckpoint(Checkpoint):
         self._reader = _Reader(folder)
         metadata = self._reader.metadata
         files = {index.fqn: each.relative_path for index, each in metadata.storage_data.items()}
-        for file in sorted(set(files.values())):
-            if not (folder / file).exists():
-                self.problems.append(f".metadata names {file}, which is missing")
         self._keys: dict[tuple[str, str | None], str] = {}
         weights: dict[str, Listed] = {}
         for key, each in metadata.state_dict_metadata.items():
@@ -583,6 +589,6 @@ class DistributedCheckpoint(Checkpoint):
                 try:
                     load({key: value}, storage_reader=self._reader, no_dist=True)
                 except CheckpointException as error:  # a BaseException
-                    raise ValueError(str(next(iter(error.failures.values()))[0])) from error
+                    raise ValueError(str(next(iter(error.failures.values()))[0])) from None
             self._last = key, value
         return self._last[1][begin:end] if self._last[1].ndim else self._last[1]

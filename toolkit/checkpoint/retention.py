@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
 from toolkit.experts.state.checkpoint_files import STATE, read_state
 
@@ -25,7 +25,7 @@ def newest_first(folder: Path) -> list[Path]:
 def best_step(training: Mapping[str, Any]) -> int | None:
     """Return the step of the best checkpoint from `training` of state.json; None if no best one is kept."""
     best = training.get("callbacks", {}).get("Checkpointing", {}).get("best")
-    return best["step"] if best else None
+    return int(best["step"]) if best else None
 
 
 def best_or_newest(folder: Path) -> Path | None:
@@ -35,7 +35,8 @@ def best_or_newest(folder: Path) -> Path | None:
     """
     found = newest_first(folder)
     readable = next((path for path in found if manifest.find_damage(path, {STATE}) is None), None)
-    step = None if readable is None else best_step(read_state(readable)["training"])
+    with reading(folder, "Name a checkpoint in it."):
+        step = None if readable is None else best_step(read_state(readable)["training"])
     if step is None:
         return found[0] if found else None
     best = next((path for path in found if step_of(path) == step), None)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from toolkit.checkpoint.retention import best_or_newest
-from toolkit.errors import UserError
+from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import SavedTensors
 from toolkit.progress_bar import progress
@@ -69,13 +69,14 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> None
         return value.to(dtype) if value.is_floating_point() else value
 
     with SavedTensors() as tensors:
-        tensors.open(source, about["files"])
-        bar = tensors.enter_context(progress(len(tensors.weights) + 1, "exporting"))
-        rows = {name: [f"{name}/{uid}" for uid in uids] for name, uids in tensors.uids.items()}
-        in_rows = {row for of in rows.values() for row in of}
-        weights = {name: read(tensors, name) for name in tensors.weights if name not in in_rows}
-        weights |= {name: torch.cat([read(tensors, row) for row in of]) for name, of in rows.items()}
-        weights |= {name: weights[first].clone() for name, first in about.get("tied", {}).items()}
+        with reading(source, "Use an older checkpoint."):
+            tensors.open(source, about["files"])
+            bar = tensors.enter_context(progress(len(tensors.weights) + 1, "exporting"))
+            rows = {name: [f"{name}/{uid}" for uid in uids] for name, uids in tensors.uids.items()}
+            in_rows = {row for of in rows.values() for row in of}
+            weights = {name: read(tensors, name) for name in tensors.weights if name not in in_rows}
+            weights |= {name: torch.cat([read(tensors, row) for row in of]) for name, of in rows.items()}
+            weights |= {name: weights[first].clone() for name, first in about.get("tied", {}).items()}
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             save_file(weights, writing, metadata={"format": "pt"})

@@ -13,7 +13,15 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from toolkit.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, did_you_mean, system_error
+from toolkit.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    UserError,
+    did_you_mean,
+    is_out_of_memory,
+    system_error,
+)
 from toolkit.run.console import print_nowhere
 from toolkit.version import __version__
 
@@ -60,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # toolkit ... | head
         print_nowhere()
         return EXIT_DONE
-    except OSError as error:
-        if (said := system_error(error)) is None:
+    except Exception as error:
+        said = "out of memory. Use a machine with more." if is_out_of_memory(error) else system_error(error)
+        if said is None:
             raise
         print_nowhere()  # stdout may be on a full disk
         sys.stderr.write(f"error: {said}\n")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from toolkit.checkpoint import without_model
-from toolkit.errors import EXIT_DONE
+from toolkit.errors import EXIT_DONE, printable, reading
 from toolkit.experts.state.tensor_files import SavedTensors
 from toolkit.run.arguments import Parser
 
@@ -41,12 +41,19 @@ def _say(*lines: str) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    about = without_model.read_verified(args.checkpoint)
-    _say(f"{args.checkpoint}: step {about['step']}, world size {about['world_size']}, format {about['format']}")
-    _say(*(f"  {name}  {seal['bytes']:,} bytes" for name, seal in sorted(about["files"].items())))
+    with reading(args.checkpoint, "Use an older checkpoint."):
+        lines = list(_describe(args.checkpoint))
+    _say(*map(printable, lines))
+
+
+def _describe(checkpoint: Path) -> Iterator[str]:
+    """Yield the lines of `inspect`."""
+    about = without_model.read_verified(checkpoint)
+    yield f"{checkpoint}: step {about['step']}, world size {about['world_size']}, format {about['format']}"
+    yield from (f"  {name}  {seal['bytes']:,} bytes" for name, seal in sorted(about["files"].items()))
     parameters: dict[str, list[str]] = {}
     with SavedTensors() as tensors:
-        tensors.open(args.checkpoint, about["files"])
+        tensors.open(checkpoint, about["files"])
         for name, place in about["placement"].items():
             row, count = f"{name}/{tensors.uids[name][0]}", len(tensors.uids[name])
             states = f", each with {', '.join(sorted(tensors.states[row]))}" if row in tensors.states else ""
@@ -54,7 +61,7 @@ def _inspect(args: argparse.Namespace) -> None:
             drawing = "\n".join(f"  rank {rank} | {slots}" for rank, slots in enumerate(ranks))
             parameters.setdefault(drawing, []).append(f"{name}: {count} x {tensors.describe(row)}{states}")
     for drawing, names in parameters.items():
-        _say("", *names, drawing)
+        yield from ("", *names, drawing)
 
 
 def _export(args: argparse.Namespace) -> None:

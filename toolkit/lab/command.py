@@ -79,7 +79,12 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     names = [path.parent.name if path.stem == "traces" else path.stem for path in args.trace]
     if len(set(names)) < len(names):
         names = [str(path) for path in args.trace]
-    return [case_of_trace(name, read_trace(path), args.ranks) for name, path in zip(names, args.trace, strict=True)]
+    cases = []
+    for name, path in zip(names, args.trace, strict=True):
+        trace = read_trace(path)
+        with reading(path, "Give the file of a TraceRecorder."):
+            cases.append(case_of_trace(name, trace, args.ranks))
+    return cases
 
 
 def _markdown(cases: Sequence[Case], rows: Sequence[dict[str, Any]], rules: Rules) -> str:
@@ -89,7 +94,7 @@ def _markdown(cases: Sequence[Case], rows: Sequence[dict[str, Any]], rules: Rule
     for case in cases:
         steps, layers, ranks, experts = case.loads.shape
         sizes = f"{experts} experts on {ranks} ranks, {layers} layer(s), {steps} steps"
-        lines += [f"## {case.name}", "", f"{sizes}; seed {case.seed}, SHA-256 {case.digest[:16]}", ""]
+        lines += [f"## {case.name}", "", f"{sizes}; seed {case.seed!r}, SHA-256 {case.digest[:16]}", ""]
         table = [columns]
         for row in rows:
             if row["case"] == case.name:

@@ -10,10 +10,11 @@ import hashlib
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, PositiveInt
 
 from toolkit.errors import UserError
 from toolkit.experts.placement.cost_model import CostModel
@@ -28,6 +29,8 @@ from toolkit.experts.routing.traces import Trace
 from toolkit.lab.simulate import Machine, simulate
 from toolkit.lab.workloads import WORKLOADS, Sizes
 
+Size = Annotated[int, Field(ge=0, lt=2**53)]
+"""Bytes."""
 STAY = "stay"
 """No planner: the initial placement."""
 ASSUMED = Machine(seconds_per_row=1e-6, bytes_per_second=25e9)
@@ -97,7 +100,8 @@ def worst_span(loads: NDArray[Any], run: Replay, cost_model: CostModel) -> float
         middle, end = loads[number * every :][:every], loads[(number + 1) * every :][:every]
         spent = compute(middle, first) + compute(end, second)
         spent += cost_model.migration_seconds(before, first) + cost_model.migration_seconds(first, second)
-        worst = max(worst, spent / (compute(middle, before) + compute(end, before)))
+        kept = compute(middle, before) + compute(end, before)
+        worst = max(worst, spent / kept if kept else 0.0)
     return worst
 
 
@@ -152,17 +156,33 @@ def on_ranks(loads: NDArray[Any], ranks: int) -> Ints:
     return (loads[..., None, :] // parts + more).reshape(steps, layers, ranks, experts)
 
 
+class _Facts(BaseModel):
+    """Metadata of a trace, with a size per layer."""
+
+    ep_size: PositiveInt
+    row_bytes: list[tuple[Size, Size]]
+    weight_bytes: list[Size]
+    optimizer_bytes: list[Size]
+
+
 def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
-    """Return the case of a recorded run, on `ranks` ranks. Default: its EP group size."""
-    facts = trace.metadata
+    """Return the case of a recorded run, on `ranks` ranks. Default: its EP group size.
+
+    Raises ValueError if the metadata does not fit the loads.
+    """
+    facts = _Facts(**trace.metadata)
+    layers, sources = trace.load_FLSE.shape[1:3]
+    sizes = facts.row_bytes, facts.weight_bytes, facts.optimizer_bytes
+    if sources % facts.ep_size or {len(each) for each in sizes} != {layers}:
+        raise ValueError(f"its metadata is not of {layers} layers and {sources} ranks")
     return Case(
         name,
-        on_ranks(trace.load_TLSE(), ranks or facts["ep_size"]),
-        tuple(size.dispatched + size.combined for size in trace.row_bytes),
-        tuple(facts["weight_bytes"]),
-        tuple(facts["optimizer_bytes"]),
+        on_ranks(trace.load_TLSE(), ranks or facts.ep_size),
+        tuple(map(sum, facts.row_bytes)),
+        tuple(facts.weight_bytes),
+        tuple(facts.optimizer_bytes),
         trace.digest,
-        facts.get("seed"),
+        trace.metadata.get("seed"),
     )
 
 

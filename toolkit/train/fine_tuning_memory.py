@@ -13,6 +13,7 @@ from torch import nn
 
 from toolkit.errors import UserError, require
 from toolkit.experts.parallel.nodes import ranks_per_node
+from toolkit.experts.placement.placement import MOST_EXPERTS
 from toolkit.experts.sharding.find import experts_modules, find_experts, require_experts
 from toolkit.experts.sharding.libraries import library_of
 from toolkit.integrations.transformers.kernel import use_toolkit_kernel
@@ -111,6 +112,7 @@ def block_memory(
     with torch.device("meta"):
         model: Any = causal_lm(copy.deepcopy(config), dtype=layout.dtype, experts_implementation=use_toolkit_kernel())
     experts = max(found.num_experts for found in require_experts(model).values())
+    require(experts <= MOST_EXPERTS, "num_experts", experts, f"more than {MOST_EXPERTS:,} are not supported")
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in _blocks(model)]
     kinds = list(zip(types, map(tuple, shapes), strict=True))

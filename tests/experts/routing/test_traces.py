@@ -71,6 +71,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "text": lambda path: path.write_text("not a trace"),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:200]),
     "other arrays": lambda path: np.savez(path, weights=np.zeros(3)),
+    "no loads": lambda path: np.savez(path, **dict(np.load(path)) | {"load_00002": np.zeros((1, 2, 3), np.int32)}),
     "newer format": set_format,
     "pipe": replace_by_pipe,
     "zip bomb": add_large_array,

@@ -121,6 +121,8 @@ def test_settings_read_from_config_of_run_are_equal(tmp_path, changes, name):
         ("epochs 3", "has no flags. Write a line for each"),
         ("", "has no flags. Write a line for each"),
         ("lr: 1\nepochs: [3", "is neither YAML nor JSON"),
+        ("a: &a [1]\nlr: *a", "aliases are not supported"),
+        ("[" * 999 + "]" * 999, "maximum recursion depth exceeded"),
     ],
 )
 def test_invalid_config_file_raises_with_its_path(tmp_path, text, message):

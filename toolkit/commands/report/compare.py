@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.commands.report.comparison import as_json, differing, final_rows, is_compared, summary_rows
 from toolkit.commands.report.processes import process_notices, process_rows, process_tables
 from toolkit.commands.report.records import readable_runs
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, printable
 from toolkit.run.arguments import Parser
 from toolkit.run.markdown import markdown_table
 from toolkit.run.tracking.jsonl import to_json
@@ -28,14 +28,14 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(to_json(as_json(runs) | {"processes": process_rows(runs)}, indent=2) + "\n")
         return EXIT_DONE
     differ = [name for name in differing(runs) if is_compared(name)]
-    sys.stdout.write(markdown_table(summary_rows(runs, differ), aligned=True))
+    sys.stdout.write(printable(markdown_table(summary_rows(runs, differ), aligned=True)))
     if any(run.finished for run in runs):
         sys.stdout.write("\nFinished runs, one row for runs that differ only in the seed:\n\n")
-        sys.stdout.write(markdown_table(final_rows(runs), aligned=True))
+        sys.stdout.write(printable(markdown_table(final_rows(runs), aligned=True)))
     for rows in process_tables(runs):
         sys.stdout.write("\nThe same training on several numbers of processes:\n\n")
-        sys.stdout.write(markdown_table(rows, aligned=True))
+        sys.stdout.write(printable(markdown_table(rows, aligned=True)))
     notices = [f"{run.name}: {notice}\n" for run in runs for notice in run.notices]
     notices += [f"{notice}\n" for notice in process_notices(runs)]
-    sys.stdout.write("".join(["\n", *notices]) if notices else "")
+    sys.stdout.write(printable("".join(["\n", *notices])) if notices else "")
     return EXIT_DONE

@@ -19,7 +19,7 @@ NUMBERS = ("samples_per_second", "train_seconds")
 
 def settings(run: RunRecord) -> dict[str, Any]:
     """Return all settings by dotted name, digests cut to 12 digits, and `world_size` and `device` if finished."""
-    named = {name: value[:12] if name.endswith("sha256") else value for name, value in leaves(run.config)}
+    named = {name: str(value)[:12] if name.endswith("sha256") else value for name, value in leaves(run.config)}
     return named | {name: run.results[name] for name in ("world_size", "device") if name in run.results}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from toolkit.commands.report.records import RunRecord
 from toolkit.dynamic.plots import experts_by_uid
-from toolkit.dynamic.records import describe
 from toolkit.run.pictures.plots import PLACEMENT_PREFIX, Experts, by_layer, draw_experts, spread
 from toolkit.run.runs_table import is_number
 from toolkit.run.summary import RESTART_REASON, moves
@@ -54,7 +53,4 @@ def _events(run: RunRecord) -> Iterator[tuple[int, str, str]]:
             yield line["step"], "restart", str(reason)
         if refused := line.get("moe/plans_refused"):
             yield line["step"], "plan refused", f"{refused} by the guard"
-    for epoch in run.epochs:
-        for event in epoch.events:
-            layer = f"{event['layer']}: " if event["layer"] else ""
-            yield event["step"], event["kind"], layer + describe(event)
+    yield from run.events

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from toolkit.dynamic.records import LIFECYCLE_FILE, Epoch, read_lifecycle
+from pydantic import BaseModel, ConfigDict, Field
+
+from toolkit.dynamic.records import LIFECYCLE_FILE, Epoch, describe, read_lifecycle
 from toolkit.errors import one_line
 from toolkit.run.folder import is_finished
 from toolkit.run.tracking.jsonl import from_json, read_metrics, unreadable_lines
@@ -32,6 +34,8 @@ class RunRecord:
     """Log steps."""
     epochs: Sequence[Epoch]
     """From lifecycle.jsonl."""
+    events: Sequence[tuple[int, str, str]]
+    """Step, kind and description of changes of dynamic experts."""
     finished: bool
     notices: Sequence[str]
     """One sentence for each unreadable or missing file."""
@@ -79,9 +83,9 @@ def _read(name: str, folder: Path) -> RunRecord:
     config: dict[str, Any] = _read_file(folder / "config.json", _object, {}, notices)
     results: dict[str, Any] = {}
     if (folder / "results.json").exists():
-        results = _read_file(folder / "results.json", _object, {}, notices)
+        results = _read_file(folder / "results.json", _results, {}, notices)
     lines: list[dict[str, Any]] = _read_file(metrics, lambda path: list(read_metrics(path)), [], notices)
-    epochs: list[Epoch] = _read_file(folder / LIFECYCLE_FILE, lambda path: read_lifecycle(path.parent), [], notices)
+    epochs, events = _read_file(folder / LIFECYCLE_FILE, _lifecycle, ([], []), notices)
     if not lines:
         notices.append("metrics.jsonl: holds no line yet.")
     elif damaged := unreadable_lines(metrics):
@@ -91,7 +95,7 @@ def _read(name: str, folder: Path) -> RunRecord:
     if lines and not finished:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(metrics.stat().st_mtime))
         notices.append(f"not finished: its last metrics, at step {lines[-1]['step']:,}, were written {written}.")
-    return RunRecord(name, folder, config, results, lines, epochs, finished, notices)
+    return RunRecord(name, folder, config, results, lines, epochs, events, finished, notices)
 
 
 def _read_file(path: Path, read: Callable[[Path], Any], empty: Any, notices: list[str]) -> Any:
@@ -112,6 +116,33 @@ def _object(path: Path) -> dict[str, Any]:
     values = from_json(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
+    return values
+
+
+def _lifecycle(path: Path) -> tuple[list[Epoch], list[tuple[int, str, str]]]:
+    epochs = read_lifecycle(path.parent)
+    events = [
+        (int(event["step"]), str(event["kind"]), f"{event['layer']}: " * bool(event["layer"]) + describe(event))
+        for epoch in epochs
+        for event in epoch.events
+    ]
+    return epochs, events
+
+
+class _Results(BaseModel):
+    """Results that tables and notices compute with."""
+
+    model_config = ConfigDict(strict=True)
+
+    world_size: Annotated[int, Field(gt=0, lt=2**31)] = 1
+    device: str = ""
+    hardware: str = ""
+    restarts: list[Any] = []
+
+
+def _results(path: Path) -> dict[str, Any]:
+    values = _object(path)
+    _Results(**values)
     return values
 
 

@@ -53,7 +53,7 @@ class ExpertPlacement:
         if min(found) < 0:
             raise ValueError(f"expert id {min(found)} is negative; an empty slot is {EMPTY_ROW}")
         if len(found) != max(found) + 1:
-            missing = min(set(range(max(found))) - found)
+            missing = next(expert for expert in range(max(found)) if expert not in found)
             raise ValueError(f"expert {missing} has no slot, but expert {max(found)} has")
 
     @property

@@ -94,7 +94,7 @@ def find_damage(folder: Path, names: Collection[str] | None = None) -> str | Non
                     return f"{name} does not match its SHA-256"
     except FileNotFoundError:
         return f"{name} is missing"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"
     return None
 

@@ -55,7 +55,8 @@ SURE = 4.0
 """Standard deviations that tell the order of columns, which chance exceeds once in 16,000 adapters."""
 COMPARED = 512
 """Columns of a `lora_B` that are compared with each other."""
-Number = int | FiniteFloat
+Rank = Annotated[int, Field(gt=0, lt=2**16)]
+Number = Annotated[int, Field(gt=-(2**53), lt=2**53)] | FiniteFloat
 
 
 class AdapterSettings(BaseModel):
@@ -64,10 +65,10 @@ class AdapterSettings(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     peft_type: Literal["LORA"] = "LORA"
-    r: Annotated[int, Field(gt=0, lt=2**16)]
+    r: Rank
     lora_alpha: Number = 8
     use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
+    rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, Number] | None = None
     target_modules: list[str] | str | None = None
     target_parameters: list[str] | None = None

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from toolkit.run.tracking.trackers import pixels
 
+MOST_LAYERS = 1000
+"""Larger claims of a `config.json` are mistakes."""
+
 
 @contextmanager
 def weights_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
@@ -151,6 +154,14 @@ def tensors_in_files(
 
     in_files = revert_weight_conversion(model, parameters)
     return kind.__name__, {name: tuple(value.shape) for name, value in in_files.items()}, parameter_of
+
+
+def require_few_layers(config: Any) -> None:
+    """Raise ValueError if a `config.json` claims many layers or labels, which transformers would make one by one."""
+    for key, value in config.items() if isinstance(config, Mapping) else ():
+        if isinstance(value, int) and value > MOST_LAYERS and re.search("layers|depth|blocks|labels", key):
+            raise ValueError(f"{key} is larger than {MOST_LAYERS:,}")
+        require_few_layers(value)
 
 
 def _without_code(config: Any) -> Any:

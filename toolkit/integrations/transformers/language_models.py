@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from toolkit.errors import UserError, reading
 from toolkit.experts.layer.recompute import replay_contexts
-from toolkit.integrations.transformers.compat import weights_loaded_by
+from toolkit.integrations.transformers.compat import require_few_layers, weights_loaded_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,9 +22,10 @@ AGAIN = "Download or copy the model again."
 
 def read_config(folder: str) -> PreTrainedConfig:
     """Return the configuration of the model in `folder`."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     with reading(folder, AGAIN):
+        require_few_layers(PreTrainedConfig.get_config_dict(folder, local_files_only=True)[0])
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 

@@ -12,6 +12,8 @@ from toolkit.run.config.settings import leaves
 
 CONFIG = "--config"
 """Command-line flag of a file of flags; not a field of a config."""
+LARGEST = 2**20
+"""Characters of a file of flags."""
 NO_FLAGS = ("recipe", "data_identity")
 """Keys of config.json that are not flags: the recipe name, and the data identity of `toolkit.run.data`."""
 
@@ -36,8 +38,12 @@ def read_file(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
         # Keep every scalar as written: YAML would read `no` as false and `1e-3` as a string. JSON is YAML except for
         # tabs, which in JSON occur only between tokens.
         text = path.expanduser().read_text(encoding="utf-8-sig").replace("\t", " ")
+        if len(text) > LARGEST:
+            raise ValueError(f"it has {len(text):,} characters")
         values = yaml.load(text, Loader=yaml.BaseLoader)
-    except (ValueError, yaml.YAMLError) as error:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.BaseLoader)):
+            raise ValueError("aliases are not supported")  # nested ones expand without bound
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"is neither YAML nor JSON ({one_line(error)}). Correct it.") from None
     if not isinstance(values, dict):
         raise UserError("has no flags. Write a line for each, such as `epochs: 3`.")
