@@ -504,9 +504,8 @@ class _Reader(FileSystemReader):
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()  # a file would allocate claimed sizes
             if not isinstance(metadata, Metadata):
                 raise ValueError("it has no metadata")
-            if {*map(type, metadata.storage_data)} - {MetadataIndex} or {*map(type, metadata.state_dict_metadata)} - {
-                str
-            }:
+            are_indices = all(isinstance(index, MetadataIndex) for index in metadata.storage_data)
+            if not are_indices or not all(isinstance(key, str) for key in metadata.state_dict_metadata):
                 raise ValueError("its keys are no names")
             if outside := [
                 each.relative_path
@@ -521,7 +520,7 @@ class _Reader(FileSystemReader):
 
     def _require_chunks(self, key: str, tensor: TensorStorageMetadata, stored: Mapping[MetadataIndex, Any]) -> None:
         """Raise ValueError if values of a tensor are in no file, which torch would leave uninitialised."""
-        torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+        torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")  # raises for sizes that no tensor has
         numbers = [math.prod(chunk.sizes) for chunk in tensor.chunks]
         if sum(numbers) != math.prod(tensor.size):
             raise ValueError(f"{key!r} has {sum(numbers):,} of {math.prod(tensor.size):,} values")
