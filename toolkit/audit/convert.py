@@ -50,7 +50,7 @@ CONVERTED = {
 }
 """Settings of PEFT 0.21 that name, place, scale or start adapters. Others have to be off."""
 OFF: dict[str, Any] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva")}
-"""Further values, of which none changes the base model or what adapters compute."""
+"""Further values that change neither the base model nor the output of adapters."""
 VLLM_STACKED = {"gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl_moe"}
 """Families whose adapters vLLM 0.24 reads in PEFT's layout (`is_3d_moe_weight`); it reads others by expert."""
 TINKER = {"gate_up_proj": ["w1", "w3"], "down_proj": ["w2"]}
@@ -66,7 +66,7 @@ class LoRA(NamedTuple):
 
 
 Adapters = dict[tuple[str, str], list[LoRA]]
-"""Those of the linear layers of a parameter, or one of all of them, by experts module and parameter, such as
+"""Adapters of a parameter, one for each linear layer or one for all, by experts module and parameter, such as
 `("base_model.model.model.layers.0.mlp.experts", "down_proj")`."""
 
 
@@ -167,7 +167,7 @@ def _targets(
     layout: str,
     family: Base,
 ) -> dict[str, Any]:
-    """Return the settings that name what is adapted; `leaves` are the names of adapted experts' parameters."""
+    """Return the settings that name adapted modules; `leaves` are the names of adapted experts' parameters."""
     if foreign := [name for name in settings.get("target_parameters") or () if name.rpartition(".")[2] not in leaves]:
         raise UserError(
             f"target_parameters: {foreign[0]!r} is not a parameter of experts. Use it with the program that wrote it."
@@ -276,7 +276,7 @@ def _is_separate(matrix: Matrix) -> bool:
 
 
 def _read(files: AdapterFiles, matrices: Iterable[Matrix], base: Base) -> Adapters:
-    """Return the adapters of experts in `files`; those of linear layers joined to those of stacked parameters."""
+    """Return the adapters of experts in `files`. Linear layers are joined to stacked parameters."""
     pairs: dict[tuple[str, str], dict[str, Matrix]] = defaultdict(dict)
     listed: set[str] = set()
     for matrix in matrices:
@@ -329,7 +329,7 @@ def _stacked(files: AdapterFiles, name: str, pair: Mapping[str, Matrix], count: 
 
 
 def _joined(name: str, parts: Sequence[LoRA]) -> LoRA:
-    """Return the adapters of a stacked parameter from those of its linear layers.
+    """Join the adapters of linear layers to adapters of the stacked parameter.
 
     Layers with different A keep both: the rank is their sum, and B is block-diagonal.
     """
