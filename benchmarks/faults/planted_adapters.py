@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.faults.planted_models import Fault
+from benchmarks.faults.planted_models import Fault, lose, rename
 from benchmarks.support.families import EXPERTS, model_of, tokens
 from toolkit.integrations.transformers import causal_lm, save_pretrained
 
@@ -85,21 +85,6 @@ def by_expert(value: Tensor, is_a: bool) -> Tensor:
 
 
 Plant = Callable[[Adapters], object]
-
-
-def lose(pattern: str) -> Plant:
-    def plant(adapters: Adapters) -> None:
-        for name in [name for name in adapters.tensors if re.search(pattern, name)]:
-            del adapters.tensors[name]
-
-    return plant
-
-
-def rename(pattern: str, by: str) -> Plant:
-    def plant(adapters: Adapters) -> None:
-        adapters.tensors = {re.sub(pattern, by, name): value for name, value in adapters.tensors.items()}
-
-    return plant
 
 
 def change(edit: Callable[[Tensor], object], part: str) -> Plant:

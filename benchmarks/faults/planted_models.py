@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,12 @@ class Model:
         return next(name for name in self.tensors if re.search(rf"\blayers\.{layer}\.{OF_ROUTER}", name))
 
 
+class HasTensors(Protocol):
+    """A model, or adapters."""
+
+    tensors: dict[str, Tensor]
+
+
 Plant = Callable[[Model], object]
 Edit = Callable[[Tensor], Tensor]
 
@@ -99,17 +105,17 @@ class Fault(NamedTuple):
 # --- edits ----------------------------------------------------------------------------------------------------------
 
 
-def lose(pattern: str) -> Plant:
-    def plant(model: Model) -> None:
-        for name in [name for name in model.tensors if re.search(pattern, name)]:
-            del model.tensors[name]
+def lose(pattern: str) -> Callable[[HasTensors], object]:
+    def plant(of: HasTensors) -> None:
+        for name in [name for name in of.tensors if re.search(pattern, name)]:
+            del of.tensors[name]
 
     return plant
 
 
-def rename(pattern: str, by: str) -> Plant:
-    def plant(model: Model) -> None:
-        model.tensors = {re.sub(pattern, by, name): value for name, value in model.tensors.items()}
+def rename(pattern: str, by: str) -> Callable[[HasTensors], object]:
+    def plant(of: HasTensors) -> None:
+        of.tensors = {re.sub(pattern, by, name): value for name, value in of.tensors.items()}
 
     return plant
 

@@ -98,10 +98,10 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         megatron = f": {names[0]} is a name of Megatron-LM. Write safetensors files with {MEGATRON}" if names else ""
         found.findings.append(Finding("experts", f"no tensor is an expert's{megatron}", []))
     places = {place for matrix in matrices.values() for place in matrix.places.values()}
-    others = checkpoint.tensors.keys() - {place.tensor for place in places}
+    experts = {place.tensor for place in places}
+    others = checkpoint.tensors.keys() - experts
     summaries = summarize(checkpoint, places, sketches=against is not None)
     summaries |= {Place(name): summary(checkpoint.parts(name)) for name in progress(others, "reading other tensors")}
-    experts = {place.tensor for place in places}
     expected = find_expected(checkpoint, base, experts)
     found_routers = [] if checkpoint.ids else find_routers(checkpoint, list(layers))  # else rows may be inactive
     routers = {layer: name for layer, name in found_routers if not is_integer(checkpoint.tensors[name].dtype)}

@@ -38,7 +38,7 @@ class Expected(Checkpoint):
     """Gives a name in files, also of another format, its parameter."""
 
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
-        raise NotImplementedError(name)
+        raise NotImplementedError(name)  # of expected tensors, nothing is read
 
 
 def count_layers(config: Mapping[str, Any]) -> int | None:

@@ -35,7 +35,6 @@ class Summary:
     digest: bytes
     is_constant: bool
     """Whether all elements are equal, as in the zero points of a symmetric quantization."""
-    is_zero: bool
     zero_rows: float
     """Share of the rows that are zero."""
     zero_columns: float
@@ -47,6 +46,11 @@ class Summary:
     broken: str | None
     """NaN or infinity, if there are any."""
     sketch: NDArray[Any] | None = None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all values are zero."""
+        return self.zero_rows == 1
 
     @property
     def is_partly_zero(self) -> bool:
@@ -90,7 +94,7 @@ def summary(parts: Iterable[Tensor], sketch: NDArray[Any] | None = None) -> Summ
     is_wide = count and part.is_floating_point() and part.dtype.itemsize > 1
     norm = math.sqrt(squares / count) if is_wide else None
     share = zero_rows / max(1, rows)
-    return Summary(digest.digest(), is_constant, share == 1, share, zero_columns, norm, at_limit, broken, sketch)
+    return Summary(digest.digest(), is_constant, share, zero_columns, norm, at_limit, broken, sketch)
 
 
 def _constant(value: Tensor) -> bytes | None:
