@@ -54,7 +54,7 @@ IMPORTERS = {
     "tqdm": ("toolkit.progress_bar", "toolkit.train.callbacks.progress"),
     "fsspec": ("toolkit.run",),
     "datasets": ("toolkit.data",),
-    "pickle": ("toolkit.audit.tensors",),
+    "pickle": ("toolkit.audit.distributed_checkpoint",),
     **dict.fromkeys(("cloudpickle", "dill", "marshal", "shelve", "joblib"), ()),
 }
 """Packages of `toolkit/` that import a library."""

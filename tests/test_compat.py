@@ -35,6 +35,13 @@ def versions() -> None:
     print(*(f"{name} {version(name)}" for name in ("torch", "accelerate", "transformers", "datasets")))  # noqa: T201
 
 
+def test_without_dynamo_runs_a_call_uncompiled():
+    is_compiled = []
+    plain = compat.without_dynamo(lambda x: is_compiled.append(torch.compiler.is_compiling()) or x)
+    torch.compile(lambda x: plain(x) + 1, backend="eager")(torch.ones(2))
+    assert is_compiled == [False]
+
+
 def test_multiply_each_and_norm_of_each_take_tensors_of_any_shape():
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[1.0, 2.0], [2.0, 4.0]])]
     assert compat.norm_of_each(tensors).tolist() == [5.0, 5.0]

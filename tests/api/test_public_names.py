@@ -96,6 +96,14 @@ def test_python_m_toolkit_help_loads_no_heavy_library():
     assert done.stdout.endswith("\n0\nset()\n")
 
 
+def test_commands_that_do_not_train_import_neither_dynamo_nor_dtensors():
+    modules = "toolkit.audit.checks, toolkit.audit.convert, toolkit.commands.plan, toolkit.lab.command"
+    heavy = {"accelerate", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers"}
+    code = f"import sys, {modules}; print({heavy!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is a development dependency")
 def test_mypy_strict_accepts_user_script_and_rejects_misuse(tmp_path: Path):
     misuse, settings = tmp_path / "misuse.py", tmp_path / "mypy.ini"

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.audit.checkpoint import Checkpoint
 from toolkit.audit.expected import (
     IN_LAYER,
     UNQUANTIZED,
@@ -30,7 +31,7 @@ from toolkit.audit.expected import (
 from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, is_integer, is_matrix
 from toolkit.audit.findings import MOST_NAMED, Finding, named, runs
 from toolkit.audit.order import SCALE, Matrices, check_order, compare
-from toolkit.audit.tensors import MEGATRON, AdapterFiles, Checkpoint, open_checkpoint
+from toolkit.audit.tensors import MEGATRON, AdapterFiles, open_checkpoint
 from toolkit.audit.values import PADDED, Summaries, summarize, summary
 from toolkit.errors import UserError
 from toolkit.integrations.transformers.compat import names_of_separate_experts

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from toolkit.audit.checkpoint import read_json
 from toolkit.audit.experts import Matrix, count_experts, find_matrices, value_of
-from toolkit.audit.tensors import AdapterFiles, read_json, read_settings
+from toolkit.audit.tensors import AdapterFiles, read_settings
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import as_in_files
+from toolkit.experts.layer.rows_in_files import as_in_files
 from toolkit.integrations.peft import layouts
 from toolkit.integrations.transformers.compat import names_of_separate_experts
 from toolkit.progress_bar import progress

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from toolkit.audit.checkpoint import Checkpoint, Listed
 from toolkit.audit.experts import COUNTS, EXPERT, ROW_OF_RUN, count_experts, settings_of_experts
 from toolkit.audit.findings import MOST_NAMED, runs
-from toolkit.audit.tensors import Checkpoint, Listed
 from toolkit.integrations.transformers.compat import MOST_LAYERS, require_few_layers, tensors_in_files
 
 UNQUANTIZED = {"f64", "f32", "f16", "bf16", "float64", "float32", "float16", "bfloat16"}

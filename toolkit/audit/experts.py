@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from toolkit.audit.tensors import Checkpoint
+from toolkit.audit.checkpoint import Checkpoint
 from toolkit.integrations.transformers.compat import names_of_stacked_experts
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts", "n_experts")

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit.audit.checkpoint import Checkpoint
 from toolkit.audit.experts import Matrix, value_of
 from toolkit.audit.findings import MOST_NAMED, Finding, named
-from toolkit.audit.tensors import Checkpoint
 from toolkit.audit.values import SKETCH, Summaries
 
 NEAR = 0.5

@@ -1,48 +1,35 @@
 """The tensors of a checkpoint folder: listed without values, and read in parts of bounded size.
 
-There is a class for each format: safetensors files, PEFT's adapters, checkpoints of `torch.distributed.checkpoint`, and
-checkpoints of a run. None of them executes code of the folder.
+There is a class for each format: safetensors files, files of `torch.save`, adapters and checkpoints of a run. None of
+them executes code of the folder.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import pickle
-import re
-import stat
 import sys
-import warnings
 import zipfile
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from toolkit.checkpoint.without_model import find_folder
+from toolkit.audit.checkpoint import REMEDY, Checkpoint, Listed, read_json, require_regular
+from toolkit.checkpoint.retention import find_folder
 from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
-from toolkit.experts.state.tensor_files import NUMBER, weight_of_key
+from toolkit.experts.state.keys import NUMBER, weight_of_key
 from toolkit.integrations.peft import layouts
-from toolkit.run.tracking.jsonl import from_json
 
-PART = 2**26
-"""Bytes of a tensor that are read at a time, if its rows are smaller."""
 MAPPED = 2**28
 """Bytes that are read from an open safetensors file before it is opened again, which frees the pages of its mapping."""
 SAME = 1e-3
 """Relative difference of norms in float32 that counts as rounding."""
-REMEDY = "Download or copy it again, or save the model again."
 
 
 MEGATRON = "Megatron-Bridge's AutoBridge.export_ckpt"
@@ -54,49 +41,6 @@ FOREIGN = (
     ("latest_checkpointed_iteration.txt", "Megatron-LM", MEGATRON),
 )
 """Files of other programs as a pattern, the program, and what converts them."""
-
-
-class Listed(NamedTuple):
-    """A tensor of a checkpoint, without its values."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    file: str
-
-
-@dataclass
-class Checkpoint(ABC):
-    """A checkpoint folder.
-
-    Args:
-        folder: The folder.
-        config: Its `config.json`, empty without one.
-    """
-
-    kind: ClassVar[str]
-    """The format, in words."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    tensors: dict[str, Listed] = field(default_factory=dict)
-    """Weights by name. A row of an expert that is saved by itself is named `<parameter>/<expert>`."""
-    states: dict[str, dict[str, Listed]] = field(default_factory=dict)
-    """Optimizer states by weight and state."""
-    ids: dict[str, set[int]] = field(default_factory=dict)
-    """The experts of a parameter, if the checkpoint lists them; their ids may have gaps."""
-    problems: list[str] = field(default_factory=list)
-    """Faults of the files, found when they are listed."""
-
-    @abstractmethod
-    def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
-        """Return rows `begin` to `end` of a weight, or of its optimizer state."""
-
-    def parts(self, name: str) -> Iterator[Tensor]:
-        """Yield a weight in parts of at most `PART` bytes, or of a row."""
-        count, *row = self.tensors[name].shape or (1,)
-        step = max(1, PART // (8 * max(1, math.prod(row))))  # no number has more than 8 bytes
-        for begin in range(0, count, step):
-            yield self.rows(name, None, begin, min(begin + step, count))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -118,6 +62,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         return AdapterFiles(folder, config)
     is_run = (folder / manifest.NAME).exists() or any(folder.glob(f"experts_*/{manifest.NAME}"))
     if not is_run and (folder / ".metadata").exists():
+        from toolkit.audit.distributed_checkpoint import DistributedCheckpoint
+
         return DistributedCheckpoint(folder, config)
     if not is_run and any(folder.glob("*.safetensors*")):
         return SafetensorsFiles(folder, config, file)
@@ -139,25 +85,6 @@ def read_settings(folder: Path) -> layouts.AdapterSettings:
         first = error.errors(include_input=False)[0]
         name = ".".join(map(str, first["loc"])) or "settings"
         raise UserError(f"{path}: {name}: {first['msg']}. {REMEDY}") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises UserError if there is none, or the file is too large or not regular."""
-    with reading(require_regular(path), REMEDY):
-        if (size := path.stat().st_size) > manifest.LARGEST_MANIFEST:
-            raise ValueError(f"it has {size:,} bytes")
-        value = from_json(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("it is no JSON object")
-        return value
-
-
-def require_regular(path: Path) -> Path:
-    """Return `path`. Raises UserError unless it is, or links to, a regular file; reading a pipe would wait forever."""
-    with reading(path, REMEDY):
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError("it is not a regular file")
-    return path
 
 
 class _Files:
@@ -447,147 +374,3 @@ class RunCheckpoint(Checkpoint):
     def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
         file = (self.tensors[name] if state is None else self.states[name][state]).file
         return self._files.rows(file, self._keys[name, state], begin, end)
-
-
-METADATA = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-}
-"""The only names, by module, that unpickled metadata may use, besides torch's types of numbers."""
-
-
-class _MetadataUnpickler(pickle._Unpickler):
-    """Reads metadata of `torch.distributed.checkpoint`, and imports nothing else.
-
-    Python's own implementation, because that in C allocates memory for any memo index.
-    """
-
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in METADATA.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint's metadata")
-
-    def load_build(self: Any) -> None:
-        """Set attributes of metadata only: a class would be changed for the whole process."""
-        if not is_dataclass(type(self.stack[-2])):
-            raise pickle.UnpicklingError(f"a {type(self.stack[-2]).__name__} has no attributes to set")
-        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
-
-    dispatch[pickle.BUILD[0]] = load_build
-    for _code in (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER):
-        del dispatch[_code[0]]
-
-
-class _Reader(FileSystemReader):
-    """Torch's reader, which unpickles metadata without calling functions, and once."""
-
-    @cached_property
-    def metadata(self) -> Metadata:
-        path = require_regular(Path(self.path) / ".metadata")
-        with reading(path, REMEDY):
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()  # a file would allocate claimed sizes
-            if not isinstance(metadata, Metadata):
-                raise ValueError("it has no metadata")
-            are_indices = all(isinstance(index, MetadataIndex) for index in metadata.storage_data)
-            if not are_indices or not all(isinstance(key, str) for key in metadata.state_dict_metadata):
-                raise ValueError("its keys are no names")
-            if outside := [
-                each.relative_path
-                for each in metadata.storage_data.values()
-                if Path(each.relative_path).name != each.relative_path
-            ]:
-                raise ValueError(f"{outside[0]!r} is outside of the folder")
-            for key, each in metadata.state_dict_metadata.items():
-                if isinstance(each, TensorStorageMetadata):
-                    self._require_chunks(key, each, metadata.storage_data)
-            return metadata
-
-    def _require_chunks(self, key: str, tensor: TensorStorageMetadata, stored: Mapping[MetadataIndex, Any]) -> None:
-        """Raise ValueError if values of a tensor are in no file, which torch would leave uninitialised."""
-        torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")  # raises for sizes that no tensor has
-        numbers = [math.prod(chunk.sizes) for chunk in tensor.chunks]
-        if sum(numbers) != math.prod(tensor.size):
-            raise ValueError(f"{key!r} has {sum(numbers):,} of {math.prod(tensor.size):,} values")
-        for chunk, number in zip(tensor.chunks, numbers, strict=True):
-            place = stored.get(MetadataIndex(key, chunk.offsets))
-            if place is None or place.length < number * tensor.properties.dtype.itemsize:
-                raise ValueError(f"a part of {key!r} is in no file")
-            file = Path(self.path) / place.relative_path
-            if file.stat().st_size < place.offset + place.length:
-                raise ValueError(f"{place.relative_path} is shorter than it says")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        return self.metadata
-
-
-OPTIMIZER = re.compile(r"(\w+\.)?opt(im(izer)?s?)?\.")
-STATE = re.compile(OPTIMIZER.pattern + r"state\.(?P<weight>.+)\.(?P<state>[^.]+)")
-
-
-def _container(names: Iterable[str], states: Container[str]) -> str:
-    """Return the keys above a model's names, such as "model." or "app.model." in PyTorch's tutorials."""
-    within = ""
-    while True:
-        heads = {name.removeprefix(within).partition(".")[0] for name in names}
-        longer = f"{within}{min(heads, default='')}."
-        rest = [name.removeprefix(longer) for name in names]
-        if len(heads) != 1 or not any(name in states or name.startswith("model.") for name in rest):
-            return within
-        within = longer
-
-
-class DistributedCheckpoint(Checkpoint):
-    """A checkpoint of `torch.distributed.checkpoint`, read by torch, a tensor at a time."""
-
-    kind = "torch.distributed.checkpoint"
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]):
-        super().__init__(folder, config)
-        self._reader = _Reader(folder)
-        metadata = self._reader.metadata
-        files = {index.fqn: each.relative_path for index, each in metadata.storage_data.items()}
-        self._keys: dict[tuple[str, str | None], str] = {}
-        weights: dict[str, Listed] = {}
-        for key, each in metadata.state_dict_metadata.items():
-            if isinstance(each, TensorStorageMetadata):
-                listed = Listed(tuple(each.size), str(each.properties.dtype).removeprefix("torch."), files.get(key, ""))
-                if not OPTIMIZER.match(key):
-                    weights[key] = listed
-                elif (match := STATE.fullmatch(key)) and not match["weight"].isdigit():  # else by number, of no name
-                    self.states.setdefault(match["weight"], {})[match["state"]] = listed
-                    self._keys[match["weight"], match["state"]] = key
-        within = _container(weights, self.states)
-        for key, listed in weights.items():
-            name = key.removeprefix(within)
-            self.tensors[name], self._keys[name, None] = listed, key
-        self._last: tuple[str, Tensor] = ("", torch.empty(0))
-
-    def rows(self, name: str, state: str | None, begin: int, end: int) -> Tensor:
-        key = self._keys[name, state]
-        if self._last[0] != key:
-            listed = self.tensors[name] if state is None else self.states[name][state]
-            value = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
-            with reading(self.folder / listed.file, REMEDY), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of one process, which is meant
-                try:
-                    load({key: value}, storage_reader=self._reader, no_dist=True)
-                except CheckpointException as error:  # a BaseException
-                    raise ValueError(str(next(iter(error.failures.values()))[0])) from None
-            self._last = key, value
-        return self._last[1][begin:end] if self._last[1].ndim else self._last[1]

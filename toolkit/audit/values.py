@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit.audit.checkpoint import Checkpoint
 from toolkit.audit.experts import Place, is_matrix, value_of
-from toolkit.audit.tensors import Checkpoint
 from toolkit.progress_bar import progress
 
 SKETCH = 16

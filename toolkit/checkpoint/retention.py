@@ -9,7 +9,6 @@ from typing import Any
 
 from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
-from toolkit.experts.state.checkpoint_files import STATE, read_state
 
 
 def step_of(path: Path) -> int:
@@ -34,15 +33,35 @@ def best_or_newest(folder: Path) -> Path | None:
     Raises UserError if the best checkpoint is missing.
     """
     found = newest_first(folder)
-    readable = next((path for path in found if manifest.find_damage(path, {STATE}) is None), None)
+    readable = next((path for path in found if manifest.find_damage(path, {manifest.STATE}) is None), None)
     with reading(folder, "Name a checkpoint in it."):
-        step = None if readable is None else best_step(read_state(readable)["training"])
+        step = None if readable is None else best_step(manifest.read_state(readable)["training"])
     if step is None:
         return found[0] if found else None
     best = next((path for path in found if step_of(path) == step), None)
     if best is None:
         raise UserError(f"{folder}: the best checkpoint, of step {step:,}, is missing. Restore it, or name another.")
     return best
+
+
+def find_folder(given: Path) -> Path:
+    """Return `given` if it is a checkpoint, else the checkpoint in a folder of `Accelerator.save_state`, or the best or
+    newest checkpoint of a run folder, unverified.
+
+    Raises UserError if there is none.
+    """
+    named_as_one = re.fullmatch(r"step-\d{8,}", given.name) is not None
+    if (given / manifest.NAME).exists() or (named_as_one and given.is_dir()):
+        return given
+    for parent in (given / "checkpoints", given):
+        if found := best_or_newest(parent):
+            return found
+    models = sorted(path.parent for path in given.glob(f"experts_*/{manifest.NAME}"))
+    if len(models) == 1:
+        return models[0]
+    several = f"holds {len(models)} models, {', '.join(path.name for path in models)}" if models else ""
+    what = several or ("holds no checkpoint" if given.exists() else "does not exist")
+    raise UserError(f"{given}: {what}. Give a folder step-<number>, the run folder above it, or one of save_state.")
 
 
 def prune(folder: Path, step: int, keep: int, best: int | None, say: Callable[[str], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from toolkit.checkpoint.retention import best_or_newest
 from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
 from toolkit.experts.state.tensor_files import SavedTensors
 from toolkit.progress_bar import progress
-
-
-def find_folder(given: Path) -> Path:
-    """Return `given` if it is a checkpoint, else the checkpoint in a folder of `Accelerator.save_state`, or the best or
-    newest checkpoint of a run folder, unverified.
-
-    Raises UserError if there is none.
-    """
-    named_as_one = re.fullmatch(r"step-\d{8,}", given.name) is not None
-    if (given / manifest.NAME).exists() or (named_as_one and given.is_dir()):
-        return given
-    for parent in (given / "checkpoints", given):
-        if found := best_or_newest(parent):
-            return found
-    models = sorted(path.parent for path in given.glob(f"experts_*/{manifest.NAME}"))
-    if len(models) == 1:
-        return models[0]
-    several = f"holds {len(models)} models, {', '.join(path.name for path in models)}" if models else ""
-    what = several or ("holds no checkpoint" if given.exists() else "does not exist")
-    raise UserError(f"{given}: {what}. Give a folder step-<number>, the run folder above it, or one of save_state.")
 
 
 def read_verified(folder: Path) -> dict[str, Any]:

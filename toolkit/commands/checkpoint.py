@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint import without_model
+from toolkit.checkpoint.retention import find_folder
 from toolkit.errors import EXIT_DONE, printable, reading
 from toolkit.experts.state.tensor_files import SavedTensors
 from toolkit.run.arguments import Parser
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
             command.add_argument("out", type=Path, help="file *.safetensors, or folder for model.safetensors")
             command.add_argument("--dtype", choices=DTYPES, help="type of floating point tensors. Default: as saved")
     args = parser.parse_args(argv)
-    args.checkpoint = without_model.find_folder(args.checkpoint)
+    args.checkpoint = find_folder(args.checkpoint)
     args.run(args)
     return EXIT_DONE
 

@@ -11,13 +11,11 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
@@ -25,10 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import DataLoader
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def default_store() -> Any:
     """Return the store of the process group. Its `timeout` is the group's."""
     return dist.distributed_c10d._get_default_store()
+
+
+def without_dynamo(call: Callable[P, T]) -> Callable[P, T]:
+    """Return `call` as `torch.compiler.disable` does, but without an import of dynamo, which takes seconds, until it is
+    called."""
+    return torch._disable_dynamo(call)
 
 
 def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
@@ -44,6 +51,9 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
 @torch.no_grad()
 def copy_without_fsdp(model: nn.Module) -> Any:
     """Copy `model` with whole parameters, without FSDP2's classes and hooks, which have no copies. A collective."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.reshard()

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from toolkit.experts.layer.router import TopKRouter
-from toolkit.experts.parallel.ownership import ownership_of
+from toolkit.experts.parallel.ownership import is_dtensor, ownership_of
 from toolkit.experts.sharding.find import router_candidates, stacked_experts
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -121,7 +120,9 @@ def orthogonal(matrices: Tensor) -> Tensor:
     Returns:
         The shape and sharding of `matrices`, in bfloat16 unless `matrices` are float64.
     """
-    if isinstance(matrices, DTensor):
+    if is_dtensor(matrices):
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         mesh, placements = matrices.device_mesh, matrices.placements
         if isinstance(sharded := placements[-1], Shard) and 0 < sharded.dim < matrices.ndim == 3:
             local = _orthogonal_shards(matrices.to_local(), sharded.dim, mesh.get_group(mesh.ndim - 1))

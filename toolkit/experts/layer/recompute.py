@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from toolkit.experts.compat import in_backward, in_reentrant_checkpoint
+from toolkit.experts.compat import in_backward, in_reentrant_checkpoint, without_dynamo
 
 Recompute = Literal["none", "selective", "full"]
 Decision = TypeVar("Decision")
@@ -60,7 +60,7 @@ class _Running(AbstractContextManager[None]):
         _current = self.outer
 
 
-@torch.compiler.disable
+@without_dynamo
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)`, whose activations are recomputed in the backward with the decisions of the forward.
 
@@ -93,7 +93,7 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and in_backward()
 
 
-@torch.compiler.disable
+@without_dynamo
 def in_reentrant_forward() -> bool:
     """Whether a region of PyTorch's reentrant checkpointing runs its forward, without gradients."""
     return not recomputing() and in_reentrant_checkpoint()

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit.experts.compat import without_dynamo
 from toolkit.experts.layer.rows import count
 from toolkit.experts.parallel.collectives import gather_objects, sum_over_ranks
 from toolkit.experts.parallel.groups import ExpertGroups
@@ -125,7 +126,7 @@ class RoutingLog:
             self._deliver(forward)
 
     # If traced, the growing lists would make torch.compile recompile at each forward pass.
-    @torch.compiler.disable
+    @without_dynamo
     def _deliver(self, forward: RoutedForward) -> None:
         for follower in self._followers:
             follower.deliver(forward)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from toolkit.experts.compat import embedding_bag_weights_grad
+from toolkit.experts.compat import embedding_bag_weights_grad, without_dynamo
 from toolkit.experts.parallel.waits import waits
 
 if TYPE_CHECKING:
@@ -307,8 +307,8 @@ class Arrive(torch.autograd.Function):
 
 
 # torch.compile does not trace asynchronous collectives.
-_depart = torch.compiler.disable(Depart.apply)
-_arrive = torch.compiler.disable(Arrive.apply)
+_depart = without_dynamo(lambda *inputs: Depart.apply(*inputs))
+_arrive = without_dynamo(lambda *inputs: Arrive.apply(*inputs))
 
 
 def _outputs(ctx: Any, flight: _Flight, rows: Tensor, columns: Columns) -> Columns:

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,7 @@ from toolkit.experts.layer.model_inputs import counted_tokens
 from toolkit.experts.layer.recompute import in_reentrant_forward
 from toolkit.experts.layer.routing_log import Choices, RoutedForward, RoutingLog, RowBytes
 from toolkit.experts.layer.rows import count
+from toolkit.experts.layer.rows_in_files import RowsInFiles
 from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.optimizer_rows import step_by_only
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 P = ParamSpec("P")
-RowsInFiles = Literal["stacked", "joined", "columns"]
-"""Layout of E experts with A x B numbers each: (E, A, B); (E * A, B), concatenated; or (A, B * E), with the E experts
-interleaved in each column."""
 
 
 class ExpertStack:
@@ -336,20 +334,6 @@ def _take_rows(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None
         whole = state.get(prefix + name)
         if id(parameter) in in_rows and whole is not None and len(whole) == stack.num_experts:
             state[prefix + name] = rows_of(whole, stack.placement.slots[stack.groups.ep_rank])
-
-
-def as_in_files(rows: Tensor, form: RowsInFiles) -> Tensor:
-    """Return the rows (E, A, B) of all experts as files of this form have them."""
-    if form == "joined":
-        return rows.flatten(0, 1)
-    return rows.permute(1, 2, 0).flatten(1) if form == "columns" else rows
-
-
-def stacked(saved: Tensor, form: RowsInFiles, experts: int) -> Tensor:
-    """Return the rows (E, A, B) of a tensor in files of this form."""
-    if form == "joined":
-        return saved.view(experts, -1, saved.shape[1])
-    return saved.view(len(saved), -1, experts).permute(2, 0, 1).contiguous() if form == "columns" else saved
 
 
 def rows_of(whole: Tensor, experts: Sequence[int]) -> Tensor:

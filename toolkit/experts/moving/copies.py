@@ -7,16 +7,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import copy_without_fsdp, without_compile_prefix
 from toolkit.experts.layer.dispatcher import make_dispatcher
 from toolkit.experts.layer.routing_log import RoutingLog
-from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
+from toolkit.experts.layer.rows_in_files import as_in_files
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups
-from toolkit.experts.parallel.ownership import whole
+from toolkit.experts.parallel.ownership import is_dtensor, whole
 from toolkit.experts.placement.placement import contiguous
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -94,7 +94,7 @@ def ema_update(averaged: nn.Module, model: nn.Module, decay: float = 0.999) -> N
             stack, key = stack_of[id(origins[name])]
             new = _all_rows(stack, key)
             new = new if new.shape == goal.shape else as_in_files(new, stack.in_files(key))
-        if not isinstance(goal, DTensor):
+        if not is_dtensor(goal):
             new = whole(new)
         if goal.is_floating_point():
             goal.lerp_(new.to(goal.device, goal.dtype), 1 - decay)

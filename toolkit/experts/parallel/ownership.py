@@ -20,16 +20,19 @@ assumptions without an error. This package replaces them:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.placement.placement import EMPTY_ROW
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +105,22 @@ def owned(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in parameters if is_owned(p)]
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether `tensor` is a `DTensor`. Does not import its module, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def is_shard(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether FSDP2 has sharded `tensor` over several ranks, instead of only casting it on one."""
-    return isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a `DTensor`, gathered over its mesh, or `tensor` itself. A collective of the mesh."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def local_rows(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a `DTensor`, or `tensor` itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

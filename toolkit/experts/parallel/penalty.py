@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from toolkit.errors import require
-from toolkit.experts.parallel.ownership import is_owned, ownership_of
+from toolkit.experts.parallel.ownership import is_dtensor, is_owned, ownership_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -48,7 +47,7 @@ def parameter_penalty(function: Callable[[Tensor], Tensor], parameters: Iterable
         ownership = ownership_of(parameter)
         if ownership is None or not is_owned(parameter):
             total = values.sum()
-            common.append(total.full_tensor() if isinstance(total, DTensor) else total)
+            common.append(total.full_tensor() if is_dtensor(total) else total)
         else:
             group = ownership.groups.ep_group
             shape, slots = tuple(values.shape), len(ownership.owns)

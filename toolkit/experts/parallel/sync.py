@@ -12,7 +12,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -104,6 +103,8 @@ class ExpertSync:
 
     def follow(self) -> None:
         """Hook the experts and the steps of the optimizer, again after `close`."""
+        from torch.distributed.fsdp import FSDPModule
+
         if self._has_hooks:
             return
         experts = [p for p in self.model.parameters() if ownership_of(p) is not None]

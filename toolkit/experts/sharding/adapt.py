@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.grouped_mm import ZeroEmptySlots, in_equal_batches
-from toolkit.experts.layer.stack import stacked as rows_of_tables
+from toolkit.experts.layer.rows_in_files import stacked as rows_of_tables
 from toolkit.experts.sharding.layout import Layout, SortsRows, extend
 from toolkit.experts.sharding.sharded_experts import forward_arguments
 

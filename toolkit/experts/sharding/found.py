@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from toolkit.experts.layer.moe_layer import MoE
-from toolkit.experts.layer.stack import ExpertLayer, ExpertStack, RowsInFiles, hook_state_dict, rows_of, stacked
+from toolkit.experts.layer.rows_in_files import RowsInFiles, stacked
+from toolkit.experts.layer.stack import ExpertLayer, ExpertStack, hook_state_dict, rows_of
 from toolkit.experts.parallel.collectives import broadcast_from_main, together
 from toolkit.experts.parallel.ddp import leave_out_of_every_ddp
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement

@@ -19,7 +19,7 @@ from toolkit.experts.layer.rows import Copy, WeightedSum, sort_by_slot
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from toolkit.experts.layer.stack import RowsInFiles
+    from toolkit.experts.layer.rows_in_files import RowsInFiles
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Rows (N, D) in order of slots and the rows of each slot, int64 (S,), to outputs (N, D)."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from toolkit.experts.layer.stack import RowsInFiles
+    from toolkit.experts.layer.rows_in_files import RowsInFiles
     from toolkit.experts.sharding.layout import CalledByIds
 
 _registered: dict[str, tuple[str, str]] = {}

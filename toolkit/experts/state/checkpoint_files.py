@@ -49,7 +49,6 @@ from toolkit.experts.state.tensor_files import (
 from toolkit.progress_bar import progress
 
 FORMAT = 1
-STATE = "state.json"
 PARAMETERS = "params"
 """Key of the parameters in an optimizer's group. state.json has their names."""
 
@@ -186,8 +185,8 @@ def _write(
         save_file(tensors, writing / name)
         seals[name] = manifest.seal(writing / name)
     if state is not None:
-        (writing / STATE).write_text(state, encoding="utf-8")
-        seals[STATE] = manifest.seal(writing / STATE)
+        (writing / manifest.STATE).write_text(state, encoding="utf-8")
+        seals[manifest.STATE] = manifest.seal(writing / manifest.STATE)
     return seals, list_rows(files)
 
 
@@ -251,19 +250,13 @@ class Saved(NamedTuple):
 
 def read(path: Path) -> Saved:
     """Read the checkpoint at `path`. A collective. Raises UserError for another format."""
-    about, state = on_main(lambda: (manifest.read_manifest(path), read_state(path)))
+    about, state = on_main(lambda: (manifest.read_manifest(path), manifest.read_state(path)))
     if about["format"] != FORMAT:
         raise UserError(
             f"{path}: has format {about['format']}, and this version reads format {FORMAT}. Use the version that "
             "wrote it, or another folder."
         )
     return Saved(path, about, state)
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Return the content of state.json in the checkpoint at `path`."""
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    return state
 
 
 def load_tensors(saved: Saved, model: nn.Module, optimizer: Optimizers, found: Sequence[str] = ()) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from toolkit.progress_bar import progress
 
-NAME = "manifest.json"
+NAME, STATE = "manifest.json", "state.json"
 WRITING, REMOVING = ".writing-", ".removing-"
 LARGEST_MANIFEST = 2**28
 """Size limit in bytes. A larger manifest is not read."""
@@ -75,6 +75,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if any(Path(name).name != name for name in sealed["files"]):
         raise ValueError("it names a file of another folder")
     return sealed
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the content of state.json in the checkpoint at `path`."""
+    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return state
 
 
 def find_damage(folder: Path, names: Collection[str] | None = None) -> str | None:

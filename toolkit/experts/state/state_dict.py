@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from toolkit.experts.layer.stack import ExpertStack, as_in_files, expert_stacks
+from toolkit.experts.layer.rows_in_files import as_in_files
+from toolkit.experts.layer.stack import ExpertStack, expert_stacks
 from toolkit.experts.parallel.collectives import is_main, meet
-from toolkit.experts.parallel.ownership import whole
+from toolkit.experts.parallel.ownership import is_dtensor, whole
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether this rank has only a part of `model`, or its experts in another order or shape than files have them."""
     return any(stack.is_part for stack in expert_stacks(model).values()) or any(
-        isinstance(p, DTensor) for p in model.parameters()
+        is_dtensor(p) for p in model.parameters()
     )
 
 
@@ -55,7 +55,7 @@ class Gatherer:
         gathered: Tensor | None = value.detach()
         if id(value) in self._place_of:
             gathered = gather_experts(*self._place_of[id(value)])
-        elif isinstance(value, DTensor):
+        elif is_dtensor(value):
             gathered = whole(value).cpu()
         if is_main() and gathered is not None:
             state[name] = gathered

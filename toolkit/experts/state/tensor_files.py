@@ -1,9 +1,4 @@
-"""The tensors of a checkpoint: keys, files, and how they are read from and written to a model.
-
-    model.safetensors           non-expert parameters and buffers, by name; written by the main process
-    optimizer.safetensors       their optimizer states, "<parameter>.<state>"
-    experts-00000.safetensors   expert rows, written by each rank that owns some: "<parameter>/<uid>" and
-    experts-00001.safetensors   "<parameter>/<uid>/<state>"; each keeps its row dimension of 1
+"""The tensors of a checkpoint, read from and written to a model.
 
 Replicas of a row are saved once, by the row's owner. A rank reads its rows by uid from whichever file holds them, so a
 checkpoint loads under any world size and any placement, one tensor at a time. Parameters that FSDP2 shards as a
@@ -12,30 +7,25 @@ checkpoint loads under any world size and any placement, one tensor at a time. P
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.errors import UserError
 from toolkit.experts.layer.stack import expert_stacks
 from toolkit.experts.parallel.collectives import gather_objects, is_main, rank
 from toolkit.experts.parallel.optimizer_rows import require_rows, unwrapped
-from toolkit.experts.parallel.ownership import Ownership, local_rows, ownership_of, whole
+from toolkit.experts.parallel.ownership import Ownership, is_dtensor, local_rows, ownership_of, whole
 from toolkit.experts.placement.placement import EMPTY_ROW
+from toolkit.experts.state.keys import MODEL, NUMBER, OPTIMIZER, ROW, ROWS, weight_of_key
 
-MODEL, OPTIMIZER, ROWS = "model.safetensors", "optimizer.safetensors", "experts-{rank:05d}.safetensors"
-
-ROW = re.compile(r"(?P<parameter>.+)/(?P<uid>\d+)(?:/(?P<state>[^/]+))?")
-"""A key of an expert row or of its optimizer state."""
-NUMBER = " (number)"
-"""Suffix to the key of an optimizer state that is a Python number, such as a step."""
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 FileContents = dict[str, dict[str, Tensor]]
 """File name -> key -> tensor on the CPU."""
@@ -166,15 +156,6 @@ def _owned(ownership: Ownership) -> dict[int, int]:
     return {uid: row for row, uid in enumerate(ownership.row_ids) if ownership.owns[row]}
 
 
-def weight_of_key(file: str, key: str) -> tuple[str, str | None]:
-    """Return the weight, or row "<parameter>/<uid>", of `key` in `file`, and its optimizer state if it is one."""
-    if file == OPTIMIZER:
-        weight, _, state = key.rpartition(".")
-        return weight, state
-    match = None if file == MODEL else ROW.fullmatch(key)
-    return (key, None) if match is None else (f"{match['parameter']}/{match['uid']}", match["state"])
-
-
 # --- into a model ------------------------------------------------------------------------------------------------
 
 
@@ -257,8 +238,10 @@ def adopt_places(model: nn.Module, places: Mapping[str, Mapping[str, Any]]) -> N
 
 def shard_like(like: DTensor, tensor: Tensor) -> DTensor:
     """Shard `tensor` like `like`, without communication: each rank has all of it."""
+    from torch.distributed.tensor import distribute_tensor
+
     part = distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    assert isinstance(part, DTensor)
+    assert is_dtensor(part)
     return part
 
 
@@ -267,7 +250,7 @@ def load_model(model: nn.Module, tensors: SavedTensors) -> None:
     with torch.no_grad():
         for weight, target in targets(model):
             value = tensors.weight(weight)
-            target.copy_(shard_like(target, value) if isinstance(target, DTensor) else value)
+            target.copy_(shard_like(target, value) if is_dtensor(target) else value)
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: SavedTensors) -> None:
@@ -309,7 +292,7 @@ def _load_state(name: str, parameter: nn.Parameter, tensors: SavedTensors) -> di
 def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Return `value` with the sharding or memory format of `parameter`. A fused optimizer pairs both as they lie in
     memory: for a channels_last convolution it would pair weights with the moments of other weights."""
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         return shard_like(parameter, value)
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 

@@ -17,7 +17,8 @@ from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.experts.layer.stack import RowsInFiles, rows_of, stacked
+from toolkit.experts.layer.rows_in_files import RowsInFiles, stacked
+from toolkit.experts.layer.stack import rows_of
 from toolkit.experts.parallel.ownership import ownership_of
 from toolkit.experts.sharding.layout import LowRank
 from toolkit.experts.sharding.libraries import Library, library_of

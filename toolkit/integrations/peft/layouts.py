@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from toolkit.experts.layer.stack import RowsInFiles, stacked
+from toolkit.experts.layer.rows_in_files import RowsInFiles, stacked
 
 WEIGHTS, CONFIG, RECORD = "adapter_model.safetensors", "adapter_config.json", "adapter_record.json"
 NEMO = "automodel_peft_config.json"

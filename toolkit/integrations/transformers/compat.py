@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.run.tracking.trackers import pixels
-
 MOST_LAYERS = 1000
 """Larger claims of a `config.json` are mistakes."""
 
@@ -104,6 +102,9 @@ def log_images(callback: Any, images: Mapping[str, Path], step: int) -> None:
     if wandb is not None and wandb.run is not None:
         files = {f"train/{name}": wandb.Image(str(path)) for name, path in images.items()}
         wandb.log({**files, "train/global_step": step})
+    if writer:
+        from toolkit.run.tracking.trackers import pixels
+
     for name, path in images.items() if writer else ():
         writer.add_image(f"train/{name}", pixels(path), step, dataformats="HWC")
 

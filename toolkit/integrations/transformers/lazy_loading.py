@@ -25,7 +25,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from toolkit.errors import UserError, reading, require_choice
-from toolkit.experts.layer.stack import RowsInFiles, as_in_files, clear_empty, stacked
+from toolkit.experts.layer.rows_in_files import RowsInFiles, as_in_files, stacked
+from toolkit.experts.layer.stack import clear_empty
 from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.sharding.found import FoundExperts
 from toolkit.experts.sharding.sharded_experts import ReadRows, load_lazily

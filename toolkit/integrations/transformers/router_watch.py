@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from toolkit.errors import UserError
+from toolkit.experts.compat import without_dynamo
 from toolkit.experts.layer.model_inputs import counted_tokens, model_adds_balance_loss, watch_inputs
 from toolkit.experts.layer.recompute import in_reentrant_forward, recomputing
 from toolkit.experts.layer.router import Routing
@@ -67,7 +68,7 @@ class RouterWatch:
         self.model_balances = model_adds_balance_loss()
 
 
-@torch.compiler.disable
+@without_dynamo
 @torch.no_grad()
 def has_sigmoid_scores(logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> bool | None:
     """Return whether routing weights come from the sigmoid of the logits, not from a softmax; None if these tokens do
