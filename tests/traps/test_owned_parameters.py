@@ -73,7 +73,11 @@ def scale_of_ignored_gradients() -> tuple[float, float]:
     ignore_experts(plain)
     accelerator = Accelerator()
     prepared = accelerator.prepare(plain)
-    with mock.patch.object(dispatcher.ScaledGradient, "apply", lambda rows, _: rows):  # as any other all-to-all
+    copy, weighted_sum = dispatcher.Copy.apply, dispatcher.WeightedSum.apply
+    with (
+        mock.patch.object(dispatcher.Copy, "apply", lambda *inputs: copy(*inputs[:2])),
+        mock.patch.object(dispatcher.WeightedSum, "apply", lambda *inputs: weighted_sum(*inputs[:3])),
+    ):  # as any other all-to-all
         accelerator.backward(local_loss(prepared))
     expected = own_rows(reference["moe.experts.up"], groups)
     ratios = (gradients(prepared)["moe.experts.up"] / expected)[expected.abs() > 1e-6]

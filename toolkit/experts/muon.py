@@ -31,7 +31,8 @@ class Muon(Optimizer):
 
     Updates have the root mean square of AdamW's, 0.2 sqrt(max(A, B)) times an orthogonal matrix (Liu et al. 2025,
     https://arxiv.org/abs/2502.16982, section 2.2), so one learning rate and weight decay serve all parameters. Matrices
-    in float64 are orthogonalized in float64, all others in bfloat16, as `torch.optim.Muon` does.
+    are orthogonalized in bfloat16, as `torch.optim.Muon` does, on a CPU in float32, where many processors emulate
+    bfloat16 products, and float64 matrices in float64.
 
     Args:
         params: Groups of `muon_groups`, or other groups with a boolean `"orthogonalize"`.
@@ -118,7 +119,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
         matrices: Shape (A, B) or (E, A, B); a `DTensor` may be sharded along any dimension. A collective then.
 
     Returns:
-        The shape and sharding of `matrices`, in bfloat16 unless `matrices` are float64.
+        The shape and sharding of `matrices`, in float64 for float64, in float32 on a CPU, and else in bfloat16.
     """
     if is_dtensor(matrices):
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -130,7 +131,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
         whole = DTensor.from_local(orthogonal(matrices.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return whole.redistribute(mesh, placements)
     a, b, c = COEFFICIENTS
-    x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
+    precise = torch.promote_types(matrices.dtype, torch.float32)
+    x = matrices.to(precise if matrices.device.type == "cpu" or precise == torch.float64 else torch.bfloat16)
     is_tall = x.shape[-2] > x.shape[-1]
     x = (x.mT if is_tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)

@@ -30,7 +30,6 @@ from toolkit.experts.layer.recompute import decide
 from toolkit.experts.layer.rows import (
     Copies,
     Copy,
-    ScaledGradient,
     Sizes,
     SlotOrder,
     Sum,
@@ -191,8 +190,8 @@ class AllToAllDispatcher(TokenDispatcher):
     """Dispatcher for an EP group of several ranks: a row goes once to each rank that has experts of its token.
 
     The backward pass averages over the batches of the EP group, like DDP: on the receiving rank it divides gradients of
-    rows by P, and it multiplies the gradients of tokens and routing weights by P on the way back. So gradients of
-    experts that do not come from tokens, such as of a weight penalty, are not divided. Powers of two lose no precision.
+    the experts' outputs by P, and multiplies gradients of their inputs by P. So gradients of experts that do not come
+    from tokens, such as of a weight penalty, are not divided. Powers of two lose no precision.
 
     With replicas, a rank sends to its local replica of an expert if it has one. Otherwise its i-th pair of an expert
     with M replicas goes to replica (rank + i) mod M.
@@ -238,14 +237,12 @@ class AllToAllDispatcher(TokenDispatcher):
         # (R, D) -> (N, D): rows by sending rank -> rows by slot, within each slot still by sending rank.
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.pairs)
         # The mean over the EP group, which `combine` takes, is undone for gradients that leave the experts.
-        x_RD = ScaledGradient.apply(x_RD, self.groups.ep_size)
-        weights_RK = ScaledGradient.apply(weights_RK, self.groups.ep_size)
-        return Copy.apply(x_RD, order), Dispatched(plan, order, weights_RK, copies)
+        return Copy.apply(x_RD, order, self.groups.ep_size), Dispatched(plan, order, weights_RK, copies)
 
     def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
         # (N, D) -> (R, D): the sum of a row's experts on this rank.
-        rows_RD = WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order)
-        return self._send_back(ScaledGradient.apply(rows_RD, 1 / self.groups.ep_size), dispatched)
+        rows_RD = WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order, 1 / self.groups.ep_size)
+        return self._send_back(rows_RD, dispatched)
 
     def _send(
         self, columns: tuple[Tensor, ...], plan: Plan, meanwhile: Callable[[], None] | None

@@ -126,17 +126,20 @@ def sum_rows(rows: Tensor, place: Tensor, first: Tensor, weights: Tensor | None 
 
 
 class Copy(torch.autograd.Function):
-    """Copies of rows. The backward pass sums by gathering, instead of scattered additions."""
+    """Copies of rows. The backward pass multiplies by `factor`, and sums by gathering, not by scattered additions."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, copies: Copies, factor: float = 1.0) -> Tensor:
         ctx.save_for_backward(copies.place, copies.first)
+        ctx.factor = factor
         return rows.index_select(0, copies.source)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_rows(grads[0].contiguous(), *ctx.saved_tensors), None
+        (grad,), (place, first) = grads, ctx.saved_tensors
+        weights = None if ctx.factor == 1 else grad.new_full(place.shape, ctx.factor)
+        return sum_rows(grad.contiguous(), place, first, weights), None, None
 
 
 class Sum(torch.autograd.Function):
@@ -153,11 +156,15 @@ class Sum(torch.autograd.Function):
 
 
 class WeightedSum(torch.autograd.Function):
-    """The sum of the copies of each row, weighted by the weights of their pairs."""
+    """The sum of the copies of each row, weighted by the weights of their pairs. The backward pass multiplies the
+    gradients of rows, and not of weights, by `factor`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights_TK: Float[Tensor, "T K"], order: SlotOrder) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights_TK: Float[Tensor, "T K"], order: SlotOrder, factor: float = 1.0
+    ) -> Tensor:
         ctx.save_for_backward(rows, weights_TK, order.pair, order.source)
+        ctx.factor = factor
         weights = weights_TK.flatten()
         if order.kept is not None:
             weights = weights.index_select(0, order.kept)
@@ -169,9 +176,9 @@ class WeightedSum(torch.autograd.Function):
         rows, weights_TK, pair, source = ctx.saved_tensors
         grad_weights_TK = torch.zeros_like(weights_TK, memory_format=torch.contiguous_format)
         if not len(rows):
-            return rows, grad_weights_TK, None
+            return rows, grad_weights_TK, None, None
         grad = grads[0].contiguous()
-        weights = weights_TK.flatten().index_select(0, pair)
+        weights = weights_TK.flatten().index_select(0, pair) * ctx.factor
         if rows.dtype == weights.dtype and rows.element_size() >= 4:
             number = torch.arange(len(source), device=source.device)
             grad_rows = sum_rows(grad, source, number, weights)
@@ -181,20 +188,7 @@ class WeightedSum(torch.autograd.Function):
             grad_weights = (grad_rows * rows).sum(dim=1, dtype=weights.dtype)
             grad_rows = grad_rows.mul_(weights.to(grad.dtype).unsqueeze(1))  # of one dtype the kernel is faster
         grad_weights_TK.view(-1).index_copy_(0, pair, grad_weights)
-        return grad_rows, grad_weights_TK, None
-
-
-class ScaledGradient(torch.autograd.Function):
-    """The rows. The backward pass multiplies their gradients by `factor`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.factor, None
+        return grad_rows, grad_weights_TK, None, None
 
 
 # --- all-to-all -------------------------------------------------------------------------------------------------------
