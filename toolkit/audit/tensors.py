@@ -7,7 +7,6 @@ them executes code of the folder.
 from __future__ import annotations
 
 import sys
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -25,6 +24,7 @@ from toolkit.errors import UserError, reading
 from toolkit.experts.state import manifest
 from toolkit.experts.state.keys import NUMBER, weight_of_key
 from toolkit.integrations.peft import layouts
+from toolkit.torch_files import load_plain
 
 MAPPED = 2**28
 """Bytes that are read from an open safetensors file before it is opened again, which frees the pages of its mapping."""
@@ -161,10 +161,7 @@ class TorchFiles(Checkpoint):
         for file in files:
             path = require_regular(folder / file)
             with reading(path, REMEDY):
-                with zipfile.ZipFile(path) as parts:
-                    if any(part.compress_type for part in parts.infolist()):
-                        raise ValueError("it is compressed")  # to any size
-                saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                saved = load_plain(path)
                 for name in ("model", "module", "state_dict"):
                     saved = saved[name] if isinstance(saved.get(name), dict) else saved
                 for name, value in saved.items():

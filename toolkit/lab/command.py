@@ -16,7 +16,17 @@ from toolkit.errors import EXIT_DONE, reading
 from toolkit.experts.placement.placement_options import InitialPlacement
 from toolkit.experts.placement.planners import find_planner
 from toolkit.experts.routing.traces import read_trace
-from toolkit.lab.replay import ASSUMED, STAY, Case, Rules, case_of_trace, case_of_workload, try_planner
+from toolkit.lab.recorded import is_of_other_program, read_recorded
+from toolkit.lab.replay import (
+    ASSUMED,
+    STAY,
+    Case,
+    Rules,
+    case_of_recorded,
+    case_of_trace,
+    case_of_workload,
+    try_planner,
+)
 from toolkit.lab.simulate import Machine
 from toolkit.lab.workloads import WORKLOADS, Sizes
 from toolkit.progress_bar import progress
@@ -26,13 +36,19 @@ from toolkit.run.pictures.plots import draw_imbalances, save_figure
 from toolkit.version import __version__
 
 USUAL = ["round_robin", "lpt", "swap", "replicate"]
+LEAST_SAVED = 0.01
+"""Share of the time of experts below which placement makes no difference."""
 DECIMALS = {"MB moved": 2, "replica MB": 2, "planner ms": 2}
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser("toolkit lab", __doc__)
     parser.add_argument(
-        "trace", nargs="*", type=regular_file, help="files of --record-traces. Default: synthetic loads W0 to W7"
+        "trace",
+        nargs="*",
+        type=regular_file,
+        help="files of --record-traces, or of SGLang (.pt), vLLM (.npz), Megatron-LM (.jsonl) and EPLB (.npy). "
+        "Default: synthetic loads W0 to W7",
     )
     parser.add_argument("--planner", nargs="+", default=USUAL, help="names of planners, or module:function")
     parser.add_argument("--every", type=count, default=20, help="optimizer steps between plans. Default: 20")
@@ -81,9 +97,11 @@ def _cases(args: argparse.Namespace) -> list[Case]:
         names = [str(path) for path in args.trace]
     cases = []
     for name, path in zip(names, args.trace, strict=True):
-        trace = read_trace(path)
-        with reading(path, "Give the file of a TraceRecorder."):
-            cases.append(case_of_trace(name, trace, args.ranks))
+        with reading(path, "Give a recorded trace."):
+            if is_of_other_program(path):
+                cases.append(case_of_recorded(name, read_recorded(path), args.ranks, args.every))
+            else:
+                cases.append(case_of_trace(name, read_trace(path), args.ranks))
     return cases
 
 
@@ -100,8 +118,19 @@ def _markdown(cases: Sequence[Case], rows: Sequence[dict[str, Any]], rules: Rule
             if row["case"] == case.name:
                 cells = {**row, "planner": row["planner"] + (", guarded" if row["guarded"] else "")}
                 table.append([_cell(name, cells[name]) for name in columns])
-        lines.append(markdown_table(table))
+        lines += [markdown_table(table), _advice([row for row in rows if row["case"] == case.name]), ""]
     return "\n".join(lines)
+
+
+def _advice(rows: Sequence[dict[str, Any]]) -> str:
+    """Say whether a planner saves time."""
+    stay = next(row["step ms"] for row in rows if row["planner"] == STAY)
+    best = min((row for row in rows if row["planner"] != STAY), key=lambda row: (row["step ms"], not row["guarded"]))
+    saved = 1 - best["step ms"] / stay
+    if saved < LEAST_SAVED:
+        return f"No planner saves {LEAST_SAVED:.0%} of the time of the experts: let them stay."
+    guarded = ", guarded," if best["guarded"] else ""
+    return f"`{best['planner']}`{guarded} saves {saved:.0%} of the time of the experts."
 
 
 def _cell(name: str, value: Any) -> str:

@@ -186,12 +186,28 @@ def case_of_trace(name: str, trace: Trace, ranks: int | None = None) -> Case:
     )
 
 
+def case_of_recorded(name: str, loads: Ints, ranks: int | None, every: int) -> Case:
+    """Return the case of loads of another program, on `ranks` ranks. Default: its source ranks, or 8.
+
+    Experts have the sizes of `case_of_workload`. Idle ones are added up to a multiple of `ranks`. Loads of one step are
+    taken as those of two windows of `every` steps.
+    """
+    ranks = ranks or (8 if loads.shape[2] == 1 else loads.shape[2])
+    loads = np.pad(loads, [(0, 0)] * 3 + [(0, -loads.shape[3] % ranks)])
+    loads = loads if len(loads) > 1 else np.repeat(loads, 2 * every, axis=0)
+    return _case_of_usual_sizes(name, on_ranks(loads, ranks), None)
+
+
 def case_of_workload(name: str, sizes: Sizes) -> Case:
     """Return one of `toolkit.lab.workloads`, with experts of 6 million bfloat16 weights and float32 Adam state."""
-    loads = WORKLOADS[name](sizes)[:, None]
-    expert = 3 * 2048 * 1024
+    return _case_of_usual_sizes(name, WORKLOADS[name](sizes)[:, None], sizes.seed)
+
+
+def _case_of_usual_sizes(name: str, loads: Ints, seed: int | None) -> Case:
+    expert, layers = 3 * 2048 * 1024, loads.shape[1]
     digest = hashlib.sha256(np.ascontiguousarray(loads, dtype="<i8").tobytes()).hexdigest()
-    return Case(name, loads, (2 * 4096,), (2 * expert,), (12 * expert,), digest, sizes.seed)
+    row_bytes, weight_bytes, optimizer_bytes = ((each,) * layers for each in (2 * 4096, 2 * expert, 12 * expert))
+    return Case(name, loads, row_bytes, weight_bytes, optimizer_bytes, digest, seed)
 
 
 def try_planner(case: Case, name: str, *, guarded: bool, rules: Rules) -> dict[str, Any]:

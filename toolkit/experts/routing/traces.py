@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,13 @@ def read_trace(path: str | Path) -> Trace:
     with reading(path, "Give the file of a TraceRecorder."):
         if not path.is_file():  # a pipe would wait for ever
             raise FileNotFoundError("not a file")
-        with zipfile.ZipFile(path) as file:
-            unpacked = sum(entry.file_size for entry in file.infolist())
-            if unpacked > max(2**26, MOST_EXPANSION * path.stat().st_size):
-                raise ValueError(f"{unpacked:,} bytes unpacked")
-            metadata = json.loads(_read_array(file, "metadata").tobytes())
+        with arrays_of(path) as file:
+            metadata = json.loads(read_array(file, "metadata").tobytes())
             if metadata["format"] != FORMAT:
                 raise ValueError(f"format {metadata['format']}, not {FORMAT}")
             chunks = sorted(name[5:-4] for name in file.namelist() if name.startswith("load_"))
-            load_FLSE = np.concatenate([_read_array(file, f"load_{chunk}") for chunk in chunks])
-            step_F = np.concatenate([_read_array(file, f"step_{chunk}") for chunk in chunks])
+            load_FLSE = np.concatenate([read_array(file, f"load_{chunk}") for chunk in chunks])
+            step_F = np.concatenate([read_array(file, f"step_{chunk}") for chunk in chunks])
             if load_FLSE.ndim != 4 or load_FLSE.dtype != np.int32 or step_F.shape != load_FLSE.shape[:1]:
                 raise ValueError("no loads of forwards, layers, ranks and experts")
             if not load_FLSE.size or load_FLSE.min() < 0:
@@ -134,7 +132,17 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(load_FLSE, step_F, placements, metadata)
 
 
-def _read_array(file: zipfile.ZipFile, name: str) -> NDArray[Any]:
+@contextmanager
+def arrays_of(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a `.npz` file. Raises ValueError if it is much larger unpacked than packed."""
+    with zipfile.ZipFile(path) as file:
+        unpacked = sum(entry.file_size for entry in file.infolist())
+        if unpacked > max(2**26, MOST_EXPANSION * path.stat().st_size):
+            raise ValueError(f"{unpacked:,} bytes unpacked")
+        yield file
+
+
+def read_array(file: zipfile.ZipFile, name: str) -> NDArray[Any]:
     """Return an array without pickle; `np.load` would allocate the size that its header claims."""
     with file.open(f"{name}.npy") as member:
         np.lib.format.read_magic(member)
