@@ -6,18 +6,21 @@
 
 All but the experts is loaded as usual. Expert parameters have their shapes and a single number in memory: adapters can
 be added, optimizers made, and the model moved and cast. They cannot be called, and have no values to save. Names and
-layouts in files are left to transformers' own conversions, which get the tensors of a few experts of a layer at a time.
+layouts in files are left to transformers' own conversions, which convert one expert of each kind of layer. If they only
+place the tensors of its files, all others are copied to the same places; else they convert a few experts at a time.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError, reading, require_choice
 from toolkit.experts.layer.rows_in_files import RowsInFiles, as_in_files, stacked
 from toolkit.experts.layer.stack import clear_empty
+from toolkit.experts.placement.placement import EMPTY_ROW
 from toolkit.experts.sharding.find import require_experts
 from toolkit.experts.sharding.found import FoundExperts
 from toolkit.experts.sharding.sharded_experts import ReadRows, load_lazily
@@ -154,6 +158,15 @@ class _Source:
         place = next(i for i, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1)
         return cls({int(each[place]): key for each, key in zip(parts, keys, strict=True)}, place)
 
+    def row(self, files: _Files, expert: int, num_experts: int) -> Tensor:
+        """Return the values of one expert, mapped from the file."""
+        if -1 not in self.keys:
+            return files.slices[self.keys[expert]][:]
+        whole = files.slices[self.keys[-1]]
+        count = whole.get_shape()[0] // num_experts  # more than 1 if experts are one after another
+        value = whole[expert * count : (expert + 1) * count]
+        return value if count > 1 else value[0]
+
     def rows(self, files: _Files, experts: Sequence[int], num_experts: int) -> dict[str, Any]:
         """Return the tensors of `experts` by their names in a model whose experts are these slots."""
         if -1 in self.keys:
@@ -180,6 +193,46 @@ class _Rows:
         return torch.cat([self.whole[max(expert, 0) * count : (max(expert, 0) + 1) * count] for expert in self.experts])
 
 
+@dataclass(frozen=True)
+class _Place:
+    """The part of a parameter's row that is a tensor of files."""
+
+    name: str
+    part: tuple[slice, ...]
+    is_transposed: bool
+
+    def write(self, rows: Mapping[str, Tensor], slot: int, value: Tensor) -> None:
+        """Copy the tensor of a file into the row of `slot`."""
+        rows[self.name][slot][self.part].copy_(value.T if self.is_transposed else value)
+
+
+def _match(values: Sequence[Tensor], rows: Mapping[str, Tensor]) -> list[_Place] | None:
+    """Return the place of each of `values` in `rows`; None unless each has one place and they fill the rows."""
+    found: list[_Place] = []
+    is_filled = {name: torch.zeros(row.shape, dtype=torch.bool) for name, row in rows.items()}
+    for value in values:
+        places = [place for name, row in rows.items() for place in _places_in(name, row, value)]
+        if len(places) != 1:
+            return None
+        found += places
+        is_filled[places[0].name][places[0].part] = True
+    is_disjoint = sum(value.numel() for value in values) == sum(row.numel() for row in rows.values())
+    return found if is_disjoint and all(filled.all() for filled in is_filled.values()) else None
+
+
+def _places_in(name: str, row: Tensor, value: Tensor) -> Iterator[_Place]:
+    """Yield each place of `value` in `row`, as a whole or as one of several equal parts along a dimension."""
+    for is_transposed in (False, True) if value.ndim == 2 else (False,):
+        turned = value.T if is_transposed else value
+        if turned.ndim != row.ndim or any(size % own for size, own in zip(row.shape, turned.shape, strict=True)):
+            continue
+        counts = [size // own for size, own in zip(row.shape, turned.shape, strict=True)]
+        for index in product(*map(range, counts)) if sum(count > 1 for count in counts) < 2 else ():
+            part = tuple(slice(i * own, (i + 1) * own) for i, own in zip(index, turned.shape, strict=True))
+            if torch.equal(row[part], turned.to(row.dtype)):
+                yield _Place(name, part, is_transposed)
+
+
 class _Reader:
     """Reads rows of experts out of a model's files."""
 
@@ -195,6 +248,8 @@ class _Reader:
         self.skeleton, self.load_config, self.path_of = skeleton, load_config, files.path_of
         self.packs, self.offload, self.layers = packs, offload, layers
         self.on_host = LayersOnHost()
+        self._places: dict[str, list[_Place] | None] = {}
+        """Places of the tensors in files by kind of layer."""
         self.parameters: dict[str, tuple[torch.Size, RowsInFiles]] = {}
         """Shape of one expert, and form in files of all, of each expert parameter by name."""
         for layer, found in layers.items():
@@ -248,6 +303,8 @@ class _Reader:
             paths = {self.path_of[key] for source in sources for key in source.keys.values()}
             with ExitStack() as opened:
                 files = _Files.open(sorted(paths), opened)
+                if not self.packs and (places := self._find_places(layer, module, experts, sources, files)):
+                    return self._copied(layer, module, experts, sources, places, files)
                 for begin in range(0, max(1, len(experts)), step):
                     some = experts[begin : begin + step]
                     state: dict[str, Any] = {}
@@ -264,6 +321,43 @@ class _Reader:
             return kept
 
         return rows
+
+    def _copied(
+        self,
+        layer: str,
+        module: Any,
+        experts: Sequence[int],
+        sources: Sequence[_Source],
+        places: Sequence[_Place],
+        files: _Files,
+    ) -> dict[str, Tensor]:
+        """Return the rows of `experts`, each value written once."""
+        rows: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters(recurse=False):
+            shape, _ = self.parameters[f"{layer}.{name}"]
+            rows[name] = self._room(module, name, parameter.new_empty(1, *shape), len(experts))
+        for slot, expert in enumerate(experts):
+            for source, place in zip(sources, places, strict=True) if expert != EMPTY_ROW else ():
+                place.write(rows, slot, source.row(files, expert, module.num_experts))
+        return {name: clear_empty(value, experts) for name, value in rows.items()}
+
+    def _find_places(
+        self, layer: str, module: Any, experts: Sequence[int], sources: Sequence[_Source], files: _Files
+    ) -> list[_Place] | None:
+        """Return the place of each source in the rows of a layer, from one expert that transformers converts."""
+        like = dict(module.named_parameters(recurse=False))
+        keys = [next(iter(source.keys.values())) for source in sources]
+        of_files = [(re.sub(r"\d+", "", key), *files.slices[key].get_shape()) for key in keys]
+        kind = str(([(name, self.parameters[f"{layer}.{name}"], p.dtype) for name, p in like.items()], of_files))
+        if kind not in self._places:
+            expert = next((each for each in experts if each != EMPTY_ROW), 0)
+            state: dict[str, Any] = {}
+            for source in sources:
+                state |= source.rows(files, [expert], module.num_experts)
+            read = self._read(layer, [expert], state, torch.device("cpu"))
+            values = [source.row(files, expert, module.num_experts) for source in sources]
+            self._places[kind] = _match(values, {name: value[0] for name, value in read.items()})
+        return self._places[kind]
 
     def _read(
         self, layer: str, experts: Sequence[int], state: dict[str, Any], device: torch.device
