@@ -21,6 +21,7 @@ from tests.support.equality import replicas_agree
 from tests.traps.toys import ToyMoE, expert_groups, gradients, local_loss, own_rows, reference_gradients
 from toolkit.errors import UserError
 from toolkit.experts.layer import dispatcher
+from toolkit.experts.layer.rows import Pairs
 from toolkit.experts.parallel.gradient_average import GradientAverage
 from toolkit.experts.parallel.groups import ExpertGroups
 from toolkit.experts.parallel.ownership import is_owned, mark_owned, owned
@@ -73,11 +74,7 @@ def scale_of_ignored_gradients() -> tuple[float, float]:
     ignore_experts(plain)
     accelerator = Accelerator()
     prepared = accelerator.prepare(plain)
-    copy, weighted_sum = dispatcher.Copy.apply, dispatcher.WeightedSum.apply
-    with (
-        mock.patch.object(dispatcher.Copy, "apply", lambda *inputs: copy(*inputs[:2])),
-        mock.patch.object(dispatcher.WeightedSum, "apply", lambda *inputs: weighted_sum(*inputs[:3])),
-    ):  # as any other all-to-all
+    with mock.patch.object(dispatcher, "Pairs", lambda *inputs: Pairs(*inputs[:2])):  # as any other all-to-all
         accelerator.backward(local_loss(prepared))
     expected = own_rows(reference["moe.experts.up"], groups)
     ratios = (gradients(prepared)["moe.experts.up"] / expected)[expected.abs() > 1e-6]

@@ -61,12 +61,12 @@ def step(layer: MoE) -> dict[str, Any]:
 def without_overlap(dispatcher: Any) -> Any:
     """Return a dispatcher that computes nothing while rows are in flight."""
 
-    def dispatch(*args: Any, meanwhile: Any, **options: Any) -> Any:
-        found = dispatcher.dispatch(*args, **options)
+    def receive(*args: Any, meanwhile: Any, **options: Any) -> Any:
+        found = dispatcher.receive(*args, **options)
         meanwhile()
         return found
 
-    return SimpleNamespace(dispatch=dispatch, combine=dispatcher.combine, placement=dispatcher.placement)
+    return SimpleNamespace(receive=receive, send_back=dispatcher.send_back, placement=dispatcher.placement)
 
 
 def steps_with_and_without_overlap(options: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -148,10 +148,11 @@ def test_recompute_saves_fewer_bytes() -> None:
         weights = {p.untyped_storage().data_ptr() for p in layer.experts.parameters()}
         return sum(size for pointer, size in storages.items() if pointer not in weights)
 
-    wide = 400 * TOP_K * 4 * 256 * 4  # bytes of gate, up, activation and their product
-    assert saved("none") > wide
+    wide = 400 * TOP_K * 2 * 256 * 4  # bytes of gate and up
+    inputs_and_outputs = 2 * 400 * TOP_K * DIM * 4  # bytes of both for each pair, which are not saved
+    assert wide < saved("none") < wide + inputs_and_outputs
     assert saved("selective") <= saved("none") - wide
-    assert saved("full") < saved("selective") / 4
+    assert saved("full") < saved("selective") / 2
 
 
 # torch.compile instantiates each autograd function that it traces, and reads gradients of tensors.

@@ -4,6 +4,9 @@
     rows = experts(rows, dispatched.rows_per_slot)
     y_TD = dispatcher.combine(rows, dispatched)
 
+`receive` and `send_back` leave the copies of rows for several experts, and their weighted sums, to experts that compute
+them in one autograd function.
+
 `make_dispatcher` chooses one of three:
 
 - `LocalDispatcher`: all experts are on this rank. Rows are sorted by slot.
@@ -20,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +32,9 @@ from torch import Tensor
 from toolkit.experts.layer.recompute import decide
 from toolkit.experts.layer.rows import (
     Copies,
-    Copy,
+    Pairs,
     Sizes,
-    SlotOrder,
     Sum,
-    WeightedSum,
     all_to_all,
     copies_for_peers,
     count,
@@ -75,17 +76,15 @@ class Dispatched:
     """Inputs of `combine`, and counts for the routing log."""
 
     plan: Plan
-    order: SlotOrder
-    """Order of the rows of this rank's slots."""
-    weights_RK: Float[Tensor, "R K"]
-    """Routing weights of the received rows."""
+    pairs: Pairs
+    """Pairs of the received rows."""
     copies: tuple[Copies, ...] = ()
     """Copies that each all-to-all sent, whose results are summed."""
 
     @property
     def rows_per_slot(self) -> Int[Tensor, " S"]:
         """Rows of each slot of this rank, int64, shape (S,)."""
-        return self.order.rows_per_slot
+        return self.pairs.order.rows_per_slot
 
 
 class TokenDispatcher(ABC):
@@ -102,15 +101,15 @@ class TokenDispatcher(ABC):
         """Dispatch by `placement` from now on. Call it on all ranks between the same two forward passes."""
 
     @abstractmethod
-    def dispatch(
+    def receive(
         self,
         x_TD: Float[Tensor, "T D"],
         expert_ids_TK: Int[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
         kept_TK: Bool[Tensor, "T K"] | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Float[Tensor, "N D"], Dispatched]:
-        """Send the rows of tokens to the slots of their experts. A collective of the EP group.
+    ) -> tuple[Float[Tensor, "R D"], Dispatched]:
+        """Send the rows of tokens to the ranks of their experts. A collective of the EP group.
 
         Args:
             x_TD: Rows of the tokens of this rank, shape (T, D).
@@ -120,10 +119,26 @@ class TokenDispatcher(ABC):
             meanwhile: Called while rows are in flight.
 
         Returns:
-            The rows of this rank's experts, shape (N, D), sorted by slot, and the input of `combine`.
+            The rows that have experts on this rank, shape (R, D), and the input of `send_back`.
         """
 
     @abstractmethod
+    def send_back(self, rows_RD: Float[Tensor, "R D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
+        """Return the sum of its rows to each token, shape (T, D). A collective of the EP group."""
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> tuple[Float[Tensor, "N D"], Dispatched]:
+        """Send the rows of tokens to the slots of their experts. A collective of the EP group.
+
+        Args:
+            args: Positional arguments of `receive`.
+            kwargs: Keyword arguments of `receive`.
+
+        Returns:
+            The rows of this rank's experts, shape (N, D), sorted by slot, and the input of `combine`.
+        """
+        x_RD, dispatched = self.receive(*args, **kwargs)
+        return dispatched.pairs.permute(x_RD), dispatched
+
     def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
         """Return the outputs of experts to their tokens. A collective of the EP group.
 
@@ -134,6 +149,7 @@ class TokenDispatcher(ABC):
         Returns:
             The weighted sum of its experts' outputs for each token, shape (T, D).
         """
+        return self.send_back(dispatched.pairs.unpermute(rows_ND), dispatched)
 
 
 def make_dispatcher(placement: ExpertPlacement, groups: ExpertGroups) -> TokenDispatcher:
@@ -156,23 +172,23 @@ class LocalDispatcher(TokenDispatcher):
         identity = placement.slots[0] == tuple(range(self.slots))
         self.slot_of_expert = None if identity else torch.tensor(placement.owner_slots)
 
-    def dispatch(
+    def receive(
         self,
         x_TD: Float[Tensor, "T D"],
         expert_ids_TK: Int[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
         kept_TK: Bool[Tensor, "T K"] | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Float[Tensor, "N D"], Dispatched]:
+    ) -> tuple[Float[Tensor, "R D"], Dispatched]:
         plan = decide(lambda: self._plan(expert_ids_TK, kept_TK))
         if meanwhile is not None:
             meanwhile()
         # (T, D) -> (N, D): t0 with slots 1 0, t1 with slots 1 2 -> slot 0: t0, slot 1: t0 t1, slot 2: t1.
         order = sort_by_slot(plan.slots_TK, self.slots, plan.pairs)
-        return Copy.apply(x_TD, order), Dispatched(plan, order, weights_TK)
+        return x_TD, Dispatched(plan, Pairs(order, weights_TK))
 
-    def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
-        return WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order)
+    def send_back(self, rows_RD: Float[Tensor, "R D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:  # noqa: ARG002
+        return rows_RD
 
     def _plan(self, expert_ids_TK: Int[Tensor, "T K"], kept_TK: Bool[Tensor, "T K"] | None) -> Plan:
         slots_TK = expert_ids_TK
@@ -221,14 +237,14 @@ class AllToAllDispatcher(TokenDispatcher):
                     self.slots_EM[expert, 0] = self.first_slot + own.slot
                     self.replicas_E[expert] = 1
 
-    def dispatch(
+    def receive(
         self,
         x_TD: Float[Tensor, "T D"],
         expert_ids_TK: Int[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
         kept_TK: Bool[Tensor, "T K"] | None = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Float[Tensor, "N D"], Dispatched]:
+    ) -> tuple[Float[Tensor, "R D"], Dispatched]:
         if self.announce is not None:
             self.announce(x_TD, weights_TK)
         plan = decide(lambda: self._plan(expert_ids_TK, kept_TK))
@@ -236,13 +252,7 @@ class AllToAllDispatcher(TokenDispatcher):
         (x_RD, weights_RK, slots_RK), copies = self._send(columns, plan, meanwhile)
         # (R, D) -> (N, D): rows by sending rank -> rows by slot, within each slot still by sending rank.
         order = sort_by_slot(slots_RK.long() - self.first_slot, self.slots, plan.pairs)
-        # The mean over the EP group, which `combine` takes, is undone for gradients that leave the experts.
-        return Copy.apply(x_RD, order, self.groups.ep_size), Dispatched(plan, order, weights_RK, copies)
-
-    def combine(self, rows_ND: Float[Tensor, "N D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
-        # (N, D) -> (R, D): the sum of a row's experts on this rank.
-        rows_RD = WeightedSum.apply(rows_ND, dispatched.weights_RK, dispatched.order, 1 / self.groups.ep_size)
-        return self._send_back(rows_RD, dispatched)
+        return x_RD, Dispatched(plan, Pairs(order, weights_RK, self.groups.ep_size), copies)
 
     def _send(
         self, columns: tuple[Tensor, ...], plan: Plan, meanwhile: Callable[[], None] | None
@@ -251,7 +261,7 @@ class AllToAllDispatcher(TokenDispatcher):
         # (T, D) -> (R, D): t0 for ranks 0 1, t1 for rank 1 -> to rank 0: t0, to rank 1: t0 t1.
         return all_to_all(columns, plan.sizes[0], plan.copies[0], meanwhile), plan.copies
 
-    def _send_back(self, rows_RD: Float[Tensor, "R D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
+    def send_back(self, rows_RD: Float[Tensor, "R D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
         # (R, D) -> (T, D): the sum of a token's ranks.
         return Sum.apply(*all_to_all((rows_RD,), dispatched.plan.sizes[0].back()), dispatched.copies[0])
 
@@ -318,7 +328,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
         copies = copies_for_peers(visits, sum(inside.sent))
         return all_to_all(received, inside, copies), (*plan.copies, copies)
 
-    def _send_back(self, rows_RD: Float[Tensor, "R D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
+    def send_back(self, rows_RD: Float[Tensor, "R D"], dispatched: Dispatched) -> Float[Tensor, "T D"]:
         between, inside = (sizes.back() for sizes in dispatched.plan.sizes)
         of_nodes, of_ranks = dispatched.copies
         # (R, D) -> rows by node -> (T, D): sums of a row's ranks, of a token's nodes.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from toolkit.experts.layer.feed_forward import GroupedFeedForward, LaterGradients, TakeLater
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
 from toolkit.experts.layer.recompute import checkpoint
+from toolkit.experts.layer.rows import Pairs
 from toolkit.experts.parallel.seeding import generator
 from toolkit.experts.placement.placement import EMPTY_ROW
 
@@ -77,20 +78,31 @@ class GroupedExperts(nn.Module):
         return Weights(up, down, later)
 
     def forward(
-        self, x_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"], weights: Weights | None = None
-    ) -> Float[Tensor, "N D"]:
-        """(N, D) to (N, D), rows in slot order; `rows_per_slot`: int64 (S), without rows for slots after the last of
-        the weights (see `toolkit.experts.parallel.rows_in_use.RowsInUse`)."""
+        self,
+        x: Float[Tensor, "N D"] | Float[Tensor, "R D"],
+        rows_per_slot: Int[Tensor, " S"],
+        weights: Weights | None = None,
+        pairs: Pairs | None = None,
+    ) -> Float[Tensor, "N D"] | Float[Tensor, "R D"]:
+        """(N, D) to (N, D), rows in slot order; with `pairs`, (R, D) to (R, D), the weighted sums of a row's pairs.
+
+        `rows_per_slot`: int64 (S), without rows for slots after the last of the weights (see
+        `toolkit.experts.parallel.rows_in_use.RowsInUse`).
+        """
         up, down, later = weights or Weights(self.up, self.down, None)
         if len(rows_per_slot) > len(self.up):
             rows_per_slot = rows_per_slot[: len(self.up)]
-        x_ND, up, down = cast_as_autocast_would(x_ND, up, down)
-        if accepts(x_ND, up) and accepts(x_ND, down):
+        x, up, down = cast_as_autocast_would(x, up, down)
+        if accepts(x, up) and accepts(x, down):
             ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
-            return GroupedFeedForward.apply(x_ND, up, down, ends_S, self.recompute, later)
+            of_pairs = () if pairs is None else (pairs.weights_RK, pairs.order, pairs.ranks)
+            return GroupedFeedForward.apply(x, up, down, ends_S, self.recompute, later, *of_pairs)
+        rows_ND = x if pairs is None else pairs.permute(x)
         if self.recompute:
-            return checkpoint(self.step_by_step, x_ND, up, down, rows_per_slot)
-        return self.step_by_step(x_ND, up, down, rows_per_slot)
+            rows_ND = checkpoint(self.step_by_step, rows_ND, up, down, rows_per_slot)
+        else:
+            rows_ND = self.step_by_step(rows_ND, up, down, rows_per_slot)
+        return rows_ND if pairs is None else pairs.unpermute(rows_ND)
 
     def step_by_step(
         self,

@@ -98,7 +98,7 @@ class MoE(ExpertLayer):
                 lambda: within_capacity(routing.expert_ids_TK, routing.weights_TK, self.router.num_experts, factor)
             )
         shared_TD: Tensor | None = None
-        weights: tuple[Weights, ...] = ()
+        weights: Weights | None = None
         # So that weight gradients are computed while the gradients of rows are in flight. Not with the class that FSDP2
         # makes, which gathers its parameters when it is called.
         later = torch.is_grad_enabled() and type(self.experts) is GroupedExperts and self.placement.ranks > 1
@@ -108,14 +108,19 @@ class MoE(ExpertLayer):
             if self.shared_expert is not None:
                 shared_TD = self.shared_expert(x_TD)
             if later:
-                weights = (self.experts.weights(),)
+                weights = self.experts.weights()
 
-        dispatcher = self.expert_stack.dispatcher
-        rows_ND, dispatched = dispatcher.dispatch(
+        dispatcher, timed = self.expert_stack.dispatcher, self.expert_stack.timed
+        x_RD, dispatched = dispatcher.receive(
             x_TD, routing.expert_ids_TK, routing.weights_TK, kept_TK=kept_TK, meanwhile=meanwhile
         )
-        y_ND = self.expert_stack.timed(len(rows_ND), self.experts, rows_ND, dispatched.rows_per_slot, *weights)
-        y_TD = dispatcher.combine(y_ND, dispatched)
+        pairs, rows_per_slot = dispatched.pairs, dispatched.rows_per_slot
+        if type(self.experts).forward is GroupedExperts.forward:
+            y_RD = timed(len(pairs.order.pair), self.experts, x_RD, rows_per_slot, weights, pairs)
+        else:
+            rows_ND = pairs.permute(x_RD)
+            y_RD = pairs.unpermute(timed(len(rows_ND), self.experts, rows_ND, rows_per_slot))
+        y_TD = dispatcher.send_back(y_RD, dispatched)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
         if not recomputing():

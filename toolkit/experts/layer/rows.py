@@ -125,6 +125,11 @@ def sum_rows(rows: Tensor, place: Tensor, first: Tensor, weights: Tensor | None 
     return torch.embedding_bag(rows.detach(), place, first, False, 0, False, weights)[0]
 
 
+def sum_of_copies(rows: Tensor, place: Tensor, first: Tensor, factor: float) -> Tensor:
+    """The sums of the rows at these places, times `factor`."""
+    return sum_rows(rows, place, first, None if factor == 1 else rows.new_full(place.shape, factor))
+
+
 class Copy(torch.autograd.Function):
     """Copies of rows. The backward pass multiplies by `factor`, and sums by gathering, not by scattered additions."""
 
@@ -137,9 +142,8 @@ class Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (place, first) = grads, ctx.saved_tensors
-        weights = None if ctx.factor == 1 else grad.new_full(place.shape, ctx.factor)
-        return sum_rows(grad.contiguous(), place, first, weights), None, None
+        place, first = ctx.saved_tensors
+        return sum_of_copies(grads[0].contiguous(), place, first, ctx.factor), None, None
 
 
 class Sum(torch.autograd.Function):
@@ -189,6 +193,26 @@ class WeightedSum(torch.autograd.Function):
             grad_rows = grad_rows.mul_(weights.to(grad.dtype).unsqueeze(1))  # of one dtype the kernel is faster
         grad_weights_TK.view(-1).index_copy_(0, pair, grad_weights)
         return grad_rows, grad_weights_TK, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The (token, expert) pairs of rows for this rank's slots."""
+
+    order: SlotOrder
+    weights_RK: Float[Tensor, "R K"]
+    """Routing weights."""
+    ranks: int = 1
+    """Ranks over whose batches the backward pass averages: it divides gradients of the experts' outputs by this number,
+    and multiplies gradients of their inputs by it."""
+
+    def permute(self, x_RD: Float[Tensor, "R D"]) -> Float[Tensor, "N D"]:
+        """Return a copy of its row for each pair, sorted by slot."""
+        return Copy.apply(x_RD, self.order, self.ranks)
+
+    def unpermute(self, rows_ND: Float[Tensor, "N D"]) -> Float[Tensor, "R D"]:
+        """Return the weighted sum of its pairs for each row."""
+        return WeightedSum.apply(rows_ND, self.weights_RK, self.order, 1 / self.ranks)
 
 
 # --- all-to-all -------------------------------------------------------------------------------------------------------

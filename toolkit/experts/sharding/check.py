@@ -13,7 +13,7 @@ from toolkit.errors import UserError, one_line
 from toolkit.experts.compat import with_tables
 from toolkit.experts.placement.placement import ExpertPlacement
 from toolkit.experts.sharding.found import FoundExperts
-from toolkit.experts.sharding.layout import CalledByIds, Layout, in_order_of_slots
+from toolkit.experts.sharding.layout import CalledByIds, Layout, pairs_of
 
 TOKENS = 6
 FEW = 4
@@ -193,7 +193,7 @@ class _Trial:
             (weights_TK, "multiply the outputs of experts by their weights, not their inputs"),
         ):
             whole_TD = self._call(experts, x_TD, chosen_S[slots_TK], weights)
-            y_TD = in_order_of_slots(part.compute_slots, slots, x_TD, slots_TK, weights)
+            y_TD = part.compute_pairs(x_TD, pairs_of(slots_TK, weights, slots))
             self._require_equal(whole_TD, y_TD, remedy)
 
     def _compare_all(self, experts: nn.Module, width: int) -> None:

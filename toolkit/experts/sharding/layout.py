@@ -6,7 +6,7 @@ one expert with weight 1, as a dispatcher delivers them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.experts.layer.recompute import decide
-from toolkit.experts.layer.rows import Copy, WeightedSum, sort_by_slot
+from toolkit.experts.layer.rows import Pairs, sort_by_slot
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from toolkit.experts.layer.rows_in_files import RowsInFiles
-
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""Rows (N, D) in order of slots and the rows of each slot, int64 (S,), to outputs (N, D)."""
 
 
 class LowRank(NamedTuple):
@@ -45,6 +42,10 @@ class Layout(nn.Module):
     def compute_slots(self, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
         """Return the outputs of the experts for rows in order of slots."""
         raise NotImplementedError
+
+    def compute_pairs(self, x_RD: Float[Tensor, "R D"], pairs: Pairs) -> Float[Tensor, "R D"]:
+        """Return the weighted sum of the experts' outputs for each row."""
+        return pairs.unpermute(self.compute_slots(pairs.permute(x_RD), pairs.order.rows_per_slot))
 
     def forward_of_slots(self, slots: int, *args: Tensor) -> Any:
         """Call the forward of the module's own class. Only meanwhile is `num_experts` the number of its rows."""
@@ -73,20 +74,13 @@ class SortsRows(Layout):
         self, hidden: Float[Tensor, "T D"], expert_ids: Int[Tensor, "T K"], weights: Float[Tensor, "T K"]
     ) -> Float[Tensor, "T D"]:
         """Return the weighted sum of each token's expert outputs, shape (T, D)."""
-        return in_order_of_slots(self.compute_slots, self.num_experts, hidden, expert_ids, weights)
+        return self.compute_pairs(hidden, pairs_of(expert_ids, weights, self.num_experts))
 
 
-def in_order_of_slots(
-    compute: Compute,
-    num_experts: int,
-    hidden_TD: Float[Tensor, "T D"],
-    ids_TK: Int[Tensor, "T K"],
-    weights_TK: Float[Tensor, "T K"],
-) -> Float[Tensor, "T D"]:
-    """Return the weighted sum of each token's expert outputs, which `compute` gives for sorted rows."""
+def pairs_of(ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"], num_experts: int) -> Pairs:
+    """Return the pairs of tokens whose experts are all on this rank, in order of experts."""
     ids_TK = decide(lambda: ids_TK)  # a recomputation could choose other experts
-    order = sort_by_slot(ids_TK, num_experts, ids_TK.numel())
-    return WeightedSum.apply(compute(Copy.apply(hidden_TD, order), order.rows_per_slot), weights_TK, order)
+    return Pairs(sort_by_slot(ids_TK, num_experts, ids_TK.numel()), weights_TK)
 
 
 def slots_of_rows(rows_per_slot: Int[Tensor, " S"], num_rows: int) -> Int[Tensor, "N 1"]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import UserError
 from toolkit.experts.compat import MovesParameters
 from toolkit.experts.layer.recompute import recomputing
+from toolkit.experts.layer.rows import Pairs
 from toolkit.experts.layer.stack import ExpertLayer
 from toolkit.experts.sharding.layout import Layout, extend
 
@@ -40,9 +41,9 @@ class ShardedExperts(ExpertLayer, Layout):
             ids_TK, weights_TK = weights_TK, ids_TK
         stack, x_TD = self.expert_stack, hidden.reshape(-1, hidden.shape[-1])
         _refuse_invalid(ids_TK, stack.num_experts)
-        rows_ND, dispatched = stack.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-        y_ND = stack.timed(len(rows_ND), _compute, self, rows_ND, dispatched.rows_per_slot)
-        y_TD = stack.dispatcher.combine(y_ND, dispatched)
+        x_RD, dispatched = stack.dispatcher.receive(x_TD, ids_TK, weights_TK)
+        y_RD = stack.timed(len(dispatched.pairs.order.pair), _compute, self, x_RD, dispatched.pairs)
+        y_TD = stack.dispatcher.send_back(y_RD, dispatched)
         if not recomputing():
             stack.record(dispatched.plan, ids_TK, x_TD, weights_TK, y_TD)
         # Not a view, of which FSDP2 loses its hook if the caller changes it in place.
@@ -66,12 +67,11 @@ def _refuse_invalid(ids_TK: Int[Tensor, "T K"], num_experts: int) -> None:
             )
 
 
-def _compute(
-    experts: ShardedExperts, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]
-) -> Float[Tensor, "N D"]:
-    """Compute any number of rows. Without rows, parameters get gradients of zero."""
-    if len(rows_ND):
-        return experts.compute_slots(rows_ND, rows_per_slot)
+def _compute(experts: ShardedExperts, x_RD: Float[Tensor, "R D"], pairs: Pairs) -> Float[Tensor, "R D"]:
+    """Compute any number of pairs. Without pairs, parameters get gradients of zero."""
+    if len(pairs.order.pair):
+        return experts.compute_pairs(x_RD, pairs)
+    rows_ND, rows_per_slot = pairs.permute(x_RD), pairs.order.rows_per_slot
     with torch.no_grad():  # for the type of the outputs; a gradient through a row of zeros may be NaN
         one_row = rows_per_slot.new_zeros(rows_per_slot.shape).index_fill_(0, rows_per_slot.new_zeros(1), 1)
         outputs = experts.compute_slots(rows_ND.new_zeros(1, rows_ND.shape[1]), one_row)
@@ -79,7 +79,7 @@ def _compute(
     parameters = {*experts.expert_stack.parameters.values(), *experts.parameters()}
     # FSDP2's shards of the stack are gathered in the module.
     nothing = [p.flatten()[:0].sum() for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
-    return rows_ND.to(outputs.dtype) + sum(nothing)
+    return pairs.unpermute(rows_ND.to(outputs.dtype) + sum(nothing))
 
 
 class LazyExperts(MovesParameters):

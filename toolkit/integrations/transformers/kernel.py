@@ -9,7 +9,6 @@ node. Matrices of frozen experts may be packed (`quantization.py`) or in main me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.layer.grouped_mm import accepts, cast_as_autocast_would, grouped_mm
-from toolkit.experts.sharding.layout import CalledByIds, LowRank, in_order_of_slots, slots_of_rows
+from toolkit.experts.layer.rows import Pairs
+from toolkit.experts.sharding.layout import CalledByIds, LowRank, pairs_of, slots_of_rows
 from toolkit.integrations.transformers.compat import (
     apply_gate,
     experts_implementation,
@@ -51,7 +51,14 @@ def experts_forward(
     experts: Any, hidden_TD: Float[Tensor, "T D"], ids_TK: Int[Tensor, "T K"], weights_TK: Float[Tensor, "T K"]
 ) -> Float[Tensor, "T D"]:
     """Return the output (T, D) of an experts module of transformers."""
-    return in_order_of_slots(partial(feed_forward, experts), experts.num_experts, hidden_TD, ids_TK, weights_TK)
+    return _compute_pairs(experts, hidden_TD, pairs_of(ids_TK, weights_TK, experts.num_experts))
+
+
+def _compute_pairs(experts: Any, x_RD: Float[Tensor, "R D"], pairs: Pairs) -> Float[Tensor, "R D"]:
+    y_RD = _in_one_node(experts, x_RD, pairs.order.rows_per_slot, pairs)
+    if y_RD is None:
+        y_RD = pairs.unpermute(feed_forward(experts, pairs.permute(x_RD), pairs.order.rows_per_slot))
+    return y_RD
 
 
 class TransformersLayout(CalledByIds, RowsOnHost, PackedRows):
@@ -66,23 +73,45 @@ class TransformersLayout(CalledByIds, RowsOnHost, PackedRows):
             return feed_forward(self, rows_ND, rows_per_slot)
         return super().compute_slots(rows_ND, rows_per_slot)
 
+    def compute_pairs(self, x_RD: Float[Tensor, "R D"], pairs: Pairs) -> Float[Tensor, "R D"]:
+        if experts_implementation(self.config) == NAME:
+            return _compute_pairs(self, x_RD, pairs)
+        return super().compute_pairs(x_RD, pairs)
+
 
 def feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
     """Return the outputs of an experts module of transformers for rows in order of slots."""
+    if (y_ND := _in_one_node(experts, rows_ND, rows_per_slot)) is not None:
+        return y_ND
     dtype = rows_ND.dtype
     first, last = projections(experts)
-    low_rank = experts.low_rank if isinstance(experts, TransformersLayout) else {}
-    if not low_rank and not _is_fetched(experts, first) and _is_plain(experts):
-        (rows_ND, up), (_, down) = (_operands(experts, name, rows_ND) for name in (first, last))
-        if accepts(rows_ND, up) and accepts(rows_ND, down):
-            ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
-            return GroupedFeedForward.apply(rows_ND, up.transpose(1, 2), down, ends_S).to(dtype)
+    low_rank = _low_rank_of(experts)
     hidden = _project(experts, first, rows_ND, rows_per_slot, low_rank.get(first, []))
     hidden = apply_gate(experts, hidden) if getattr(experts, "has_gate", True) else experts.act_fn(hidden)
     out = _project(experts, last, hidden, rows_per_slot, low_rank.get(last, []))
     if getattr(experts, "has_post_expert_norm", False):
         out = experts.post_expert_norm(out)
     return out.to(dtype)
+
+
+def _in_one_node(
+    experts: Any, x: Tensor, rows_per_slot: Int[Tensor, " S"], pairs: Pairs | None = None
+) -> Tensor | None:
+    """Return the outputs for rows in order of slots, or the weighted sums of `pairs`, from one autograd function; None
+    for experts that it does not compute."""
+    first, last = projections(experts)
+    if _low_rank_of(experts) or _is_fetched(experts, first) or not _is_plain(experts):
+        return None
+    (rows, up), (_, down) = (_operands(experts, name, x) for name in (first, last))
+    if not (accepts(rows, up) and accepts(rows, down)):
+        return None
+    ends_S = rows_per_slot.cumsum(0, dtype=torch.int32)
+    of_pairs = () if pairs is None else (False, None, pairs.weights_RK, pairs.order, pairs.ranks)
+    return GroupedFeedForward.apply(rows, up.transpose(1, 2), down, ends_S, *of_pairs).to(x.dtype)
+
+
+def _low_rank_of(experts: Any) -> Mapping[str, list[LowRank]]:
+    return experts.low_rank if isinstance(experts, TransformersLayout) else {}
 
 
 def _operands(experts: Any, name: str, x_ND: Tensor) -> tuple[Tensor, Tensor]:
