@@ -7,6 +7,7 @@ them executes code of the folder.
 from __future__ import annotations
 
 import sys
+import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,7 +161,7 @@ class TorchFiles(Checkpoint):
         self._values: dict[str, Tensor] = {}
         for file in files:
             path = require_regular(folder / file)
-            with reading(path, REMEDY):
+            with reading(path, REMEDY), warnings.catch_warnings(action="ignore"):
                 with zipfile.ZipFile(path) as parts:
                     if any(part.compress_type for part in parts.infolist()):
                         raise ValueError("it is compressed")  # to any size
