@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,4 +18,5 @@ def load_plain(path: Path) -> Any:
     with zipfile.ZipFile(path) as parts:
         if any(part.compress_type for part in parts.infolist()):
             raise ValueError("it is compressed")  # to any size
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    with warnings.catch_warnings(action="ignore"):  # of the protocol
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -72,7 +72,7 @@ class _Reader(FileSystemReader):
     @cached_property
     def metadata(self) -> Metadata:
         path = require_regular(Path(self.path) / ".metadata")
-        with reading(path, REMEDY):
+        with reading(path, REMEDY), warnings.catch_warnings(action="ignore"):
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()  # a file would allocate claimed sizes
             if not isinstance(metadata, Metadata):
                 raise ValueError("it has no metadata")
@@ -155,8 +155,7 @@ class DistributedCheckpoint(Checkpoint):
         if self._last[0] != key:
             listed = self.tensors[name] if state is None else self.states[name][state]
             value = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
-            with reading(self.folder / listed.file, REMEDY), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of one process, which is meant
+            with reading(self.folder / listed.file, REMEDY), warnings.catch_warnings(action="ignore"):
                 try:
                     load({key: value}, storage_reader=self._reader, no_dist=True)
                 except CheckpointException as error:  # a BaseException

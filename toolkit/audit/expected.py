@@ -158,7 +158,7 @@ def _is_stored_otherwise(name: str, stored: Mapping[str, Listed], ordered: Seque
 
 def _plain(name: str, names: Iterable[str]) -> list[str]:
     """Return the matrices in `names` that `name` extends."""
-    cuts = [name[: match.start()] for match in re.finditer(r"[._]", name)]
+    cuts = (name[: match.start()] for match in re.finditer(r"[._]", name))
     return [each for cut in cuts for each in (cut, f"{cut}.weight") if each in names and extends(name, each)]
 
 
