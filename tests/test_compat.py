@@ -300,6 +300,8 @@ def test_names_of_stacked_experts_maps_names_in_files():
     names = dict(transformers_compat.names_of_stacked_experts("granitemoe"))
     assert names[r"block_sparse_moe\.input_linear\.weight"] == "block_sparse_moe.experts.gate_up_proj"
     assert transformers_compat.names_of_stacked_experts("no such family") == []
+    in_model = transformers_compat.renaming_of_files("mixtral")("layers.0.block_sparse_moe.experts.3.w1.weight")
+    assert in_model == "layers.0.mlp.experts.3.w1.weight"
 
 
 def test_fingerprint_depends_on_the_content_of_a_dataset():

@@ -19,10 +19,10 @@ Tensors = dict[str, Tensor]
 Edit = Callable[[Tensors], object]
 
 
-def save_adapter(folder: Path, family: str, **settings: Any) -> Any:
-    """Save a base and random float64 adapters of it, and return the PEFT model."""
-    base = model_of(family).double()
-    base.save_pretrained(folder / "base")
+def save_adapter(folder: Path, family: str, model: Any = None, **settings: Any) -> Any:
+    """Save a base, by default of the `family`, and random float64 adapters of it, and return the PEFT model."""
+    base = (model or model_of(family)).double()
+    base.save_pretrained(folder / "base", max_shard_size="99KB")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # raised by transformers for a call of PEFT
         warnings.filterwarnings("ignore", "The following rank_pattern keys")  # PEFT 0.21 applies them nevertheless

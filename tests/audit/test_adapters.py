@@ -161,28 +161,35 @@ def separate_experts(tensors: Tensors) -> None:
             tensors[f"{head}.experts.{tail.replace('_proj.', f'_projs.{expert}.')}"] = row.clone()
 
 
+ALL = "3 of 3 matrices of experts: down_proj, gate_proj, up_proj ({} of expert weights)"
+DOWN_ONLY = "1 of 3 matrices of experts: down_proj (33% of expert weights), none of gate_proj, up_proj"
+
+
 @pytest.mark.parametrize("edits", [[], [adapters.share], [separate_experts]])
 def test_audit_of_shared_and_separate_matrices_finds_nothing(edits: list[Edit], layouts: Path, tmp_path: Path):
     found = checks.audit(changed(layouts / "sglang", tmp_path / "other", *edits), layouts / "base")
     assert not found.findings
-    assert "2 layers with 8 experts, none missing" in found.facts
+    assert {"2 layers with 8 experts, none missing", f"adapters of {ALL.format('100%')}"} <= set(found.facts)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "adapted"),
     [
-        {"rank_pattern": {r".*\.gate_up_proj": 8}, "alpha_pattern": {"q_proj": 4}},
-        {"target_parameters": ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]},
-        {"target_parameters": ["down_proj", "gate_up_proj"]},
-        {"target_modules": ".*[qv]_proj"},
-        {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+        ({"rank_pattern": {r".*\.gate_up_proj": 8}, "alpha_pattern": {"q_proj": 4}}, ALL.format("100%")),
+        (
+            {"target_parameters": ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]},
+            ALL.format("50%"),
+        ),
+        ({"target_parameters": ["down_proj", "gate_up_proj"]}, ALL.format("100%")),
+        ({"target_modules": ".*[qv]_proj"}, ALL.format("100%")),
+        ({"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}, DOWN_ONLY),
     ],
 )
-def test_audit_of_adapters_with_peft_settings_finds_nothing(settings: dict[str, Any], tmp_path: Path):
+def test_audit_of_adapters_with_peft_settings_finds_nothing(settings: dict[str, Any], adapted: str, tmp_path: Path):
     save_adapter(tmp_path, "qwen3_moe", **settings)
     found = checks.audit(tmp_path / "peft", tmp_path / "base")
     assert not found.findings
-    assert "2 layers fit the base" in found.facts
+    assert {"2 layers fit the base", f"adapters of {adapted}"} <= set(found.facts)
     sizes = {name: each.shape for name, each in open_checkpoint(tmp_path / "peft").tensors.items() if "experts" in name}
     assert {shape[0] for shape in sizes.values()} == {8}
     assert all(shape[2] in (16, 24) for name, shape in sizes.items() if "lora_A" in name)
@@ -193,6 +200,7 @@ def test_audit_of_attention_adapters_finds_nothing(tmp_path: Path):
     found = checks.audit(tmp_path / "peft", tmp_path / "base")
     assert not found.findings
     assert not [fact for fact in found.facts if "each expert has" in fact or "fit the base" in fact]
+    assert "adapters of 0 of 3 matrices of experts, none of down_proj, gate_proj, up_proj" in found.facts
     lost = changed(tmp_path / "peft", tmp_path / "lost", target_parameters=["mlp.experts.down_proj"])
     assert [each.message for each in checks.audit(lost).findings] == ["no tensor is an expert's"]
 

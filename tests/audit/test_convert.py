@@ -1,6 +1,7 @@
 """Conversion of expert adapters between the layouts of PEFT, vLLM and SGLang."""
 
 import json
+import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.support.families import TWO_LAYERS, build
 from tests.audit import adapters
 from tests.audit.adapters import SETTINGS, WEIGHTS, Edit, Tensors, changed, delete, rename, replace, save_adapter
 from tests.integrations.peft.models import MATRICES
@@ -26,7 +28,7 @@ FAMILIES = "dots1 flex_olmo glm4_moe hunyuan_v1_moe minimax mixtral olmoe phimoe
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     state = save_adapter(folder, request.param).merge_and_unload().state_dict()
-    save_file({name: value.clone() for name, value in state.items() if ".experts." in name}, folder / "merged")
+    save_file({name: value.clone() for name, value in state.items()}, folder / "merged")
     return folder
 
 
@@ -57,12 +59,30 @@ def updates(folder: Path) -> dict[str, Tensor]:
     return {name: torch.stack(values).squeeze(0) for name, values in found.items()}
 
 
-def test_updates_are_those_that_peft_merges(saved: Path):
-    base, found = causal_lm(saved / "base").double().state_dict(), updates(saved / "peft")
-    for name, merged in load_file(saved / "merged").items():
+def state_of(folder: Path) -> Tensors:
+    state: Tensors = causal_lm(folder, dtype=torch.float64).double().state_dict()
+    return state
+
+
+def merged_by_formula(base: Path, found: Tensors) -> Tensors:
+    """Return the state of the model in `base` with the updates `found`."""
+    state = state_of(base)
+    for name, value in state.items():
         module, linears = name.rpartition(".experts.")[0], ("w2",) if "down_proj" in name else ("w1", "w3")
-        update = torch.cat([found[f"base_model.model.{module}.{linear}"] for linear in linears], 1)
-        torch.testing.assert_close(base[name] + update, merged, rtol=1e-12, atol=1e-12)
+        update = found.get(f"base_model.model.{name.removesuffix('weight')}lora_A.weight.")
+        if module:
+            update = torch.cat([found[f"base_model.model.{module}.{linear}"] for linear in linears], 1)
+        if update is not None:
+            state[name] = value + update
+    return state
+
+
+def assert_close(found: Tensors, expected: Tensors) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_updates_are_those_that_peft_merges(saved: Path):
+    assert_close(merged_by_formula(saved / "base", updates(saved / "peft")), load_file(saved / "merged"))
 
 
 def to_tinker(tensors: Tensors) -> None:
@@ -100,11 +120,96 @@ def test_convert_keeps_updates_of_each_layout_in_each_other(source: str, saved: 
         given = changed(given, tmp_path / "given", *edits)
     for to in ("peft", "vllm", "sglang"):
         count = convert(given, tmp_path / f"to {to}", to, saved / "base")
-        torch.testing.assert_close(updates(tmp_path / f"to {to}"), updates(given), rtol=1e-12, atol=1e-12)
+        assert_close(updates(tmp_path / f"to {to}"), updates(given))
         if not edits:
             assert convert(tmp_path / f"to {to}", tmp_path / f"from {to}", layout, saved / "base") == count
             assert (tmp_path / f"from {to}" / WEIGHTS).read_bytes() == (given / WEIGHTS).read_bytes()
             assert settings_of(tmp_path / f"from {to}") == settings_of(given)
+    convert(given, tmp_path / "merged", "merged", saved / "base")
+    expected = merged_by_formula(saved / "base", updates(given)) if edits else load_file(saved / "merged")
+    assert_close(state_of(tmp_path / "merged"), expected)
+
+
+@pytest.mark.parametrize("width", [24, 16, 8], ids=["none square", "square down_proj", "square gate_up_proj"])
+@pytest.mark.parametrize(("family", "module"), [("gpt_oss", "mlp"), ("granitemoe", "block_sparse_moe")])
+def test_convert_merges_with_stacked_experts_of_each_orientation(family: str, module: str, width: int, tmp_path: Path):
+    model = build(family, **TWO_LAYERS | {"intermediate_size": width})
+    targets = [name.replace("mlp", module) for name in MATRICES]
+    expected = save_adapter(tmp_path, family, model, target_parameters=targets).merge_and_unload().state_dict()
+    assert convert(tmp_path / "peft", tmp_path / "merged", "merged", tmp_path / "base") == 2 * 2 * 8 + 2
+    assert_close(state_of(tmp_path / "merged"), expected)
+
+
+def edited(base: Path, target: Path, *edits: Edit) -> Path:
+    """Copy a base with edited tensors."""
+    shutil.copytree(base, target)
+    for path in target.glob("*.safetensors"):
+        tensors = load_file(path)
+        for edit in edits:
+            edit(tensors)
+        save_file(tensors, path)
+    return target
+
+
+def test_convert_to_merged_keeps_files_and_types_and_rounds_once(layouts: Path, tmp_path: Path, toolkit: Any):
+    base = edited(layouts / "base", tmp_path / "base", replace("", by=Tensor.bfloat16))
+    (base / "tokenizer.json").write_text("{}")
+    source = changed(layouts / "peft", tmp_path / "peft", base_model_name_or_path=str(base))
+    code, text = toolkit("adapter", "convert", source, tmp_path / "merged", "--to", "merged")
+    assert (code, text) == (0, f"{tmp_path / 'merged'}: the base model with 34 updates added\n")
+    paths = list(base.iterdir())
+    assert sorted(path.name for path in paths) == sorted(path.name for path in (tmp_path / "merged").iterdir())
+    for path in paths:
+        merged = tmp_path / "merged" / path.name
+        if path.suffix == ".json":
+            assert merged.read_bytes() == path.read_bytes()
+            continue
+        before, after = load_file(path), load_file(merged)
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            assert after[name].dtype == torch.bfloat16
+            if name.endswith("q_proj.weight"):
+                update = updates(source)[f"base_model.model.{name.removesuffix('weight')}lora_A.weight."]
+                assert torch.equal((value.float() + update.float()).bfloat16(), after[name])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (delete("1.self_attn.q_proj"), "base: has no weight model.layers.1.self_attn.q_proj, which has adapters"),
+        (delete("layers.0", "experts.5.up_proj"), "base: has no weight model.layers.0.mlp.experts.5.up_proj"),
+        (replace("experts.5.up_proj", by=lambda w: w[:2]), "experts.5.up_proj.weight has shape (2, 16)"),
+        (replace("q_proj", by=lambda w: w.to(torch.float8_e4m3fn)), "has the quantized type F8_E4M3"),
+        (replace("experts.0.", by=lambda w: w.to(torch.int8)), "has the quantized type I8"),
+    ],
+)
+def test_convert_to_merged_with_unfit_base_exits_with_one_line(
+    edit: Edit, message: str, layouts: Path, tmp_path: Path, toolkit: Any
+):
+    base, target = edited(layouts / "base", tmp_path / "base", edit), tmp_path / "out"
+    (base / "model.safetensors.index.json").unlink()
+    code, text = toolkit("adapter", "convert", layouts / "peft", target, "--to", "merged", "--base", base)
+    assert (code, len(text.splitlines()), target.exists()) == (2, 1, False)
+    assert message in text
+
+
+def test_convert_to_merged_without_all_files_raises(layouts: Path, tmp_path: Path):
+    source = changed(layouts / "peft", tmp_path / "moved", base_model_name_or_path="org/name")
+    saved = changed(layouts / "peft", tmp_path / "saved", lambda tensors: tensors.update({HEAD: torch.ones(2)}))
+    cut = edited(layouts / "base", tmp_path / "cut")
+    min(cut.glob("*.safetensors")).unlink()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(layouts / "base" / "config.json", tmp_path / "bin")
+    torch.save({"weight": torch.ones(2)}, tmp_path / "bin" / "pytorch_model.bin")
+    for folder, base, message in (
+        (source, None, "base: adapter_config.json names no folder with a model"),
+        (source, cut, "which is missing. Save the model again"),
+        (source, tmp_path / "bin", "has the format torch.save instead of safetensors"),
+        (saved, layouts / "base", "lm_head.weight is not of an adapter"),
+    ):
+        with pytest.raises(UserError, match=message):
+            convert(folder, tmp_path / "out", "merged", base)
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("layout", ["peft", "sglang"])
@@ -224,6 +329,9 @@ def test_convert_with_unsupported_settings_raises(
     with pytest.raises(UserError, match=message):
         convert(source, tmp_path / "out", "vllm", layouts / "base")
     assert not (tmp_path / "out").exists()
+
+
+HEAD = "base_model.model.lm_head.weight"
 
 
 def halve_rank(tensors: Tensors) -> None:

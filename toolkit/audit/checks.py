@@ -31,7 +31,7 @@ from toolkit.audit.expected import (
 from toolkit.audit.experts import Matrix, Place, count_experts, find_matrices, find_routers, is_integer, is_matrix
 from toolkit.audit.findings import MOST_NAMED, Finding, named, runs
 from toolkit.audit.order import SCALE, Matrices, check_order, compare
-from toolkit.audit.tensors import MEGATRON, AdapterFiles, open_checkpoint
+from toolkit.audit.tensors import MEGATRON, AdapterFiles, named_base, open_checkpoint
 from toolkit.audit.values import PADDED, Summaries, summarize, summary
 from toolkit.errors import UserError
 from toolkit.integrations.transformers.compat import names_of_separate_experts
@@ -84,7 +84,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     if not checkpoint.tensors:
         found.findings.append(Finding("files", "has no weights, so nothing was checked", []))
         return found
-    against = against or _named_base(checkpoint)
+    against = against or named_base(checkpoint)
     base = None if against is None else open_checkpoint(against)
     if base is not None and (isinstance(checkpoint, AdapterFiles) or not checkpoint.config):
         checkpoint.config = base.config
@@ -123,6 +123,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     if isinstance(checkpoint, AdapterFiles):
         checks.append(_check_adapters(checkpoint, layers, summaries))
         if base is not None:
+            checks.append(_describe_adapted(layers, base))
             checks.append(_check_base(checkpoint, layers, base))
     else:
         checks.append(_check_missing(checkpoint, expected, others - set(routers.values())))
@@ -148,13 +149,6 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
             replace(each, tensors=sorted(checkpoint.keys[name] for name in each.tensors)) for each in found.findings
         ]
     return found
-
-
-def _named_base(checkpoint: Checkpoint) -> Path | None:
-    """Return the base that adapters name, if it is a folder with weights here."""
-    name = checkpoint.settings.base_model_name_or_path if isinstance(checkpoint, AdapterFiles) else None
-    folder = Path(name or "")
-    return folder if name and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
 
 
 def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
@@ -641,6 +635,36 @@ def _check_base(
         said = f"layer(s) {runs(lacking)}: have no adapters of experts, and the base has experts there"
         yield Finding("missing", said, [])
     yield f"{len(layers)} layers fit the base"
+
+
+def _describe_adapted(layers: Mapping[str, Sequence[Matrix]], base: Checkpoint) -> Iterator[str]:
+    """Say which matrices of the base's experts have adapters, unless the base is packed in integers."""
+    _, linears = names_of_separate_experts(str(base.config.get("model_type")))
+    parameter_of = {linear: parameter for parameter, of in linears.items() for linear in of}
+    adapted = {(_number(layer), name) for layer, matrices in layers.items() for name in _pairs(matrices)}
+    depth, elements, with_adapters = count_layers(base.config), Counter[str](), Counter[str]()
+    of_base = [m for m in find_matrices(base).values() if not _predicts_more(m.layer, depth)]
+    for matrix in of_base:
+        listed = [base.tensors[place.tensor] for place in matrix.places.values()]
+        if any(is_integer(each.dtype) for each in listed):
+            return
+        is_part = any(extends(matrix.name, other.name) for other in of_base if other.layer == matrix.layer)
+        if is_part or not is_matrix(base, next(iter(matrix.places.values()))):
+            continue
+        name = matrix.name.removesuffix(".weight")
+        count = len(matrix.places) * math.prod(_shape(base, matrix))
+        elements[name] += count
+        if any(
+            (_number(matrix.layer), each) in adapted for each in (name, parameter_of.get(name), *linears.get(name, ()))
+        ):
+            with_adapters[name] += count
+    if elements:
+        said = f"adapters of {len(with_adapters)} of {len(elements)} matrices of experts"
+        if with_adapters:
+            share = with_adapters.total() / elements.total()
+            said += f": {', '.join(sorted(with_adapters))} ({share:.0%} of expert weights)"
+        lacking = sorted(elements.keys() - with_adapters.keys())
+        yield said + (f", none of {', '.join(lacking)}" if lacking else "")
 
 
 def _number(layer: str) -> str:

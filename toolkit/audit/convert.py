@@ -1,4 +1,4 @@
-"""Conversion of expert adapters between the layouts of PEFT, vLLM and SGLang."""
+"""Conversion of expert adapters between the layouts of PEFT, vLLM and SGLang, and to a merged model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from toolkit.audit.checkpoint import read_json
 from toolkit.audit.experts import Matrix, count_experts, find_matrices, value_of
-from toolkit.audit.tensors import AdapterFiles, read_settings
+from toolkit.audit.merged_model import LoRA, MergedModel
+from toolkit.audit.tensors import AdapterFiles, named_base, read_settings
 from toolkit.errors import UserError
 from toolkit.experts.layer.rows_in_files import as_in_files
 from toolkit.integrations.peft import layouts
@@ -57,15 +58,6 @@ VLLM_STACKED = {"gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe", "qwe
 TINKER = {"gate_up_proj": ["w1", "w3"], "down_proj": ["w2"]}
 """Tinker's linear layers, stacked in all families, by the parameter that they are parts of."""
 
-
-class LoRA(NamedTuple):
-    """Low-rank update: A (E, r, I) and B (E, O, r), or (r, I) and (O, r), and the factor of their product."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-
 Adapters = dict[tuple[str, str], list[LoRA]]
 """Adapters of a parameter, one for each linear layer or one for all, by experts module and parameter, such as
 `("base_model.model.model.layers.0.mlp.experts", "down_proj")`."""
@@ -91,23 +83,27 @@ class Base:
 
 
 def convert(source: Path, target: Path, to: str, base: Path | None = None) -> int:
-    """Write the adapters in `source` to the new folder `target`, in another layout.
+    """Write the adapters in `source` to the new folder `target`, in another layout or merged with their base.
 
     Each expert's update, `scaling * lora_B @ lora_A`, stays the same: the written folder is read again, and both
     matrices of each expert have to be bitwise equal. The scaling is compared by the rule of the program that reads it.
     `use_rslora` is folded into `lora_alpha`, because SGLang does not read it.
 
+    A merged model has the files, names and types of its base, with each update added in float32, or in float64 to
+    float64 weights. One file of the base is in memory at a time.
+
     Args:
         source: A folder with `adapter_config.json` and `adapter_model.safetensors`, in any layout.
         target: The folder to make.
-        to: "peft", "vllm" or "sglang".
-        base: The folder of the base model, for vLLM's names. None: as in `adapter_config.json`.
+        to: "peft", "vllm", "sglang" or "merged".
+        base: The folder of the base model, for vLLM's names and "merged". None: as in `adapter_config.json`.
 
     Returns:
-        The number of updates that were compared, one for each expert and parameter.
+        The number of updates that were compared or merged, one for each expert and parameter.
 
     Raises:
-        UserError: The other layout cannot express the adapters, or `target` exists. Nothing was written.
+        UserError: The other layout cannot express the adapters, they do not fit the base, or `target` exists. Nothing
+            was written.
 
     Example:
         >>> convert(Path("adapter"), Path("adapter-vllm"), "vllm", base=Path("base"))
@@ -115,14 +111,20 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     settings = read_settings(source).model_dump(exclude_unset=True)
     family = Base(_config_of(base, settings))
     files = AdapterFiles(source, family.config)
-    _require_convertible(files, settings)
+    _require_convertible(files, settings, to)
     if target.exists():
         raise UserError(f"target={str(target)!r}: exists. Give a new folder.")
     matrices = list(find_matrices(files).values())
-    layout = "peft" if to == "vllm" and str(family.config.get("model_type")) in VLLM_STACKED else to
-    if not family.linears and (layout == "vllm" or any(map(_is_separate, matrices))):
+    model = MergedModel(base or named_base(files)) if to == "merged" else None
+    if model is not None:
+        layout = "vllm" if model.has_separate({matrix.layer for matrix in matrices}) else "sglang"
+    else:
+        layout = "peft" if to == "vllm" and str(family.config.get("model_type")) in VLLM_STACKED else to
+    if not family.linears and ((layout == "vllm" and matrices) or any(map(_is_separate, matrices))):
         raise UserError("base: has no config.json of a family with linear layers. Give the folder of the base model.")
     adapters = _read(files, matrices, family)
+    if not adapters and model is None:
+        raise UserError(f"{files.folder}: has no adapters of experts. Other adapters are the same in every layout.")
     if layout == "vllm" and (
         unfit := [
             name
@@ -134,7 +136,15 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
     if layout != "vllm":
         adapters = {(module, name): [_joined(f"{module}.{name}", parts)] for (module, name), parts in adapters.items()}
     others = {name: files.rows(name, None, 0, sys.maxsize) for name in files.tensors if ".experts." not in name}
-    rank, scaling = _make_uniform(adapters, others, files)
+    pairs = _pairs(others, files)
+    if model is not None:
+        if unpaired := others.keys() - {name for pair in pairs for name in pair}:
+            raise UserError(f"{files.folder}: {min(unpaired)} is not of an adapter. Merge it with PEFT.")
+        model.add(_in_layout(adapters, layout, family))
+        model.add(_by_module(pairs))
+        model.write(target)
+        return sum(len(parts[0].a) for parts in adapters.values()) + len(pairs)
+    rank, scaling = _make_uniform(adapters, others, pairs)
     has_rule = settings.get("use_rslora") or settings.get("rank_pattern")
     if has_rule or (rank, scaling) != (files.settings.r, files.settings.scaling(files.settings.r)):
         settings |= {"r": rank, "lora_alpha": scaling * rank, "use_rslora": False, "rank_pattern": {}}
@@ -146,7 +156,12 @@ def convert(source: Path, target: Path, to: str, base: Path | None = None) -> in
         settings["lora_B_layout"] = layouts.PEFT_ORDER
     target.mkdir(parents=True)
     try:
-        written = _write(target, settings, others | dict(_in_layout(adapters, layout, family)), family)
+        tensors = others | {
+            f"{name}.{which}.weight": value.contiguous()
+            for name, lora in _in_layout(adapters, layout, family)
+            for which, value in zip(layouts.IN_FILES, lora[:2], strict=True)
+        }
+        written = _write(target, settings, tensors, family)
         again = _read(written, find_matrices(written).values(), family)
         for key, parts in adapters.items():
             before, after = _joined(key[1], parts), _joined(key[1], again[key])
@@ -201,20 +216,29 @@ def _is_same(value: Tensor, other: Tensor) -> bool:
     return torch.equal(value.view(torch.uint8), other.view(torch.uint8))
 
 
-def _make_uniform(adapters: Adapters, others: dict[str, Tensor], files: AdapterFiles) -> tuple[int, float]:
+def _pairs(others: Mapping[str, Tensor], files: AdapterFiles) -> dict[tuple[str, str], LoRA]:
+    """Return the adapters of other layers than experts by the names of A and B."""
+    names = {name: re.sub("lora_(embedding_)?A", r"lora_\1B", name) for name in others}
+    found = {
+        (a, b): LoRA(others[a], others[b], files.settings.scaling(len(others[a])))
+        for a, b in names.items()
+        if a != b in others
+    }
+    for (name, _), lora in found.items():
+        if len(lora.a) != (expected := files.settings.rank(name.partition(".lora_")[0])):
+            raise UserError(f"{name}: has rank {len(lora.a)} instead of {expected}. Save the adapters again.")
+    return found
+
+
+def _make_uniform(
+    adapters: Adapters, others: dict[str, Tensor], pairs: Mapping[tuple[str, str], LoRA]
+) -> tuple[int, float]:
     """Give all adapters, in place, one rank, by zeros, and one scaling; return both.
 
     vLLM and SGLang read one rank and one scaling, and no patterns.
     """
-    pairs = {name: name.replace("lora_A", "lora_B") for name in others if "lora_A" in name}
-    pairs |= {name: name.replace("embedding_A", "embedding_B") for name in others if "lora_embedding_A" in name}
-    pairs = {a: b for a, b in pairs.items() if b in others}
-    found = {a: LoRA(others[a], others[b], files.settings.scaling(len(others[a]))) for a, b in pairs.items()}
-    for name, lora in found.items():
-        if len(lora.a) != (expected := files.settings.rank(name.partition(".lora_")[0])):
-            raise UserError(f"{name}: has rank {len(lora.a)} instead of {expected}. Save the adapters again.")
     loras = [lora for parts in adapters.values() for lora in parts]
-    rank, scaling = max(lora.a.shape[-2] for lora in [*loras, *found.values()]), loras[0].scaling
+    rank, scaling = max(lora.a.shape[-2] for lora in [*loras, *pairs.values()]), loras[0].scaling
 
     def uniform(lora: LoRA) -> LoRA:
         lacking = rank - lora.a.shape[-2]
@@ -226,8 +250,8 @@ def _make_uniform(adapters: Adapters, others: dict[str, Tensor], files: AdapterF
         b = torch.nn.functional.pad(lora.b * factor, (0, lacking))
         return LoRA(torch.nn.functional.pad(lora.a, (0, 0, 0, lacking)), b, scaling)
 
-    for name, lora in found.items():
-        others[name], others[pairs[name]], _ = uniform(lora)
+    for (a, b), lora in pairs.items():
+        others[a], others[b], _ = uniform(lora)
     for key, parts in adapters.items():
         adapters[key] = list(map(uniform, parts))
     return rank, scaling
@@ -242,7 +266,7 @@ def scaling_of(settings: Mapping[str, Any], server: str) -> float:
     return float(settings["lora_alpha"] / settings["r"] ** (0.5 if is_rooted else 1))
 
 
-def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any]) -> None:
+def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any], to: str) -> None:
     path = files.folder / layouts.CONFIG
     if files.problems:
         raise UserError(f"{files.folder}: {files.problems[0]}. Save the adapters again.")
@@ -258,7 +282,7 @@ def _require_convertible(files: AdapterFiles, settings: Mapping[str, Any]) -> No
             f"{path}: the order of experts in lora_B cannot be told from its values. Set lora_B_layout to "
             f"{layouts.PEFT_ORDER!r} (PEFT, Unsloth since September 2026) or {layouts.EXPERT_ORDER!r} (older Unsloth)."
         )
-    if isinstance(settings.get("target_modules"), str):
+    if isinstance(settings.get("target_modules"), str) and to != "merged":
         raise UserError(f"{path}: target_modules is a pattern, and other layouts need names. List the modules there.")
 
 
@@ -286,9 +310,7 @@ def _read(files: AdapterFiles, matrices: Iterable[Matrix], base: Base) -> Adapte
         listed |= {place.tensor for place in matrix.places.values()}
     if unknown := next((name for name in files.tensors if ".experts." in name and name not in listed), None):
         raise UserError(f"{files.keys[unknown]}: is not of a known layout. Other layouts have no place for it.")
-    if not pairs:
-        raise UserError(f"{files.folder}: has no adapters of experts. Other adapters are the same in every layout.")
-    count = base.num_experts or max(len(matrix.places) for pair in pairs.values() for matrix in pair.values())
+    count = base.num_experts or max((len(each.places) for pair in pairs.values() for each in pair.values()), default=0)
     found: Adapters = {}
     separate: dict[str, dict[str, LoRA]] = defaultdict(dict)
     for (module, name), pair in progress(pairs.items(), "reading adapters"):
@@ -302,6 +324,8 @@ def _read(files: AdapterFiles, matrices: Iterable[Matrix], base: Base) -> Adapte
             if parts := [loras.pop(linear) for linear in linears if linear in loras]:
                 if len(parts) != len(linears):
                     raise UserError(f"{module}: not all of its linear layers have adapters. A stack cannot say so.")
+                if len(parts) > 1 and base.config.get("model_type") == "gpt_oss":
+                    raise UserError(f"{module}: gpt-oss has gate and up interleaved. Use it with its own program.")
                 found[module, parameter] = parts
         if loras:
             raise UserError(
@@ -343,8 +367,8 @@ def _joined(name: str, parts: Sequence[LoRA]) -> LoRA:
     return LoRA(torch.cat([part.a for part in parts], 1), b, first.scaling)
 
 
-def _in_layout(adapters: Adapters, to: str, base: Base) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of each tensor of experts in the layout `to`."""
+def _in_layout(adapters: Adapters, to: str, base: Base) -> Iterator[tuple[str, LoRA]]:
+    """Yield the name and matrices of the adapters of experts in the layout `to`."""
     for (module, parameter), parts in adapters.items():
         if to == "vllm":
             linears, in_files = base.linears[parameter], base.rename(module, to_files=True)
@@ -352,15 +376,21 @@ def _in_layout(adapters: Adapters, to: str, base: Base) -> Iterator[tuple[str, T
                 parts = [LoRA(parts[0].a, b, parts[0].scaling) for b in parts[0].b.chunk(len(linears), 1)]
             for linear, part in zip(linears, parts, strict=True):
                 for expert, (a_RI, b_OR) in enumerate(zip(part.a, part.b, strict=True)):
-                    yield f"{in_files}.{expert}.{linear}.lora_A.weight", a_RI.clone()
-                    yield f"{in_files}.{expert}.{linear}.lora_B.weight", b_OR.clone()
-            continue
-        later = layouts.in_order(name for other, name in adapters if other == module)[::-1].index(parameter)
-        for (which, form), value in zip(layouts.IN_FILES.items(), parts[0][:2], strict=True):
-            if to == "sglang":
-                yield f"{module}.{parameter}.{which}.weight", value
-            else:
-                yield f"{module}{layouts.INNER * later}.{which}.weight", as_in_files(value, form).contiguous()
+                    yield f"{in_files}.{expert}.{linear}", LoRA(a_RI.clone(), b_OR.clone(), part.scaling)
+        elif to == "sglang":
+            yield f"{module}.{parameter}", parts[0]
+        else:
+            later = layouts.in_order(name for other, name in adapters if other == module)[::-1].index(parameter)
+            a, b = map(as_in_files, parts[0][:2], layouts.IN_FILES.values())
+            yield f"{module}{layouts.INNER * later}", LoRA(a, b, parts[0].scaling)
+
+
+def _by_module(pairs: Mapping[tuple[str, str], LoRA]) -> Iterator[tuple[str, LoRA]]:
+    """Yield the name of each layer other than experts, and the adapters of its weight as (outputs, inputs)."""
+    for (a, _), lora in pairs.items():
+        module, _, matrix = a.partition(".lora_")
+        is_table = matrix.startswith("embedding") and lora.a.ndim == lora.b.ndim == 2
+        yield module, lora.transposed() if is_table else lora
 
 
 def _parameters(adapters: Adapters, config: Mapping[str, Any]) -> list[str]:

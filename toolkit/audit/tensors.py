@@ -76,6 +76,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return RunCheckpoint(find_folder(folder), config)
 
 
+def named_base(checkpoint: Checkpoint) -> Path | None:
+    """Return the base that adapters name, if it is a folder with weights here."""
+    name = checkpoint.settings.base_model_name_or_path if isinstance(checkpoint, AdapterFiles) else None
+    folder = Path(name or "")
+    return folder if name and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
+
+
 def read_settings(folder: Path) -> layouts.AdapterSettings:
     """Return the settings of adapters. Raises UserError if they cannot be read."""
     path = folder / layouts.CONFIG
@@ -239,7 +246,9 @@ class AdapterFiles(Checkpoint):
             a, b = (listed.get(f"{at}{matrix}.weight") for matrix in "AB")
             if a and b and a.shape and b.shape:
                 sizes[name] = a.shape[-1], b.shape[0]
-        is_swapped = self.settings.is_swapped(sizes, self.config.get("hidden_size"))
+        is_swapped = layouts.is_swapped(sizes, self.config.get("hidden_size"))
+        if is_swapped is None and (version := self.settings.version):
+            is_swapped = version < layouts.OLDEST_LAYOUT
         if is_swapped is None:
             self.problems.append(f"{module} does not show which side is the input: write its peft_version")
         return is_swapped

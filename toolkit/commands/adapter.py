@@ -1,4 +1,4 @@
-"""`toolkit adapter`: convert adapters of experts between the layouts of PEFT, vLLM and SGLang."""
+"""`toolkit adapter`: convert adapters of experts between the layouts of PEFT, vLLM and SGLang, or merge them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser("toolkit adapter", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
-        "convert", help="write adapters in another layout, and check that no expert's update changes"
+        "convert", help="write adapters in another layout, or merged with the base, and change no expert's update"
     )
     command.add_argument("folder", type=Path, help="with adapter_config.json and adapter_model.safetensors")
     command.add_argument("target", type=Path, help="folder to make")
-    command.add_argument("--to", choices=("peft", "vllm", "sglang"), required=True, help="layout")
+    command.add_argument(
+        "--to", choices=("peft", "vllm", "sglang", "merged"), required=True, help="layout, or merged model"
+    )
     command.add_argument("--base", type=Path, help="folder of the base model (default: that of adapter_config.json)")
     command.add_argument("--json", action="store_true", help="print the target, the layout and the updates as JSON")
     args = parser.parse_args(argv)
@@ -31,5 +33,8 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         sys.stdout.write(json.dumps({"target": str(args.target), "layout": args.to, "updates": count}) + "\n")
         return EXIT_DONE
-    sys.stdout.write(f"{args.target}: updates of {count:,} experts in the layout of {args.to}, bitwise equal\n")
+    said = f"updates of {count:,} experts in the layout of {args.to}, bitwise equal"
+    if args.to == "merged":
+        said = f"the base model with {count:,} updates added"
+    sys.stdout.write(f"{args.target}: {said}\n")
     return EXIT_DONE

@@ -29,5 +29,6 @@ from .sharding.parameter_groups import parameter_groups as parameter_groups
 from .sharding.router_replay import record_routes as record_routes
 from .sharding.router_replay import replay_routes as replay_routes
 from .sharding.shard import shard_experts as shard_experts
+from .sharding.trainable import trainable_experts as trainable_experts
 from .state.checkpoint_files import load as load
 from .state.checkpoint_files import save as save

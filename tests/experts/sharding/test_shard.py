@@ -173,6 +173,32 @@ def test_parameter_groups_have_all_trainable_parameters_of_their_part(build: Any
     assert {part_of(name) for name, p in model.named_parameters() if p.requires_grad} == set(trained)
 
 
+def counted_before_and_after_sharding() -> str:
+    """Return the table of adapters of one matrix, which sharding does not change."""
+    model = adapted("gpt_oss", target_parameters=["mlp.experts.down_proj"])
+    model.base_model.model.model.layers[1].mlp.experts.base_layer.gate_up_proj.requires_grad_(True)
+    trained = [p for name, p in model.named_parameters() if p.requires_grad and ".experts." in name]
+    counted, table = experts.trainable_experts(model), experts.make_moe(8, 8, 8, 2)
+    assert sum(each.trainable for each in counted) == sum(p.numel() for p in trained)
+    assert counted[0].layer == "base_model.model.model.layers.0.mlp.experts"
+    for each in (model, table):
+        before = experts.trainable_experts(each)
+        experts.shard_experts(each, experts.make_expert_groups(2))
+        assert experts.trainable_experts(each) == before
+    return str(counted)
+
+
+def test_trainable_experts_counts_over_all_ranks():
+    expected = """\
+experts            layers      parameters       trainable
+gate_up_proj            1           6,144               0  frozen
+gate_up_proj_bias       2             768               0  frozen
+down_proj               2           6,144           1,920  adapters of rank 3
+down_proj_bias          2             256               0  frozen
+gate_up_proj            1           6,144           6,144  trained"""
+    assert run_distributed(counted_before_and_after_sharding, 2) == [expected] * 2
+
+
 def test_parameter_groups_of_an_unknown_part_raises():
     with pytest.raises(UserError, match="take one of router, experts, rest"):
         parameter_groups(base("mixtral"), freeze="gate")  # type: ignore[arg-type]

@@ -98,24 +98,6 @@ class AdapterSettings(BaseModel):
         """Version of PEFT that wrote the file, if it says so."""
         return tuple(map(int, re.findall(r"\d{1,9}", self.peft_version or "")[:3])) or None
 
-    def is_swapped(self, sizes: Mapping[str, tuple[int, int]], hidden: int | None) -> bool | None:
-        """Return whether adapters are of transposed matrices, None if it cannot be told.
-
-        Args:
-            sizes: Inputs of A and outputs of B by parameter of a module.
-            hidden: Size of hidden states, which the last parameter gives and the others take.
-        """
-        names = in_order(sizes)
-        if len(names) == 2 and len({*sizes[names[0]], *sizes[names[1]]}) > 1:
-            (inputs, outputs), (last_inputs, last_outputs) = (sizes[name] for name in names)
-            halves = outputs == 2 * last_inputs, inputs == 2 * last_outputs
-            if any(halves) and (inputs, last_inputs) != (outputs, last_outputs):
-                return halves[1]
-        for name, size in sizes.items():
-            if hidden in size and size[0] != size[1]:
-                return size[name.startswith("down")] != hidden
-        return None if self.version is None else self.version < OLDEST_LAYOUT
-
     @property
     def parameters_of_experts(self) -> set[str]:
         """Parameters of experts that are named as adapted."""
@@ -133,6 +115,25 @@ class AdapterSettings(BaseModel):
         """Return the names of the parameters of `module` that are adapted, in their order in the module."""
         targets = [target.rpartition(".") for target in self.target_parameters or ()]
         return in_order(name for path, _, name in targets if not path or f".{module}".endswith(f".{path}"))
+
+
+def is_swapped(sizes: Mapping[str, tuple[int, int]], hidden: int | None) -> bool | None:
+    """Return whether matrices of experts are transposed, None if it cannot be told.
+
+    Args:
+        sizes: Inputs and outputs by parameter of a module.
+        hidden: Size of hidden states, which the last parameter gives and the others take.
+    """
+    names = in_order(sizes)
+    if len(names) == 2 and len({*sizes[names[0]], *sizes[names[1]]}) > 1:
+        (inputs, outputs), (last_inputs, last_outputs) = (sizes[name] for name in names)
+        halves = outputs == 2 * last_inputs, inputs == 2 * last_outputs
+        if any(halves) and (inputs, last_inputs) != (outputs, last_outputs):
+            return halves[1]
+    for name, size in sizes.items():
+        if hidden in size and size[0] != size[1]:
+            return size[name.startswith("down")] != hidden
+    return None
 
 
 def in_order(parameters: Iterable[str]) -> list[str]:

@@ -95,6 +95,19 @@ def names_of_separate_experts(model_type: str) -> tuple[list[tuple[str, str]], d
     return modules, linears
 
 
+def renaming_of_files(model_type: str) -> Callable[[str], str]:
+    """Return a function from the name of a tensor in a family's files to its name in the model.
+
+    Tensors that the model joins, splits or transposes keep their names.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    changes = get_checkpoint_conversion_mapping(model_type) or ()
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
+    return lambda name: rename_source_key(name, renamings, [])[0]
+
+
 def log_images(callback: Any, images: Mapping[str, Path], step: int) -> None:
     """Log image files by name if `callback` is transformers' callback of W&B or TensorBoard while it logs."""
     wandb: Any = getattr(callback, "_wandb", None)
