@@ -7,6 +7,7 @@ CPUS ?=
 ARGS ?=
 ROUNDS ?= 5
 KERNELS ?=
+LOADERS ?=
 VENV ?= .venv
 PYTHON ?= python3
 CONSTRAINTS ?=
@@ -119,6 +120,10 @@ test-browser: $(VENV)/.installed-dev ## the page of `toolkit report`, and the si
 	    { apt-get update && apt-get install -y --no-install-recommends chromium; } || \
 	    { echo "error: Chromium is missing and could not be installed: apt-get install chromium, as root." >&2; exit 2; }
 	$(PY) -m pytest -m browser tests/commands/report tests/docs/test_site.py
+
+.PHONY: test-loaders
+test-loaders: $(VENV)/.installed-dev ## the rules of vLLM's and SGLang's loaders, in LOADERS= or the pinned wheels
+	LOADERS="$(LOADERS)" $(PY) -m pytest -m loaders tests/audit/test_loaders.py
 
 # In need of a folder or a GPU, or hours long.
 BENCH_OTHERS := $(addprefix benchmarks/,$(addprefix speed/,gpu_layer.py gpu_training.py) \

@@ -102,7 +102,11 @@ def judge(fault: Fault, family: str, findings: Sequence[Finding], names: Sequenc
 def plant_in_models(folder: Path, faults: Sequence[Fault]) -> Iterator[Result]:
     for family in planted_models.FAMILIES:
         base = folder / family
-        build(family, **planted_models.SIZES).save_pretrained(base)
+        built = build(family, **planted_models.SIZES)
+        for name, value in built.state_dict().items():
+            if name.endswith("e_score_correction_bias"):  # begins at zero
+                value.normal_()
+        built.save_pretrained(base)
         assert not audit(base, base).findings
         tensors = load_file(base / WEIGHTS)
         for fault in faults:

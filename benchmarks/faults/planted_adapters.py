@@ -160,6 +160,11 @@ def settings(**changed: Any) -> Plant:
     return lambda adapters: adapters.settings.update(changed)
 
 
+def target_experts_in_vain(adapters: Adapters) -> None:
+    lose(r"\.experts\.")(adapters)
+    adapters.settings |= {"target_parameters": None, "target_modules": [*OF_ATTENTION, "gate_proj"]}
+
+
 def halve_outputs(adapters: Adapters) -> None:
     for name in adapters.names("lora_B"):
         adapters.tensors[name] = adapters.tensors[name].chunk(2)[0].clone()
@@ -180,6 +185,7 @@ FAULTS = [
     Fault(MISSING, "one of two matrices", "missing experts files", lose(r"\.experts\.lora_")),
     Fault(MISSING, "lora_A only", "pairs files", lose(IN_LAYER + r".*\.experts\..*lora_B")),
     Fault(MISSING, "lora_B only", "pairs files", lose(IN_LAYER + r".*\.experts\..*lora_A")),
+    Fault(MISSING, "all experts, which target_modules names", "missing", target_experts_in_vain),
     Fault(VALUES, "lora_B of zeros in an expert", "values", change(zero(slice(3, 4)), "lora_B")),
     Fault(VALUES, "lora_B of zeros in a layer", "values", change(zero(slice(None)), "lora_B")),
     Fault(VALUES, "lora_A of zeros in an expert", "values", change(zero(slice(3, 4)), "lora_A")),
@@ -197,6 +203,9 @@ FAULTS = [
     Fault(SETTINGS, "another rank", "pairs experts files scaling", settings(r=RANK * 2)),
     Fault(SETTINGS, "prefix module.", "files", rename("^", "module.")),
     Fault(SETTINGS, "prefix base_model.model. twice", "files", rename("^", "base_model.model.")),
+    Fault(
+        SETTINGS, "names of NeMo AutoModel", "files", rename(r"experts\.(base_layer\.)?lora_", r"experts.\1lora_of_")
+    ),
     Fault(SETTINGS, "inputs and outputs exchanged", "files base", swap_sides),
     Fault(SETTINGS, "a layer that the base lacks", "base", rename(IN_LAYER, "layers.7.")),
     Fault(SETTINGS, "outputs of one rank", "base", halve_outputs),

@@ -216,6 +216,12 @@ def change_router(edit: Edit) -> Plant:
     return plant
 
 
+def zero_router_bias(model: Model) -> None:
+    for name, value in model.tensors.items():
+        if re.search(IN_LAYER + r".*\b(gate\.e_score_correction_bias|router\.bias)", name):
+            model.tensors[name] = torch.zeros_like(value)
+
+
 def router_of_other_layer(model: Model) -> None:
     model.tensors[model.router()] = model.tensors[model.router(2)].clone()
 
@@ -306,6 +312,7 @@ FAULTS = [
     Fault(ROUTERS, "router of another layer", "router", router_of_other_layer, needs_base=True),
     Fault(ROUTERS, "router in another order", "router", change_router(lambda x: x.roll(1, 0)), needs_base=True),
     Fault(ROUTERS, "initialized router", "router", change_router(redraw), needs_base=True),
+    Fault(ROUTERS, "router bias of zeros", "values", zero_router_bias, needs_base=True),
     Fault(VALUES, "router times 100", "scale router", change_router(lambda x: x * 100), needs_base=True),
     Fault(VALUES, "expert times 1e-6", "scale", change(lambda x: x * 1e-6, DOWN)),
     Fault(VALUES, "expert times 1e4", "scale", change(lambda x: x * 1e4, UP)),
@@ -316,6 +323,7 @@ FAULTS = [
     Fault(VALUES, "expert of a constant", "values", change(lambda x: torch.full_like(x, 0.02), UP)),
     Fault(VALUES, "saturated expert", "values", change(clip, DOWN)),
     Fault(VALUES, "expert of zeros", "values", change(torch.zeros_like)),
+    Fault(VALUES, "all experts of zeros", "values", change(torch.zeros_like, DOWN, ALL), needs_base=True),
     Fault(VALUES, "half of an expert's rows zero", "values", change(fill(HALF_ROWS, WHOLE, 0), UP)),
     Fault(VALUES, "half of an expert's columns zero", "values", change(fill(WHOLE, HALF_COLUMNS, 0), DOWN)),
     Fault(VALUES, "a quarter of all rows zero", "values", change(fill(QUARTER_ROWS, WHOLE, 0), DOWN, ALL)),

@@ -133,6 +133,7 @@ WIDE = torch.randn(8, 4, 25)
         ("vllm", delete(".3.up_proj.lora_B"), "3.up_proj.lora_A", "has lora_A or lora_B alone in expert(s) 3"),
         ("vllm", rename(".down_proj.", ".out_proj."), "0.out_proj.lora_A", "out_proj is not a matrix of the base's"),
         ("vllm", rename("layers.1.", "layers.2."), "0.down_proj.lora_A", "2.mlp.experts: down_proj is not a matrix"),
+        ("sglang", rename("_proj.lora_", "_proj.of_"), "of_A", "is not of a known layout, so it is not loaded"),
         ("vllm", replace(DOWN, by=lambda a: a[:2]), "2.down_proj.lora_A", "down_proj.lora_A has another rank than 4"),
         ("vllm", replace(DOWN, by=torch.flatten), "2.down_proj.lora_A", "down_proj.lora_A has another rank than 4"),
         (
@@ -203,6 +204,9 @@ def test_audit_of_attention_adapters_finds_nothing(tmp_path: Path):
     assert "adapters of 0 of 3 matrices of experts, none of down_proj, gate_proj, up_proj" in found.facts
     lost = changed(tmp_path / "peft", tmp_path / "lost", target_parameters=["mlp.experts.down_proj"])
     assert [each.message for each in checks.audit(lost).findings] == ["no tensor is an expert's"]
+    vain = changed(tmp_path / "peft", tmp_path / "vain", target_modules=["q_proj", "up_proj"])
+    said = "no module has adapters of up_proj, which adapter_config.json names"
+    assert [each.message for each in checks.audit(vain).findings] == [said]
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,10 @@ def roll_router(state: State) -> None:
     change_router(lambda rows: rows.copy_(rows.roll(1, 0).clone()))(state)
 
 
+def zero_matrices(state: State) -> None:
+    state |= {name: torch.zeros_like(state[name]) for name in matrices(state) if "layers.1" in name}
+
+
 BEYOND_SHAPES: list[tuple[Plant, str, str]] = [
     (keep_rows, "base", "has shape"),
     (transpose, "base", "has shape"),
@@ -234,6 +238,8 @@ BEYOND_SHAPES: list[tuple[Plant, str, str]] = [
     (lambda state: reorder(state, "w1|gate|input", lambda value: value.roll(1, -2)), "order", "rows in another order"),
     (lambda state: reorder(state, "", lambda value: value * 3), "scale", "has 3 times the norm of the base"),
     (roll_router, "router", "rows are in another order than in the base: 0 is 7"),
+    (zero_matrices, "values", "is zero in expert(s) 0-7"),
+    (lambda state: state["model.layers.1.self_attn.q_proj.weight"].zero_(), "values", "is zero, and not in the base"),
 ]
 
 
@@ -285,6 +291,7 @@ def test_audit_of_distributed_checkpoint_finds_model_and_optimizer(tmp_path: Pat
     found = audit(tmp_path / "healthy", write(tmp_path / "base", "qwen3_moe", state))
     assert not found.findings
     assert f"optimizer states of {len(state)} weights fit them" in found.facts
+    assert "experts, gates and ups of 2 layers are bitwise equal to the base" in found.facts
     some = {key: value for key, value in saved.items() if not re.search(r"state.*layers\.1.*experts.*down", key)}
     (finding,) = audit(write_distributed(tmp_path / "half", some)).findings
     assert "layers.1.mlp.experts.*.down_proj.weight: has no optimizer states" in finding.message

@@ -387,8 +387,9 @@ def test_convert_with_another_base_raises(layouts: Path, tmp_path: Path):
         convert(layouts / "peft", tmp_path / "out", "vllm", tmp_path)
 
 
-def test_convert_for_stacked_family_of_vllm_keeps_layout_of_peft(layouts: Path, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_experts": 8}))
+@pytest.mark.parametrize("family", ["gpt_oss", "intern_s2_preview"])
+def test_convert_for_stacked_family_of_vllm_keeps_layout_of_peft(family: str, layouts: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "num_experts": 8}))
     convert(layouts / "peft", tmp_path / "vllm", "vllm", tmp_path)
     assert (tmp_path / "vllm" / WEIGHTS).read_bytes() == (layouts / "peft" / WEIGHTS).read_bytes()
 

@@ -94,6 +94,9 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         layers[matrix.layer].append(matrix)
     if not layers and isinstance(checkpoint, AdapterFiles) and not checkpoint.settings.parameters_of_experts:
         found.facts.append("adapters of other modules than experts")
+        if unread := _unread_targets(checkpoint):
+            said = f"no module has adapters of {', '.join(unread)}, which adapter_config.json names"
+            found.findings.append(Finding("missing", said, []))
     elif not layers:
         names = [name for name in checkpoint.tensors if "linear_fc" in name]
         megatron = f": {names[0]} is a name of Megatron-LM. Write safetensors files with {MEGATRON}" if names else ""
@@ -114,7 +117,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
         _check_complete(checkpoint, layers, counts, known),
         _check_routers(checkpoint, routers, counts, digests, base, known),
         _check_types(checkpoint, layers),
-        _check_values(checkpoint, layers, others, summaries),
+        _check_values(checkpoint, layers, others, summaries, base),
         iter(()) if isinstance(checkpoint, AdapterFiles) else _check_norms(checkpoint, layers, others, summaries),
         _check_repeats(checkpoint, layers, routers, digests),
         _check_tied(checkpoint, summaries),
@@ -149,6 +152,14 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
             replace(each, tensors=sorted(checkpoint.keys[name] for name in each.tensors)) for each in found.findings
         ]
     return found
+
+
+def _unread_targets(checkpoint: AdapterFiles) -> list[str]:
+    """Return the listed modules without adapters."""
+    targets = checkpoint.settings.target_modules
+    modules = {f".{name.rpartition('.lora_')[0]}" for name in checkpoint.tensors}
+    listed = targets if isinstance(targets, list) else []
+    return [target for target in listed if not any(module.endswith(f".{target}") for module in modules)]
 
 
 def _shape(checkpoint: Checkpoint, matrix: Matrix) -> tuple[int, ...]:
@@ -324,14 +335,24 @@ def _check_types(checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]])
 
 
 def _check_values(
-    checkpoint: Checkpoint, layers: Mapping[str, Sequence[Matrix]], others: Iterable[str], summaries: Summaries
+    checkpoint: Checkpoint,
+    layers: Mapping[str, Sequence[Matrix]],
+    others: Iterable[str],
+    summaries: Summaries,
+    base: Checkpoint | None,
 ) -> Iterator[str | Finding]:
+    def differs(name: str) -> bool:
+        """Whether the base has a tensor of this name that is not zero."""
+        return base is not None and name in base.tensors and not summary(base.parts(name)).is_zero
+
     for name in sorted(others):
-        summary = summaries[Place(name)]
-        if summary.broken:
-            yield Finding("values", f"{name}: has {summary.broken}", [name])
-        if len(checkpoint.tensors[name].shape) > 1 and 1 > summary.zero_rows >= PADDED:
-            yield Finding("values", f"{name}: has {summary.zero_rows:.0%} of its rows zero", [name])
+        of_name = summaries[Place(name)]
+        if of_name.broken:
+            yield Finding("values", f"{name}: has {of_name.broken}", [name])
+        if of_name.is_zero and differs(name):
+            yield Finding("values", f"{name}: is zero, and not in the base", [name])
+        if len(checkpoint.tensors[name].shape) > 1 and 1 > of_name.zero_rows >= PADDED:
+            yield Finding("values", f"{name}: has {of_name.zero_rows:.0%} of its rows zero", [name])
     for layer, matrices in layers.items():
         for matrix in matrices:
             of = {expert: summaries[place] for expert, place in matrix.places.items()}
@@ -342,7 +363,7 @@ def _check_values(
             constant = [expert for expert, summary in whole.items() if summary.is_constant and summary.norm]
             usual = statistics.median(summary.at_limit for summary in of.values())
             limit = [e for e, of_e in whole.items() if of_e.at_limit > SATURATED > 5 * usual and not of_e.is_constant]
-            if len(zero) == len(of):  # all may be, such as new adapters
+            if len(zero) == len(of) and not any(map(differs, _tensors(matrix, zero))):  # such as new adapters
                 zero = []
             for experts, said in (
                 (list(bad), f"has {' and '.join(sorted(set(bad.values())))}"),
@@ -561,7 +582,11 @@ def _check_adapters(
                     zeros.append((f"{layer}: {each.name} is zero in every expert", tensors))
                 else:
                     trained = trained or matrix == "lora_B"
-    if layers and not trained:
+    if layers and not any(map(_pairs, layers.values())):
+        first = next(iter(layers.values()))[0]
+        unread = _tensors(first, first.places)
+        yield Finding("files", f"{checkpoint.keys[unread[0]]} is not of a known layout, so it is not loaded", unread)
+    elif layers and not trained:
         said = "lora_B is zero in every expert: they were frozen, or not in the optimizer"
         zeros = [(said, sorted({tensor for _, tensors in zeros for tensor in tensors}))]
     for said, tensors in zeros:

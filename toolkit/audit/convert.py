@@ -53,8 +53,16 @@ CONVERTED = {
 """Settings of PEFT 0.21 that name, place, scale or start adapters. Others have to be off."""
 OFF: dict[str, Any] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva")}
 """Further values that change neither the base model nor the output of adapters."""
-VLLM_STACKED = {"gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_vl_moe"}
-"""Families whose adapters vLLM 0.24 reads in PEFT's layout (`is_3d_moe_weight`); it reads others by expert."""
+VLLM_STACKED = {
+    "gpt_oss",
+    "intern_s2_preview",
+    "interns1_pro",
+    "interns2_mobius",
+    "qwen3_5_moe",
+    "qwen3_omni_moe",
+    "qwen3_vl_moe",
+}
+"""Families whose adapters vLLM 0.33 reads in PEFT's layout (`is_3d_moe_weight`); it reads others by expert."""
 TINKER = {"gate_up_proj": ["w1", "w3"], "down_proj": ["w2"]}
 """Tinker's linear layers, stacked in all families, by the parameter that they are parts of."""
 
@@ -258,7 +266,7 @@ def _make_uniform(
 
 
 def scaling_of(settings: Mapping[str, Any], server: str) -> float:
-    """Return the factor of updates by the rule of PEFT 0.21.2, vLLM 0.24 (`PEFTHelper`) or SGLang (`LoRAAdapter`).
+    """Return the factor of updates by the rule of PEFT 0.21.2, vLLM 0.33 (`PEFTHelper`) or SGLang (`LoRAAdapter`).
 
     SGLang does not read `use_rslora` (sgl-project/sglang#40835).
     """

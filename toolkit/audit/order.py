@@ -43,7 +43,7 @@ def check_order(
     base_summaries: Summaries,
 ) -> Iterator[str | Finding]:
     """Find matrices that are nearer to another expert's of the base or its other half, and of other values or norms."""
-    compared = 0
+    compared, is_equal = 0, True
     for layer, matrices in layers.items():
         both = {each.name: (each, of_base[layer, each.name]) for each in matrices if (layer, each.name) in of_base}
         swapped = _swapped_halves([ours for ours, _ in both.values()], summaries, of_base, base_summaries)
@@ -55,6 +55,8 @@ def check_order(
             if not (experts := sorted(x.keys() & y.keys())):
                 continue
             sketched += 1
+            places = [(place, theirs.places[e]) for e, place in ours.places.items() if e in theirs.places]
+            is_equal = is_equal and all(summaries[x].digest == base_summaries[y].digest for x, y in places)
             moved, alien = compare(*(np.stack([of[expert].ravel() for expert in experts]) for of in (x, y)))
             if moved:
                 moves[tuple((experts[i], experts[j]) for i, j in moved.items())].append(name)
@@ -75,7 +77,8 @@ def check_order(
         if swapped and not moves:
             yield Finding("halves", f"{layer}: gate and up are swapped in {named(swapped)}", [])
     if compared:
-        yield f"experts, gates and ups of {compared} layers are in the order of the base"
+        how = "bitwise equal to" if is_equal else "in the order of"
+        yield f"experts, gates and ups of {compared} layers are {how} the base"
 
 
 def compare(x_ED: Rows, y_ED: Rows) -> tuple[dict[int, int], list[int]]:
