@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def save_pickled(folder: Path, value: object) -> None:
     torch.save(value, folder / "pytorch_model.bin")
 
 
+def zip_pickled(folder: Path, pickled: bytes) -> None:
+    save_pickled(folder, {})
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+
+
+HASHED = b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"Ns."
+"""A dictionary with a key of 60 tuples in tuples."""
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "no safetensors": lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")],
     "long header": lambda folder: (folder / FILE).write_bytes(header(b"{}", 2**62)),
@@ -84,6 +93,8 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "huge memo index in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04Nr\0\0\0\x40."),
     "huge bytes in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x05\x96\0\0\0\0\0\x01\0\0."),
     "huge text in metadata": lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04\x8d" + bytes(7) + b"\x10."),
+    "hash of 2**60 values in metadata": lambda folder: (folder / ".metadata").write_bytes(HASHED),
+    "hash of 2**60 values in a pickled file": lambda folder: zip_pickled(folder, HASHED),
     "code in a pickled file": lambda folder: save_pickled(folder, Writes(folder / "ran")),
     "huge view in a pickled file": lambda folder: save_pickled(folder, {"a": torch.ones(1).expand(2**50)}),
     "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),

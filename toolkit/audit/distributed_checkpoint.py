@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from toolkit.audit.checkpoint import REMEDY, Checkpoint, Listed, require_regular
 from toolkit.errors import reading
+from toolkit.torch_files import require_small_tuples
 
 METADATA = {
     "torch.distributed.checkpoint.metadata": {
@@ -73,7 +74,9 @@ class _Reader(FileSystemReader):
     def metadata(self) -> Metadata:
         path = require_regular(Path(self.path) / ".metadata")
         with reading(path, REMEDY), warnings.catch_warnings(action="ignore"):
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()  # a file would allocate claimed sizes
+            pickled = path.read_bytes()
+            require_small_tuples(pickled)
+            metadata = _MetadataUnpickler(io.BytesIO(pickled)).load()  # a file would allocate claimed sizes
             if not isinstance(metadata, Metadata):
                 raise ValueError("it has no metadata")
             are_indices = all(isinstance(index, MetadataIndex) for index in metadata.storage_data)

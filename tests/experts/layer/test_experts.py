@@ -205,6 +205,38 @@ class CheckGeneratorDevices(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Permuted(GroupedExperts):
+    """Experts that get a copy of its row for each pair, because the layer does not know their forward."""
+
+    def forward(self, *args: Any) -> Tensor:
+        return super().forward(*args)
+
+
+def step_of_layers(options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Return outputs and gradients of a layer that computes rows in one autograd function, and of one that does not."""
+    found = []
+    for expert_type in (GroupedExperts, Permuted):
+        torch.manual_seed(0)
+        layer = make_moe(8, 16, 4, 2, expert_type=expert_type, groups=make_expert_groups(), **options)
+        x_TD = torch.randn(30, 8, generator=torch.Generator().manual_seed(collectives.rank())).requires_grad_()
+        y_TD = layer(x_TD)
+        (y_TD * torch.linspace(0, 1, 8)).sum().backward()
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        found.append({"y": y_TD.detach(), "x": x_TD.grad, **grads})
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{"capacity_factor": 0.8}, {"activation": "swiglu"}, {"activation": "swiglu", "recompute": "selective"}]
+)
+def test_fused_permutation_equals_copies_and_weighted_sums(world: int, options: dict[str, Any]) -> None:
+    for fused, permuted in run_distributed(step_of_layers, world, options):
+        assert fused.keys() == permuted.keys()
+        for name, value in fused.items():
+            torch.testing.assert_close(value, permuted[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_make_moe_with_default_device_draws_weights_on_the_cpu() -> None:
     with CheckGeneratorDevices(), torch.device("meta"):
         layer = make_moe(8, 4, 4, 2)

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.families import EXPERTS, FAMILIES, model_of
+from benchmarks.support.processes import run_distributed
 from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.sharding.layout import slots_of_rows
+from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.transformers import experts_modules, use_toolkit_kernel
 from toolkit.integrations.transformers.kernel import feed_forward
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
-ROWS, IDS, WEIGHTS = torch.randn(8, 16), torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5)
+ROWS, IDS, WEIGHTS = torch.linspace(-1, 1, 128).sin().view(8, 16), torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5)
 
 
 def experts_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -66,6 +68,22 @@ def test_toolkit_kernel_with_rows_in_order_of_slots_equals_eager_experts(family:
     x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
     expected = run(experts, "eager", x, slots_of_rows(counts, 16), torch.ones(16, 1))
     assert_close(run_rows(experts, lambda rows: feed_forward(experts, rows, counts), x), expected[:-1], 1e-6)
+
+
+def steps_of_sharded_experts() -> tuple[list[Tensor], list[Tensor]]:
+    """Return results of sharded experts for equal tokens on all ranks, and this rank's part of those of all experts."""
+    whole, model = experts_of("mixtral"), model_of("mixtral")
+    shard_experts(model)
+    experts = list(experts_modules(model).values())[-1]
+    y, x, *gradients, weights = run(whole, "eager", ROWS, IDS, WEIGHTS)
+    rows = list(experts.expert_stack.placement.slots[experts.expert_stack.groups.ep_rank])
+    return run(experts, "toolkit", ROWS, IDS, WEIGHTS), [y, x, *(each[rows] for each in gradients), weights]
+
+
+def test_sharded_toolkit_kernel_equals_eager_experts():
+    for found, expected in run_distributed(steps_of_sharded_experts, 2):
+        for value, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("family", "fused"), [("mixtral", True), ("gpt_oss", False)])
