@@ -10,8 +10,9 @@ fault, and the layer if it is only one. A kind that changes nothing in a family,
 stacked tensor, is not counted.
 
 Healthy are the models of all families of `benchmarks.support.families`, by themselves and against a base: itself, in
-bf16, and with noise of a fifth of the standard deviation; and adapters of several ranks, targets and scalings. Any
-finding is an alarm. Writes benchmarks/results/audit_faults.json; exit code 1 if a fault is missed or an alarm is false.
+bf16, and with noise of a fifth of the standard deviation; the models of `odd_models.py`, such as upcycled and pruned
+ones; and adapters of several ranks, targets and scalings. Any finding is an alarm. Writes
+benchmarks/results/audit_faults.json; exit code 1 if a fault is missed or an alarm is false.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.faults import planted_adapters, planted_models
+from benchmarks.faults import odd_models, planted_adapters, planted_models
 from benchmarks.faults.planted_adapters import Adapters, save_adapters, save_base
 from benchmarks.faults.planted_models import Fault, Model
 from benchmarks.report import markdown, write_report
@@ -170,6 +171,25 @@ def audit_healthy_models(folder: Path) -> Iterator[int]:
         yield alarms
 
 
+def audit_odd_models(folder: Path) -> Iterator[int]:
+    """Yield the alarms of each model of `odd_models.py`."""
+    for family in planted_models.FAMILIES[:2]:
+        base = folder / family
+        build(family, **planted_models.SIZES).save_pretrained(base)
+        tensors, config = load_file(base / WEIGHTS), json.loads((base / CONFIG).read_text())
+        for kind, odd in odd_models.ODD.items():
+            model, changes = Model(family, {name: value.clone() for name, value in tensors.items()}), dict(config)
+            odd(model, changes)
+            planted = write(folder / "planted", base, WEIGHTS, model.tensors)
+            (planted / CONFIG).write_text(json.dumps(changes))
+            yield alarms_of(f"{family}, {kind}", planted)
+        for kind, write_form in odd_models.FORMS.items():
+            planted = write(folder / "planted", base, WEIGHTS, tensors)
+            (planted / WEIGHTS).unlink()
+            write_form(planted, tensors)
+            yield alarms_of(f"{family}, {kind}", planted, base)
+
+
 def audit_healthy_adapters(folder: Path) -> Iterator[int]:
     """Yield the alarms of each adapter, without and with its base."""
     for family in planted_adapters.FAMILIES:
@@ -219,19 +239,22 @@ def main() -> int:
             print(markdown(rows), end="")
             return int(any(row["planted"] > row["found"] for row in rows))
         families = list(audit_healthy_models(Path(folder, "healthy")))
+        odd = list(audit_odd_models(Path(folder, "odd")))
         adapters = list(audit_healthy_adapters(Path(folder, "healthy adapters")))
     facts = {
         "kinds in models": len(planted_models.FAULTS),
         "kinds in adapters": len(planted_adapters.FAULTS),
         "healthy families": len(families),
         "alarms of families": sum(families),
+        "odd healthy models": len(odd),
+        "alarms of odd models": sum(odd),
         "healthy adapters": len(adapters),
         "alarms of adapters": sum(adapters),
         "not found": [f"{each.family}: {each.fault.kind}" for each in in_models + in_adapters if not each.is_found],
         "not named": [f"{each.family}: {each.fault.kind}" for each in in_models + in_adapters if not each.is_named],
     }
     write_report("audit_faults", rows, **facts)
-    return int(bool(facts["not found"]) or sum(families) + sum(adapters) > 0)
+    return int(bool(facts["not found"]) or sum(families) + sum(odd) + sum(adapters) > 0)
 
 
 if __name__ == "__main__":

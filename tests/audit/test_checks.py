@@ -386,12 +386,11 @@ def upcycled_by_groups(state: State, _: str) -> None:
     state |= {name: value[:4].repeat(2, 1) for name, value in state.items() if name.endswith(ROUTERS)}
 
 
-def with_copied_last_layer(state: State, _: str) -> None:
+def with_copied_last_layer(state: State, _: str) -> dict[str, Any]:
     """Begin multi-token prediction as the last layer."""
-    repeat_layer(state)
-    state |= {
-        name.replace("layers.1.", "mtp.layers.0."): state.pop(name) for name in list(state) if "layers.1." in name
-    }
+    last = {name: value.clone() for name, value in state.items() if "layers.1." in name}
+    state |= {name.replace("layers.1.", "mtp.layers.0."): value for name, value in last.items()}
+    return {"num_hidden_layers": 2, "vocab_size": "of a family that transformers does not have"}
 
 
 def pruned_below_maximum(state: State, _: str) -> None:

@@ -97,9 +97,9 @@ def _of_layers(checkpoint: Checkpoint, experts: Iterable[str]) -> Expected:
         if match := IN_LAYER.match(name):
             parts = stacks.setdefault(match["stack"], (defaultdict(set), defaultdict(set)))
             parts[name in of_experts][int(match["number"])].add(match["rest"])
-    depth = count_layers(checkpoint.config) or 0
     found = Expected(checkpoint.folder, checkpoint.config, source="most layers have")
     for stack, (others, sparse) in stacks.items():
+        depth = 0 if NOT_EXPECTED.search(f"{stack}.") else count_layers(checkpoint.config) or 0
         counts = Counter(itertools.chain.from_iterable(sparse.values()))
         usual = [name for name, count in counts.items() if count > len(sparse) / 2]
         first, last = min(others.keys() | sparse.keys()), max(others.keys() | sparse.keys())
