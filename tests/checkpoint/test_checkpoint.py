@@ -20,10 +20,9 @@ from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import drop_older
 from toolkit.data.identity import identity_of_length
-from toolkit.experts.moving.migrate import migrate
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.parallel.ownership import mark_owned
-from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
+from toolkit.experts.placement.placement import EMPTY_ROW
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state import checkpoint_files, manifest
 from toolkit.experts.state.tensor_files import SavedTensors, load_optimizer
@@ -187,19 +186,6 @@ def test_loss_scaling_is_restored(tmp_path):
     saved.scaler.load_state_dict(saved.scaler.state_dict() | {"scale": 1024.0, "_growth_tracker": 17})
     load(save(tmp_path, (model, saved), 7), (other, loaded))
     assert loaded.scaler.state_dict() == saved.scaler.state_dict()
-
-
-def test_experts_return_to_their_saved_placement(tmp_path):
-    moved = trained()
-    migrate(moved[0].moe.expert_stack, ExpertPlacement(((3, 1, 0, 2),)), moved[1])
-    checkpoint_files.save(tmp_path / "saved", *moved, {"epoch": 3})
-    model, optimizer = trained(steps=0)
-    assert checkpoint_files.load(tmp_path / "saved", model, optimizer) == {"epoch": 3}
-    assert model.moe.placement == moved[0].moe.placement
-    expected, now = moved[0].moe.experts.up, model.moe.experts.up
-    assert torch.equal(now, expected)
-    assert torch.equal(now, trained()[0].moe.experts.up[[3, 1, 0, 2]])
-    assert torch.equal(optimizer.state[now]["exp_avg"], moved[1].state[expected]["exp_avg"])
 
 
 def error_of(folder: Path, pair: Pair, run: OneRank | None = None) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import toolkit as tk
 from benchmarks.support.processes import run_distributed
-from tests.checkpoint.test_checkpoint import OneRank, flip, save, state_at, trained
+from tests.checkpoint.test_checkpoint import OneRank, flip, save, snapshot, state_at, trained
 from tests.support.small_run import SmallConfig, Stop, small_config, small_trainer, train
 from tests.support.trainers import in_hook
 from toolkit.checkpoint import checkpoint, without_model
@@ -133,10 +133,6 @@ def test_best_names_an_evaluation_and_its_metric(tmp_path):
         assert small_config(tmp_path, checkpoint=CheckpointOptions(best=best)).validates == validates
 
 
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def change_during_a_save(folder: Path, world: int) -> None:
     """Change everything that is saved before the first file is written, and save again into the same buffers."""
     run, background, may_write = OneRank(), BackgroundSave(), threading.Event()
@@ -163,7 +159,7 @@ def change_during_a_save(folder: Path, world: int) -> None:
         may_write.set()
         saved = background.wait()
         checkpoint_files.save_file = write
-        assert bytes_of(saved) == bytes_of(expected)
+        assert snapshot(saved) == snapshot(expected)
     assert run.lines == []
 
 

@@ -161,7 +161,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return MODELS[name]().to(dtype)
 
 
-class _Float64:
+class Float64:
     """`torch`, except that float32 is float64."""
 
     float32 = torch.float64
@@ -178,4 +178,4 @@ def in_float64_throughout(name: str) -> AbstractContextManager[Any]:
 
     family = OF_TRANSFORMERS[name]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    return mock.patch.object(module, "torch", _Float64())
+    return mock.patch.object(module, "torch", Float64())

@@ -24,6 +24,7 @@ class DecayedSGD(torch.optim.SGD):
                     state = self.state[p]
                     state["step"] = state.get("step", 0) + 1
                     state["rate"] = state.get("rate", group["lr"]) * 0.7
+                    assert (type(state["step"]), type(state["rate"])) == (int, float), "also after a resume"
                     p.sub_(p.grad, alpha=state["rate"] / state["step"])
 
 

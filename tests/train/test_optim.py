@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from tests.parity.models import RoutedExperts
 from toolkit.errors import UserError
 from toolkit.run.config.optimizer_options import ScheduleOptions
 from toolkit.train.optim import build_optimizer, build_schedule, initial_rates
@@ -60,18 +59,13 @@ def test_build_optimizer_equals_adamw_that_decays_matrices_only():
         torch.testing.assert_close(found, expected, msg=name)
 
 
-def test_build_optimizer_decays_expert_matrices_and_not_stacked_biases():
-    model = RoutedExperts()
-    tk.experts.shard_experts(model)
-    optimizer = build_optimizer(model, tk.RunConfig(batch_size=8, optimizer=tk.OptimizerOptions(weight_decay=0.7)))
-    decay_of = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
-    found = {name: decay_of[parameter] for name, parameter in model.named_parameters()}
-    assert found == {"gate.weight": 0.7, "experts.up": 0.7, "experts.up_bias": 0.0, "experts.down": 0.7}
-
-
 def test_initial_rates_of_all_zero_raise():
     weight = nn.Linear(1, 1)
     with pytest.raises(UserError, match="the learning rate of every group is 0"):
         initial_rates(torch.optim.SGD(weight.parameters(), lr=0.0))
+    warming_up = torch.optim.SGD(weight.parameters(), lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(warming_up, lambda step: step / 10)
+    assert warming_up.param_groups[0]["lr"] == 0.0
+    assert initial_rates(warming_up) == [0.5]
     groups = [{"params": [weight.weight], "lr": 0.0}, {"params": [weight.bias]}]
     assert initial_rates(torch.optim.SGD(groups, lr=0.1)) == [0.0, 0.1]

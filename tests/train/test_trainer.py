@@ -210,6 +210,12 @@ def test_trainer_scheduler_that_steps_once_per_process_raises():
         check_optimization(model, optimizer, scheduler)
 
 
+def test_parameter_added_after_prepare_raises():
+    grow = in_hook("on_step_end", lambda trainer: trainer.raw_model.append(nn.Linear(CLASSES, CLASSES).double()))
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' was added after the model was prepared"):
+        toy_trainer(nn.Sequential(nn.Linear(DIM, CLASSES).double()), max_steps=3, callbacks=[grow]).fit()
+
+
 def prepare_in_ddp() -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(

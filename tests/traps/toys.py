@@ -66,11 +66,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def own_rows(reference: Tensor, groups: ExpertGroups) -> Tensor:
-    """Return this rank's rows of a parameter of all experts under the contiguous placement."""
-    return reference.chunk(groups.ep_size)[groups.ep_rank]
-
-
 def expert_groups() -> ExpertGroups:
     """Return one EP group of all ranks."""
     return make_expert_groups(dist.get_world_size() if dist.is_initialized() else 1)

@@ -7,13 +7,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from transformers import AutoModelForCausalLM
 
-from benchmarks.support.families import config, randomize_routers
-from benchmarks.support.families import tokens as tokens_of_step
 from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
 from toolkit.experts.layer.losses import RouterPenalty
@@ -24,8 +20,6 @@ from toolkit.experts.layer.router_options import RouterOptions
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.placement.cost_model import EXCHANGES
 from toolkit.experts.placement.placement_options import ExpertExchange
-from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.transformers import recompute_blocks
 
 DIM, EXPERTS, TOP_K = 16, 8, 2
 SIZES = (DIM, 24, EXPERTS, TOP_K)
@@ -189,28 +183,3 @@ def test_full_recompute_repeats_the_exchanges_of_rows_and_not_of_sizes() -> None
             torch.testing.assert_close(values, rank["flat", "none", factor][0])
             once, again = (EXCHANGES, 2) if exchange == "flat" else (2 * EXCHANGES, 4)
             assert exchanges == once + (again if recompute == "full" else 0)
-
-
-def mixtral_step() -> dict[str, tuple[dict[str, Tensor], int]]:
-    """Return gradients, loads and the number of all-to-alls, with and without activation checkpointing."""
-    found = {}
-    for name in ("kept", "recomputed"):
-        torch.manual_seed(0)
-        model = randomize_routers(AutoModelForCausalLM.from_config(config("mixtral"))).train()
-        if name == "recomputed":
-            recompute_blocks(model)
-        accelerator = Accelerator(cpu=True)
-        experts = ExpertParallel(accelerator)
-        ids = tokens_of_step(0, 2 + dist.get_rank())
-        wrapped, _ = experts.prepare(model, torch.optim.AdamW(model.parameters()))
-        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as calls:
-            accelerator.backward(wrapped(input_ids=ids, labels=ids).loss)
-        values = {name: p.grad for name, p in model.named_parameters()}
-        found[name] = values | {name: stack.log.load_E for name, stack in experts.stacks.items()}, calls.call_count
-    return found
-
-
-def test_recompute_blocks_of_transformers_repeats_the_routing() -> None:
-    for rank in run_distributed(mixtral_step, 2):
-        torch.testing.assert_close(rank["recomputed"][0], rank["kept"][0])
-        assert (rank["kept"][1], rank["recomputed"][1]) == (10, 14)

@@ -1,9 +1,6 @@
 """Routing logs of layers, and their cursors over sums and over forward passes."""
 
-import copy
 import gc
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,25 +83,6 @@ def test_log_drops_deleted_followers() -> None:
     assert list(log._followers) == [kept]
     assert [int(forward.load_E.sum()) // TOP_K for forward in kept.take()] == [5, 6, 7, 8]
     assert not kept.take()
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_copied_layer_has_a_separate_empty_log(duplicate: Callable[[MoE], MoE]) -> None:
-    layer = make_layer(*SIZES)
-    log = layer.expert_stack.log
-    cursor, forwards = log.cursor(), log.follow(choices=True)
-    layer(tokens(4))
-    with torch.no_grad():  # torch copies no module that holds tensors of a graph
-        layer(tokens(3))
-    copied = duplicate(layer)
-    assert int(copied.expert_stack.log.load_E.sum()) == 0
-    copied(tokens(6))
-    assert int(copied.expert_stack.log.load_E.sum()) == 6 * TOP_K
-    assert int(cursor.new_load_E().sum()) == 4 * TOP_K
-    assert len(forwards) == 1
-    layer(tokens(5))
-    assert len(forwards) == 2
-    assert int(copied.expert_stack.log.load_E.sum()) == 6 * TOP_K
 
 
 # torch.compile instantiates each autograd function that it traces, and reads gradients of tensors.

@@ -96,13 +96,6 @@ def test_make_expert_groups_returns_groups_or_raises_on_all_ranks():
         assert found["stride and ranks"] == found["size and ranks"]
 
 
-def test_make_expert_groups_on_one_process_raises_for_larger_groups():
-    with pytest.raises(UserError, match=r"use one of 1\."):
-        make_expert_groups(2)
-    with pytest.raises(UserError, match="ep_stride=2: it does not divide"):
-        make_expert_groups(1, ep_stride=2)
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_strided_partition_has_every_rank_once_at_equal_distances(ep_size: int, stride: int, blocks: int):
     world = ep_size * stride * blocks

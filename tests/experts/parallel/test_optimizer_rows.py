@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+import toolkit as tk
 from tests.parity.models import RoutedExperts
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
@@ -188,10 +189,13 @@ def test_muon_of_a_stack_equals_torch_for_each_expert(settings: dict[str, float]
 def test_muon_groups_decay_expert_matrices_and_not_stacked_biases():
     model = RoutedExperts()
     shard_experts(model)
-    optimizer = Muon(muon_groups(model), weight_decay=0.7)
-    decay_of = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
-    found = {name: decay_of[parameter] for name, parameter in model.named_parameters()}
-    assert found == {"gate.weight": 0.7, "experts.up": 0.7, "experts.up_bias": 0.0, "experts.down": 0.7}
+    config = tk.RunConfig(batch_size=8, optimizer=tk.OptimizerOptions(weight_decay=0.7))
+    for optimizer in (Muon(muon_groups(model), weight_decay=0.7), tk.build_optimizer(model, config)):
+        decay_of = {
+            parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+        }
+        found = {name: decay_of[parameter] for name, parameter in model.named_parameters()}
+        assert found == {"gate.weight": 0.7, "experts.up": 0.7, "experts.up_bias": 0.0, "experts.down": 0.7}
 
 
 def test_muon_steps_other_parameters_as_adamw():

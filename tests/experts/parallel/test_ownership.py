@@ -31,7 +31,6 @@ from toolkit.experts.parallel.sync import ExpertSync, clip_gradients
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.experts.state.state_dict import whole_state_dict
-from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.integrations.accelerate.prepare import prepare
 
 X = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -188,22 +187,6 @@ def penalize_by_a_scalar() -> str | None:
 
 def test_parameter_penalty_of_sharded_experts_raises_for_a_scalar():
     assert run_distributed(penalize_by_a_scalar, 2) == ["function(parameter).shape"] * 2
-
-
-def global_norm(replicas: bool) -> float:
-    model, accelerator = build(), Accelerator(cpu=True)
-    experts = ExpertParallel(accelerator, placement=placement_of(2, replicas))
-    prepared, _ = experts.prepare(model, torch.optim.SGD(model.parameters()))
-    accelerator.backward(prepared(X.chunk(2)[rank()]).square().mean())
-    return experts.global_norm(model.parameters()).item()
-
-
-@pytest.mark.parametrize("replicas", [False, True])
-def test_global_norm_equals_plain_torch(replicas: bool):
-    model = build()
-    model(X).square().mean().backward()
-    expected = sum(p.grad.square().sum() for p in model.parameters()) ** 0.5
-    assert run_distributed(global_norm, 2, replicas) == pytest.approx([expected.item()] * 2, rel=1e-12)
 
 
 def test_clip_with_a_nan_norm_makes_all_gradients_nan():

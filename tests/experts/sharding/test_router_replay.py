@@ -38,12 +38,12 @@ from tests.integrations.transformers.training import enable_checkpointing
 from toolkit.dynamic.dynamic_router import DynamicRouter
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.layer.recompute import checkpoint, replay_contexts
+from toolkit.experts.layer.recompute import checkpoint
 from toolkit.experts.moving.migrate import place_experts
 from toolkit.experts.routing.routes import Routes
 from toolkit.experts.sharding.router_replay import record_routes, replay_routes, route_hooks
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.integrations.transformers import causal_lm
+from toolkit.integrations.transformers import causal_lm, recompute_blocks
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "llama4_text", "dbrx", "gemma4_text")
 """Softmax after and before the choice, sigmoid with a bias and groups, weights at the input, fused tables, and
@@ -114,8 +114,10 @@ def recompute(model: Any, how: str) -> None:
     if isinstance(model, MoEModel):
         model.call = checkpoint if how == "regions" else partial(torch_checkpoint, use_reentrant=how == "reentrant")
     else:
-        settings = {"context_fn": replay_contexts} if how == "regions" else {}
-        enable_checkpointing(model, use_reentrant=how == "reentrant", **settings)
+        if how == "regions":
+            recompute_blocks(model)
+        else:
+            enable_checkpointing(model, use_reentrant=how == "reentrant")
         model.train()
         model.enable_input_require_grads()
 

@@ -102,13 +102,20 @@ def test_averaged_model_made_before_sharding_raises_with_one_row_per_rank() -> N
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_layer_copied_after_a_training_forward_pass_is_independent(make: Any, duplicate: Any) -> None:
     layer = make(8, 16, 4, 2)
-    x = torch.randn(6, 8)
+    log, x = layer.expert_stack.log, torch.randn(6, 8)
+    cursor, forwards = log.cursor(), log.follow(choices=True)
     y = layer(x)
     copied = duplicate(layer)
+    assert int(copied.expert_stack.log.load_E.sum()) == 0
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.zero_()
     assert torch.equal(copied(x), y)
+    assert int(copied.expert_stack.log.load_E.sum()) == int(cursor.new_load_E().sum()) == 6 * 2
+    assert len(forwards) == 1
+    layer(x[:3])
+    assert len(forwards) == 2
+    assert int(copied.expert_stack.log.load_E.sum()) == 6 * 2
 
 
 def copy_with_adapters(duplicate: Any, dense: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,6 @@ from toolkit.experts.layer.moe_layer import Experts, make_moe
 from toolkit.experts.parallel.groups import make_expert_groups
 from toolkit.experts.router_monitor import RouterMonitor
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
-from toolkit.train.callbacks.expert_load import ExpertLoad
 
 
 def output_dtypes() -> list[torch.dtype]:
@@ -41,47 +39,6 @@ def output_dtypes() -> list[torch.dtype]:
 
 def test_outputs_under_mixed_precision_are_of_the_type_of_accelerate() -> None:
     assert run_distributed(output_dtypes, 2) == [[torch.float32, torch.bfloat16]] * 2
-
-
-def metrics_and_callback_records() -> tuple[Any, ...]:
-    """Return placements, metrics before training, metrics and the records of `ExpertLoad` at two log steps, and final
-    metrics."""
-    loop = ToyLoop(placement="uneven")
-    load = ExpertLoad()
-    recorded: dict[str, Any] = {}
-    trainer: Any = SimpleNamespace(
-        state=SimpleNamespace(step=0),
-        max_steps=99,
-        batches=SimpleNamespace(steps_per_epoch=99),
-        record=recorded.__setitem__,
-        experts=Experts.of(loop.raw),
-    )
-    load.on_init(trainer)
-    before, log_steps = loop.experts.metrics(), []
-    for step in range(1, 7):
-        loop.train([step])
-        trainer.state.step, trainer.at_log_step = step, step % 3 == 0
-        load.on_step_end(trainer)
-        if trainer.at_log_step:
-            log_steps.append((loop.experts.metrics(), dict(recorded)))
-            recorded.clear()
-    return Experts.of(loop.raw).on_ranks(), before, log_steps, loop.experts.metrics()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_metrics_equal_records_of_expert_load_callback(world: int) -> None:
-    ranks = run_distributed(metrics_and_callback_records, world)
-    assert ranks == [ranks[0]] * world
-    placements, before, log_steps, after = ranks[0]
-    assert before == {f"moe/placement/{name}": rows for name, rows in placements.items() if world > 1}
-    assert after == {}
-    for metrics, recorded in log_steps:
-        assert metrics == recorded
-        assert sum(metrics["moe/load/blocks.0.moe.experts"]) == pytest.approx(1)
-        assert ("moe/rank_load/blocks.0.moe.experts" in metrics) == (world > 1)
-        assert ("moe/rank_imbalance" in metrics) == (world > 1)
-    (first, _), (second, _) = log_steps
-    assert first["moe/max_load_over_mean"] != second["moe/max_load_over_mean"]
 
 
 def names_of_metrics() -> set[str]:
@@ -109,8 +66,9 @@ def test_metrics_have_the_names_of_the_page() -> None:
     assert found == other == listed - {"moe/migration_bytes_per_step"}
 
 
-def metrics_of_unequal_layers() -> list[dict[str, float]]:
-    """Return metrics before training, after steps with and without the last layer, and after more than are kept."""
+def metrics_of_unequal_layers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return placements, and metrics before training, after steps with and without the last layer, after more than are
+    kept, and after none."""
     model = Toy()
     model.blocks[1].moe.experts = model.blocks[0].moe.experts
     model.blocks.append(Block(make_moe(DIM, 12, EXPERTS - 4, TOP_K)).double())
@@ -123,16 +81,19 @@ def metrics_of_unequal_layers() -> list[dict[str, float]]:
                 model.skipped = skipped
                 loop.train([0])
             found.append(loop.experts.metrics())
-    return found
+    return Experts.of(loop.raw).on_ranks(), [*found, loop.experts.metrics()]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_metrics_of_unequal_layers_are_finite(world: int) -> None:
     ranks = run_distributed(metrics_of_unequal_layers, world)
     assert ranks == [ranks[0]] * world
-    before, *after = ranks[0]
-    assert all(name.startswith("moe/placement/") for name in before)
+    placements, (before, *after, last) = ranks[0]
+    assert before == {f"moe/placement/{name}": rows for name, rows in placements.items() if world > 1}
+    assert last == {}
     for metrics in after:
+        assert sum(metrics["moe/load/blocks.0.moe.experts"]) == pytest.approx(1)
+        assert ("moe/rank_load/blocks.0.moe.experts" in metrics) == ("moe/rank_imbalance" in metrics) == (world > 1)
         assert np.isfinite(np.concatenate([np.ravel(value) for value in metrics.values()])).all()
         assert metrics["moe/max_load_over_mean"] >= 1
         if world > 1:
@@ -213,10 +174,6 @@ INVALID: dict[str, tuple[Any, str]] = {
     "prepared model": (prepared_model, "was prepared by accelerator.prepare"),
     "prepared optimizer": (lambda model: Accelerator(cpu=True).prepare(adamw(model)), "was prepared by accelerator"),
     "stepped optimizer": (stepped_optimizer, "it has stepped"),
-    "parameter outside the model": (
-        lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(()))]),
-        r"parameter of shape \(\) in group 0 that is not in the model",
-    ),
     "optimizer of another model": (lambda _: sgd(nn.Linear(2, 2)), "not in the model"),
 }
 

@@ -24,7 +24,6 @@ from tests.integrations.accelerate.toy import (
     sgd,
 )
 from tests.parity.models import EXPERTS
-from tests.parity.optimizers import DecayedSGD
 from tests.parity.outcome import Rows, gathered, rows_by_id
 from tests.support.equality import assert_equal_rows
 from tests.support.placements import by_slot
@@ -165,16 +164,6 @@ def train_with_two_optimizers(dense: str) -> Rows:
 def test_two_optimizers_equal_one_process(dense: str) -> None:
     (expected,) = run_distributed(train_with_two_optimizers, 1, dense)
     assert_equal_rows(gathered(run_distributed(train_with_two_optimizers, 2, dense)), expected, 1e-10)
-
-
-def test_python_numbers_in_optimizer_states_are_restored(tmp_path: Path) -> None:
-    loop, resumed = (ToyLoop(lambda model: DecayedSGD(model.parameters(), lr=0.1)) for _ in range(2))
-    loop.train(range(2))
-    loop.experts.save(tmp_path / "saved")
-    resumed.experts.load(tmp_path / "saved")
-    expected, found = ([*each.optimizers[0].state.values()] for each in (loop, resumed))
-    assert found == expected
-    assert {(type(state["step"]), type(state["rate"])) for state in found} == {(int, float)}
 
 
 def optimizer_errors() -> list[str]:

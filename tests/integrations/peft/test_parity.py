@@ -91,10 +91,10 @@ def train(case: Case) -> dict[str, Any]:
         ids = tokens(step, SAMPLES)[accelerator.process_index * share :][:share]
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
-        if case.ep_size:
-            experts.sync.before_clip()
+        norm = float(experts.global_norm(model.parameters())) if case.ep_size else None
         grads.append(rows(inner, grads=True))
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.03)))
+        assert norm is None or norms[-1] == pytest.approx(norm, rel=1e-12)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())

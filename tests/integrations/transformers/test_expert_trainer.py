@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
 
-from benchmarks.support.families import EXPERTS, config, randomize_routers
+from benchmarks.support.families import config, randomize_routers
 from benchmarks.support.precision import IN_FLOAT64, relative_difference
 from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.toy import error_of
 from tests.integrations.peft.models import adapted, base, lora_config, rows, together
 from tests.integrations.transformers import examples
-from tests.integrations.transformers.trainers import STEPS, dataset, expected_usage, make, quiet_float64, usage, world
+from tests.integrations.transformers.trainers import STEPS, dataset, make, quiet_float64, usage, world
 from tests.integrations.transformers.training import prepare
 from tests.support.equality import assert_equal_rows
 from toolkit.errors import UserError
@@ -64,29 +63,6 @@ def classifier() -> Any:
     return randomize_routers(AutoModelForSequenceClassification.from_config(settings, **options))
 
 
-def count_load(model: Any) -> list[list[list[int]]]:
-    """Count tokens by training forward pass, layer and expert without padding, from the arguments of modules."""
-    load_FLE: list[list[list[int]]] = []
-    mask: Any = None
-
-    def begin(_: Any, __: Any, inputs: dict[str, Any]) -> None:
-        nonlocal mask
-        mask = inputs.get("attention_mask")
-        if torch.is_grad_enabled():
-            load_FLE.append([])
-
-    def add(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-        if torch.is_grad_enabled():
-            ids = arguments[1] if mask is None else arguments[1][mask.flatten().bool()]
-            load_FLE[-1].append(torch.bincount(ids.flatten(), minlength=EXPERTS).tolist())
-
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    for name, module in model.named_modules():
-        if name.endswith("mlp.experts"):
-            module.register_forward_pre_hook(add)
-    return load_FLE
-
-
 def with_peft_config(trained: str) -> dict[str, Any]:
     torch.manual_seed(1)
     return {"peft_config": lora_config()} if trained == "peft_config" else {}
@@ -104,7 +80,6 @@ def train(folder: Path, case: str) -> dict[str, Any]:
         model, data = classifier(), dataset("Trainer")
         more["train_dataset"] = data.remove_columns("labels").add_column("labels", [n % 3 for n in range(len(data))])
     trainer = make(case.partition(",")[0], folder, model, options=options, **more)
-    load_FLE = count_load(trainer.model)
     trainer.train()
     saved = folder / f"{case}, {world()}"
     trainer.save_model(str(saved))
@@ -121,7 +96,6 @@ def train(folder: Path, case: str) -> dict[str, Any]:
         "weights": rows(trainer.model),
         "loaded": rows(loaded),
         "migrations": len(trainer.experts.migrations),
-        "load": load_FLE,
     }
 
 
@@ -150,19 +124,6 @@ def test_trainer_on_two_processes_equals_one(case: str, runs: Runs):
     assert_equal_rows(weights, expected["weights"], ROUNDED)
     assert_equal_tensors(ranks[0]["loaded"], weights)
     assert bool(ranks[0]["migrations"]) == ("replan" in CASES[case][1])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_trainer_logs_expert_load_of_all_ranks(case: str, runs: Runs):
-    for number in (1, 2):
-        ranks = [rank[case] for rank in runs[number, train_all]]
-        load_FLE = np.sum([rank["load"] for rank in ranks], 0)
-        load_SLE = load_FLE.reshape(STEPS, -1, *load_FLE.shape[1:]).sum(1)
-        for rank in ranks:
-            *lines, last = rank["logs"]
-            assert not any(name.startswith("moe/") for name in last)
-            for line, load_LE in zip(lines, load_SLE.tolist(), strict=True):
-                assert usage(line) == pytest.approx(expected_usage(load_LE), rel=1e-12)
 
 
 def resume(folder: Path) -> list[tuple[Any, dict[str, torch.Tensor]]]:

@@ -1,17 +1,16 @@
 """Runs of transformers' Trainer and TRL's trainers with sharded experts, on generated data."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.support.families import VOCAB, tokens
 from benchmarks.support.precision import in_float64
+from tests.parity.models import Float64
 from toolkit.integrations.transformers import expert_trainer
 
 STEPS, SAMPLES = 3, 8
@@ -89,20 +88,8 @@ def make(kind: str, folder: Path, model: Any, *, options: dict[str, Any] | None 
     return made
 
 
-def expected_usage(loads: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the metrics of a log step from the load of each layer's experts."""
-    shares = [[load / sum(layer) for load in layer] for layer in loads]
-    entropies = [sum(-share * math.log(share, len(layer)) for share in layer if share) for layer in shares]
-    return {
-        "moe/load_entropy": sum(entropies) / len(entropies),
-        "moe/max_load_over_mean": max(len(layer) * max(layer) for layer in shares),
-        "moe/min_load_over_mean": min(len(layer) * min(layer) for layer in shares),
-        "moe/max_violation": sum(len(layer) * max(layer) - 1 for layer in shares) / len(shares),
-    }
-
-
 def usage(line: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of a log step that `expected_usage` returns."""
+    """Return the metrics of expert load of a log step."""
     known = ["load_entropy", "max_load_over_mean", "min_load_over_mean", "max_violation"]
     return {name: value for name, value in line.items() if name.removeprefix("moe/") in known}
 
@@ -118,14 +105,8 @@ def quiet_float64() -> Iterator[None]:
     from transformers.utils import logging
     from trl.kernels import chunked_logprob
 
-    class Wider:
-        float32 = torch.float64
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()
-    with in_float64(), mock.patch.object(chunked_logprob, "torch", Wider()):
+    with in_float64(), mock.patch.object(chunked_logprob, "torch", Float64()):
         yield

@@ -20,10 +20,10 @@ def prepare(model: nn.Module, lr: float = 1e-2, **options: Any) -> tuple[ExpertP
     return experts, *experts.prepare(model, adamw(model, lr))
 
 
-def enable_checkpointing(model: Any, *, use_reentrant: bool, **settings: Any) -> None:
+def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
     # transformers renamed the method in 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant, **settings})
+    enable({"use_reentrant": use_reentrant})
 
 
 def train_step(

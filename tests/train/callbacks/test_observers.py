@@ -76,17 +76,6 @@ class StubTrainer:
         return {f"{name}/accuracy": self.state.step / 100}
 
 
-def test_evaluation_every_few_steps_includes_the_last_step_once():
-    trainer = StubTrainer(0)
-    evaluation = Evaluation(batches=None, every_steps=8)
-    for step in range(1, 21):
-        trainer.state.step = step
-        evaluation.on_step_end(trainer)
-    evaluation.on_fit_end(trainer)
-    assert trainer.evaluated == [8, 16, 20]
-    assert trainer.results == {"test_accuracy": 0.2, "best_test_accuracy": 0.2}
-
-
 def test_evaluation_resumed_at_the_last_step_is_not_repeated():
     trainer = StubTrainer(20)
     before, resumed, fresh = (Evaluation(batches=None) for _ in range(3))
