@@ -36,15 +36,6 @@ def test_split_is_complete_and_even(rows, count):
     assert max(lengths) - min(lengths) <= 1
 
 
-@given(sizes, sizes, st.integers(0, 3))
-def test_epoch_has_every_sample_once(num_samples, batch_size, epoch):
-    order = BatchOrder(num_samples=num_samples, batch_size=batch_size, seed=3)
-    steps = order.steps_per_epoch
-    batches = list(islice(order.batches(epoch * steps), steps))
-    assert sorted(torch.cat(batches).tolist()) == list(range(num_samples))
-    assert all(len(batch) == batch_size for batch in batches[:-1])
-
-
 @given(sizes, sizes, st.integers(0, 40))
 def test_samples_before_counts_previous_batches(num_samples, batch_size, step):
     order = BatchOrder(num_samples=num_samples, batch_size=batch_size, seed=0)

@@ -38,12 +38,6 @@ def test_non_finite_numbers_are_written_as_null(metrics, path):
     metrics.close()
 
 
-def test_read_metrics_skips_truncated_last_line(path):
-    assert steps_in(path) == []
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
-    assert steps_in(path) == [1, 2]
-
-
 def test_failed_write_keeps_old_file(tmp_path, monkeypatch):
     write_json(tmp_path / "r.json", {"a": 1})
 
