@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
-from benchmarks.support.processes import ROOT
+from benchmarks.support.processes import ROOT, program_environment
 
 STUB = ast.parse((ROOT / "toolkit" / "__init__.pyi").read_text())
 PACKAGES = ("toolkit", "toolkit.experts", "toolkit.data", "toolkit.dynamic", "toolkit.integrations.transformers")
@@ -21,6 +21,11 @@ UNTYPED_HERE = (
     "torch accelerate transformers datasets numpy matplotlib networkx scipy sklearn tqdm psutil PIL tyro filelock"
 )
 """Libraries that mypy skips, because checking torch takes minutes."""
+TYPED = (
+    "docs/examples/own_loop.py docs/examples/text_classification.py recipes/mnist_moe.py recipes/lmu_speech.py "
+    "recipes/speech/ctc.py recipes/speech/transcripts.py"
+)
+"""Scripts of users: loops by hand and by `fit`, and recipes with a task, callbacks and experts."""
 MISUSE = """
 import toolkit as tk
 tk.start_run("name")  # no config
@@ -105,16 +110,16 @@ def test_commands_that_do_not_train_import_neither_dynamo_nor_dtensors():
 
 
 @pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is a development dependency")
-def test_mypy_strict_accepts_user_script_and_rejects_misuse(tmp_path: Path):
+def test_mypy_strict_accepts_scripts_and_rejects_misuse(tmp_path: Path):
     misuse, settings = tmp_path / "misuse.py", tmp_path / "mypy.ini"
     misuse.write_text(MISUSE)
     untyped = ",".join(f"{library}.*" for library in UNTYPED_HERE.split())
     settings.write_text(f"[mypy]\n[mypy-{untyped}]\nfollow_imports = skip\n")
     options = ["--strict", "--allow-subclassing-any", "--follow-imports=silent", "--explicit-package-bases"]
     options += ["--cache-dir", str(tmp_path / "cache"), "--config-file", str(settings)]
-    script = ROOT / "tests" / "api" / "user_script.py"
-    command = [sys.executable, "-m", "mypy", *options, script, misuse]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "mypy", *options, *TYPED.split(), misuse]
+    environment = program_environment(MYPYPATH="recipes")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     errors = re.findall(r"(\w+)\.py:(\d+): error", done.stdout)
     wrong = [number for number, line in enumerate(MISUSE.splitlines(), start=1) if re.match(r"tk|    def", line)]
     assert sorted(set(errors)) == [("misuse", str(number)) for number in wrong], done.stdout + done.stderr

@@ -1,6 +1,6 @@
 """Order of training data, division over ranks, draws per visit, examples of variable length, evaluation batches."""
 
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -36,15 +36,6 @@ def test_split_is_complete_and_even(rows, count):
     assert max(lengths) - min(lengths) <= 1
 
 
-@given(sizes, sizes, st.integers(0, 3))
-def test_epoch_has_every_sample_once(num_samples, batch_size, epoch):
-    order = BatchOrder(num_samples=num_samples, batch_size=batch_size, seed=3)
-    steps = order.steps_per_epoch
-    batches = list(islice(order.batches(epoch * steps), steps))
-    assert sorted(torch.cat(batches).tolist()) == list(range(num_samples))
-    assert all(len(batch) == batch_size for batch in batches[:-1])
-
-
 @given(sizes, sizes, st.integers(0, 40))
 def test_samples_before_counts_previous_batches(num_samples, batch_size, step):
     order = BatchOrder(num_samples=num_samples, batch_size=batch_size, seed=0)
@@ -76,13 +67,6 @@ def test_micro_batches_do_not_depend_on_world_size(num_samples, batch_size, accu
     for step in range(6):
         for micro in range(accumulation):
             assert [row for rank in ranks for row in rank[step][micro]] == single[step][micro]
-
-
-def test_rank_without_rows_gets_an_empty_micro_batch():
-    # The second step has the last of 9 samples, in the second micro-batch on rank 1.
-    first, second = (rank_steps(9, 1, 1, accumulation=2, rank=rank, world_size=2)[0] for rank in (0, 1))
-    assert [len(micro) for micro in first] == [0, 0]
-    assert [len(micro) for micro in second] == [0, 1]
 
 
 def test_workers_load_the_same_batches_and_exit():
@@ -206,19 +190,3 @@ def test_bucketed_batches_have_little_padding():
     assert sorted(first) == sorted(second)
     assert first != sorted(first)
     assert first != second
-
-
-def test_bucketed_batches_do_not_depend_on_world_size():
-    data = ragged([3, 1, 4, 1, 5, 2, 6])
-    order = BucketedOrder.of(data, "input", batch_size=4, seed=1)
-
-    def numbers(rank: int, world: int) -> list[list[int]]:
-        batches = TrainBatches(data, batch_size=4, seed=1, order=order, rank=rank, world_size=world)
-        steps = batches.steps(1)  # the short batch with three examples, then the next epoch
-        return [[int(i) for micro in next(steps) for i in micro["number"]] for _ in range(3)]
-
-    single = numbers(0, 1)
-    assert [len(step) for step in single] == [3, 4, 3]
-    for world in (2, 4):
-        ranks = [numbers(rank, world) for rank in range(world)]
-        assert [list(chain.from_iterable(parts)) for parts in zip(*ranks, strict=True)] == single

@@ -69,14 +69,6 @@ def test_drawn_visits_have_drawn_rows_and_differ_between_addresses():
     assert len(torch.cat(visits).unique()) == 400
 
 
-def test_loaded_buffer_continues():
-    memory, loaded = buffer_of(added=300), buffer_of()
-    loaded.load_state_dict(memory.state_dict())
-    for each in (memory, loaded):
-        each.add(torch.arange(300, 400))
-    assert torch.equal(memory.rows, loaded.rows)
-
-
 def test_rows_are_kept_with_equal_probability():
     kept = torch.zeros(40)
     for seed in range(400):

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks.support.precision import IN_FLOAT64, in_float64
 from benchmarks.support.processes import ROOT, run_distributed
+from tests.recipes.runs import losses
 from tests.support.forked_python import run_forked
 from toolkit.run.tracking.jsonl import read_metrics
 
@@ -67,10 +68,6 @@ def classify(folder: Path, run: str, **changes: Any) -> dict[str, Any]:
     usual: Any = {"data_dir": folder, "run_dir": folder / run, "tracker": "none", "cpu": True}
     with in_float64(), mock.patch.object(script, "build_model", lambda *args: build(*args).double()):
         return script.main(script.debug().replace(**usual, **changes))
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
 
 
 def test_example_on_two_processes_equals_one_process_and_reloads(tmp_path: Path):

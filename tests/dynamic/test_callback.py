@@ -11,18 +11,14 @@ from torch import Tensor
 from benchmarks.support.precision import relative_difference
 from benchmarks.support.processes import run_distributed
 from tests.dynamic.dynamic_run import EVENTFUL, dynamic_config, dynamic_trainer, history_of
+from tests.recipes.runs import losses
 from tests.support.trainers import in_hook
 from toolkit.data.table import Batch
 from toolkit.dynamic.callback import COUNTED, Lifecycle
 from toolkit.experts.parallel.optimizer_rows import unwrapped
 from toolkit.experts.state.state_dict import whole_state_dict
-from toolkit.run.tracking.jsonl import read_metrics
 
 Outcome = tuple[list[tuple[int, str, tuple[int, ...]]], list[float], dict[str, Any]]
-
-
-def losses_in(folder: Path) -> list[float]:
-    return [line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def train(folder: Path, ep_size: int = 1, stop: int | None = None, **settings: Any) -> Outcome:
@@ -34,7 +30,7 @@ def train(folder: Path, ep_size: int = 1, stop: int | None = None, **settings: A
         assert_in_bounds(lifecycle, config.lifecycle.min_experts)
     if dist.is_initialized():
         dist.barrier()
-    return history_of(lifecycle), losses_in(folder), results
+    return history_of(lifecycle), losses(folder), results
 
 
 def assert_in_bounds(lifecycle: Lifecycle, fewest: int) -> None:
@@ -170,7 +166,7 @@ def rows_in_use(folder: Path, ep_size: int, all_rows: bool) -> tuple[Outcome, li
         unwrapped(trainer.optimizer).register_step_post_hook(watch)
         results = trainer.fit()
         assert {len(weight) for weight in (layer.experts.up, layer.experts.down)} == {8 // ep_size}
-    return (history_of(lifecycle), losses_in(folder), results), backward, stepped, active_rows
+    return (history_of(lifecycle), losses(folder), results), backward, stepped, active_rows
 
 
 def rows_in_use_and_all_rows(folder: Path, ep_size: int) -> list[Any]:

@@ -2,14 +2,15 @@
 
 import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
 
 from tests.dynamic.eventful import write_lifecycle
+from tests.run.pictures.test_plots import coloured_pixels, kept_figures
 from toolkit.dynamic import plots
 from toolkit.dynamic.knowledge_graph_plot import EDGES, draw_knowledge_graph
 from toolkit.dynamic.performance import performance_summary
 from toolkit.dynamic.plots import draw_dynamic_run
 from toolkit.dynamic.records import read_lifecycle
+from toolkit.run.pictures import plots as run_plots
 from toolkit.run.pictures.plots import colour_of, spread
 
 FIGURES = ["training_metrics", "expert_activations", "expert_device_distribution"]
@@ -28,20 +29,11 @@ def test_draw_dynamic_run_writes_all_figures(tmp_path):
     assert list(paths) == [*FIGURES, GRAPH]
     for name, path in paths.items():
         assert path == tmp_path / f"{name}.png"
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("RGB")).astype(int)
-        assert (pixels.max(-1) - pixels.min(-1) > 60).sum() > 2000, name
+        assert coloured_pixels(path) > 2000, name
 
 
 def test_draw_dynamic_run_numbers_experts_by_uid(tmp_path, monkeypatch):
-    figures = {}
-
-    def keep(path, draw):
-        draw(figures.setdefault(path.stem, Figure()))
-        return path
-
-    monkeypatch.setattr("toolkit.run.pictures.plots.save_figure", keep)
-    monkeypatch.setattr(plots, "save_figure", keep)
+    figures = kept_figures(monkeypatch, run_plots, plots)
     draw(tmp_path, ranks=2, placement_before_moves={"moe": [[0, 1], [2, 3]]}, first_move_step=400)
     axes = figures["expert_activations"].axes[0]
     lines = {line.get_label(): np.asarray(line.get_xydata()) for line in axes.get_lines()}

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from itertools import pairwise
 
 import pytest
 
@@ -11,6 +12,7 @@ from recipes import lm_moe
 from tests.recipes.runs import (
     assert_equal_curves,
     bits_per_byte,
+    drawn,
     load_bytes,
     losses,
     main_in_float64,
@@ -36,7 +38,13 @@ def corpus(folder):
 
 def config(folder, run, **changes):
     os.environ["TOOLKIT_CACHE_DIR"] = str(folder / "cache")
-    settings = {"dataset": "folder", "data_dir": folder / "corpus", "run_dir": folder / run, "max_steps": STEPS}
+    settings = {
+        "dataset": "folder",
+        "data_dir": folder / "corpus",
+        "run_dir": folder / run,
+        "max_steps": STEPS,
+        "log_every": 2,
+    }
     return lm_moe.debug().replace(**{**settings, **changes}, tracker="none", cpu=True)
 
 
@@ -72,8 +80,19 @@ def test_two_processes_that_move_experts_equal_one(runs):
     assert {"train/loss", "train/penalty", "train/grad_norm"} <= metrics(runs / "one")[-1].keys()
     for run in ("two", "fsdp2"):
         assert_equal_curves(runs / run, runs / "one")
-    assert results(runs / "two")["migrated_experts"] > 0
     assert losses(runs / "one")[-1] < losses(runs / "one")[0] - 0.05
+
+
+def test_moves_are_recorded_and_drawn(runs):
+    facts, lines = results(runs / "two"), metrics(runs / "two")
+    assert facts["migrated_experts"] > 0
+    for layer, placement in facts["expert_placement"].items():
+        recorded = [line[f"moe/placement/{layer}"] for line in lines if f"moe/placement/{layer}" in line]
+        assert [recorded[0], recorded[-1]] == [facts["placement_before_moves"][layer], placement]
+        assert len(recorded) < len(lines)
+        assert all(before != after for before, after in pairwise(recorded)), "recorded without a move"
+    assert ["expert_moves" in drawn(runs / run) for run in ("two", "fsdp2")] == [True, False]
+    assert not any(name.startswith("moe/placement") for line in metrics(runs / "fsdp2") for name in line)
 
 
 def test_resumed_run_equals_uninterrupted_run(runs):

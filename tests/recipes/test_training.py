@@ -1,14 +1,13 @@
 """Training of recipes other than language models: on two processes, after a stop, with various settings."""
 
 import os
-from itertools import pairwise
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import toolkit as tk
-from benchmarks.support.precision import IN_FLOAT64, in_float64
+from benchmarks.support.precision import in_float64
 from benchmarks.support.processes import ROOT, run_distributed
 from recipes import few_labels, har, lmu_speech, mnist_moe, psmnist, vae_robustness
 from tests.recipes.runs import assert_equal_curves, assert_figures, drawn, losses, metrics, results, train_with_stop
@@ -280,38 +279,3 @@ def test_har_flags_of_batch_table_give_its_values(row):
     assert parsed.batch_size == int(effective) == int(gpus) * int(per_gpu) * int(accumulation)
     assert parsed.peak_lr == pytest.approx(float(rate))
     assert parsed.schedule.warmup_epochs == float(warmup)
-
-
-COMMON = "debug --epochs 1 --dataset digits --tracker none --cpu --balance none --log-every 2"
-FLAGS = {
-    "default": "",
-    "moves": "--initial-placement round_robin --spare-slots 1 --dense-parallel fsdp2 --replan.planner replicate "
-    "--replan.every 5 --replan.no-guarded",
-}
-
-
-def train_with_moves(folder):
-    for name, flags in FLAGS.items():
-        arguments = [*COMMON.split(), *flags.split(), "--run-dir", str(folder / name)]
-        with in_float64():
-            mnist_moe.main(cli.parse(mnist_moe.PRESETS, arguments))
-
-
-def test_run_with_moves_records_placements_and_equals_run_without(tmp_path):
-    run_distributed(train_with_moves, 2, tmp_path)
-    fixed, moves = (tmp_path / name for name in FLAGS)
-    assert losses(moves) == pytest.approx(losses(fixed), rel=IN_FLOAT64)
-    facts = results(moves)
-    assert facts["test_accuracy"] == results(fixed)["test_accuracy"]
-    assert facts["migrated_experts"] > 0
-    lines = metrics(moves)
-    placements = [line["moe/placement/block"] for line in lines if "moe/placement/block" in line]
-    assert lines[0]["moe/placement/block"] == placements[0]
-    assert 1 < len(placements) < len(lines)
-    assert all(before != after for before, after in pairwise(placements)), "recorded without a move"
-    assert placements[-1] == facts["expert_placement"]["block"]
-    assert max(map(len, placements[-1])) == 3, "no replica in a spare slot"
-    assert facts["placement_before_moves"]["block"] == placements[0] == [[0, 2], [1, 3]]
-    assert (moves / "expert_moves.png").exists()
-    assert not (fixed / "expert_moves.png").exists()
-    assert not any(name.startswith("moe/placement") for line in metrics(fixed) for name in line)

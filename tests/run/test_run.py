@@ -232,23 +232,6 @@ def test_closed_pipe_of_console_output_warns_once(monkeypatch, capsys):
     assert capsys.readouterr().err.count("the reader of the output is gone: the run goes on") == 1
 
 
-def losses_of(folder):
-    return [(line["step"], line["train/loss"]) for line in read_metrics(folder / "metrics.jsonl")]
-
-
-def test_resumed_run_continues_metrics_after_truncated_line(tmp_path):
-    with start(run_dir=tmp_path) as run:
-        for step in (10, 20, 30):
-            run.log({"train/loss": 1.0}, step)
-    with (tmp_path / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 40, "train/l')
-    with start(run_dir=tmp_path, log_every=5) as run:
-        run.truncate_metrics(20)
-        run.log({"train/loss": 2.0}, 25)
-        run.log({"train/loss": 2.0}, 30)
-    assert losses_of(tmp_path) == [(10, 1.0), (20, 1.0), (25, 2.0), (30, 2.0)]
-
-
 def test_log_writes_metrics_at_once_and_restart_overwrites_them(tmp_path):
     for loss in (1.0, 2.0):
         with start(run_dir=tmp_path) as run:

@@ -81,8 +81,10 @@ def test_config_adds_callbacks_and_expects_its_ep_groups(tmp_path: Path):
 
 def test_moe_from_config_passes_settings_to_the_layer():
     options = {"router_score": "sigmoid", "routed_scaling": 2.0}
-    config = tk.MoERunConfig(**options, capacity_factor=1.25, recompute="full")
-    layer = moe_from_config(config, 8, groups=ExpertGroups())
+    places = {"experts": 4, "initial_placement": "round_robin", "spare_slots": 1}
+    config = tk.MoERunConfig(**options, **places, capacity_factor=1.25, recompute="full")
+    layer = moe_from_config(config, 8, groups=ExpertGroups(ep_size=2))
+    assert layer.placement.slots == ((0, 2, -1), (1, 3, -1))
     assert layer.router.options == RouterOptions(**options)
     assert (layer.capacity_factor, layer.recompute) == (1.25, True)
 

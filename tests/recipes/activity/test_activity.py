@@ -146,13 +146,6 @@ def test_hmp_codes_become_g_in_overlapping_windows(tmp_path):
     assert data.class_counts.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("seconds", "overlap", "count"), [(4.0, 0.0, 2), (2.0, 0.5, 8), (4.0, 0.75, 6)])
-def test_windows_have_requested_length_and_overlap(tmp_path, seconds, overlap, count):
-    write_hmp(tmp_path, [("walk", "f1", codes(300)), ("walk", "m1", codes(300))])
-    data = load("hmp", tmp_path, folds=2, window_seconds=seconds, overlap=overlap)
-    assert data.test.columns["input"].shape == (count, 3, round(32 * seconds))
-
-
 def test_folds_hold_out_every_volunteer_once(tmp_path):
     write_volunteers(tmp_path)
     folds = [load("hmp", tmp_path, fold=fold, folds=3) for fold in range(3)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoencoder.labels import UNLABELLED, FewLabels, balanced_rows, corrupted, with_noise
+from autoencoder.labels import UNLABELLED, FewLabels, balanced_rows, corrupted
 from toolkit.data.table import TensorTable
 from toolkit.errors import UserError
 
@@ -104,9 +104,3 @@ def test_noise_is_standard_normal_and_new_at_each_access():
     assert abs(noise.mean()) < 0.02
     assert abs(noise.std() - 1) < 0.02
     assert len(noise.unique(dim=0)) == 10_000
-
-
-def test_evaluation_noise_is_fixed():
-    first, second = (with_noise(DIGITS, (2,), seed=1).columns["noise"] for _ in range(2))
-    assert torch.equal(first, second)
-    assert first.shape == (IMAGES, 2)

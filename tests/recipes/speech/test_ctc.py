@@ -167,12 +167,6 @@ def test_decode_inverts_encode(text):
     assert Characters().decode(Characters().encode(text)) == text
 
 
-def test_blank_is_last_id():
-    characters = Characters()
-    assert len(characters) == 29
-    assert characters.blank == 28 not in characters.encode(ENGLISH)
-
-
 def test_invalid_characters_raise():
     with pytest.raises(UserError, match="'AB7' has the character '7', which is not in the vocabulary"):
         Characters().encode("AB7")

@@ -159,13 +159,6 @@ def test_invalid_settings_raise(make, settings, message):
         make(**settings)
 
 
-def test_peak_lr_with_scale_lr_is_proportional_to_batch_size():
-    warm = ScheduleOptions(warmup_epochs=2)
-    assert RunConfig(lr=1e-3, batch_size=128, scale_lr=32, schedule=warm).peak_lr == pytest.approx(4e-3)
-    assert RunConfig(lr=1e-3, batch_size=128).peak_lr == 1e-3
-    assert RunConfig(lr=1e-3, batch_size=16, scale_lr=32).peak_lr == 5e-4
-
-
 @pytest.mark.parametrize(("world", "experts", "ep_size"), [(1, 8, 1), (2, 8, 2), (4, 6, 2), (3, 8, 1), (8, 4, 4)])
 def test_default_ep_size_divides_world_size_and_experts(world, experts, ep_size):
     assert MoERunConfig(experts=experts).ep_size_in(world) == ep_size

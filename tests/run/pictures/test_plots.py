@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from toolkit.run.pictures import plots
-from toolkit.run.pictures.plots import Experts, _draw_loads, draw_loss, save_figure
+from toolkit.run.pictures.plots import Experts, _draw_loads, save_figure
 from toolkit.train.pictures import draw_run
 
 
@@ -26,15 +26,22 @@ def coloured_pixels(path):
     return int((pixels.max(-1) - pixels.min(-1) > 60).sum())
 
 
-def figures_of(folder, monkeypatch, lines, results):
-    """Return the figures of a run by name."""
+def kept_figures(monkeypatch, *modules):
+    """Return the figures by name that `modules` draw from now on instead of saving them."""
     figures = {}
 
     def keep(path, draw):
         draw(figures.setdefault(path.stem, Figure()))
         return path
 
-    monkeypatch.setattr(plots, "save_figure", keep)
+    for module in modules:
+        monkeypatch.setattr(module, "save_figure", keep)
+    return figures
+
+
+def figures_of(folder, monkeypatch, lines, results):
+    """Return the figures of a run by name."""
+    figures = kept_figures(monkeypatch, plots)
     draw_run(write(folder, lines), results)
     return figures
 
@@ -73,7 +80,7 @@ def test_draw_run_with_moved_experts_draws_five_plots(tmp_path, experts):
 
 
 def test_replicated_expert_is_drawn_in_placements_and_moves(tmp_path, monkeypatch):
-    lines = [{"step": step, "moe/rank_imbalance": 1.5 - step / 100} for step in (10, 20, 30, 40)]
+    lines = [{"step": step, "train/loss": 1.0, "moe/rank_imbalance": 1.5 - step / 100} for step in (10, 20, 30, 40)]
     lines[0] |= {"moe/placement/block": [[0, 1], [2]], "moe/load/block": [0.5, 0.5, 0.0]}
     lines[1] |= {"moe/placement/block": [[0, 1], [2, 0]], "moe/migrated_experts": 1}
     results = {"expert_placement": {"block": [[0, 1], [2, 0]]}, "placement_before_moves": {"block": [[0, 1], [2]]}}
@@ -84,7 +91,7 @@ def test_replicated_expert_is_drawn_in_placements_and_moves(tmp_path, monkeypatc
     assert [box.get_linewidth() == 2 for box in after.patches] == [False, False, False, True], "new on its rank"
     top, ranks = figures["expert_moves"].axes
     assert top.get_lines()[0].get_xydata().tolist() == [[10, 1.4], [20, 1.3], [30, 1.2], [40, 1.1]]
-    assert moves_in(top) == [[20, 20]]
+    assert moves_in(top) == moves_in(figures["loss"].axes[0]) == [[20, 20]]
     (mesh,) = ranks.collections
     # Two rows per expert, because expert 0 has two replicas at the end; columns begin at steps 0, 10 and 20.
     assert mesh.get_array().tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0], [1, 1, 1], [1, 1, 1]]
@@ -119,12 +126,6 @@ def test_rows_of_heat_map_are_labelled_with_active_experts():
     named = {round(tick - 0.5): label.get_text() for tick, label in ticks}
     assert len(named) == plots.MOST_NAMED
     assert named == {row: str(active[row]) for row in named}
-
-
-def test_draw_loss_marks_expert_moves():
-    figure = Figure()
-    draw_loss(figure, [{"step": step, "train/loss": 1.0, "moe/migrated_experts": step == 2} for step in (1, 2, 3)])
-    assert moves_in(figure.axes[0]) == [[2, 2]]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_peak_memory_excludes_earlier_allocations(tmp_path):
 
 def step_lines(capsys) -> dict[str, str]:
     """Return the progress lines by step."""
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     return {line.split("/")[0].removeprefix("step").strip(): line for line in lines}
 
 
