@@ -1,7 +1,6 @@
 """Damaged or hostile checkpoints raise one error, and run no code."""
 
 import json
-import os
 import pickle
 import struct
 import warnings
@@ -15,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.audit.models import build, write
+from tests.support.special_files import replace_by_pipe
 from toolkit.audit.checks import audit
 from toolkit.errors import UserError
 
@@ -43,11 +43,6 @@ def header(text: bytes, size: int | None = None) -> bytes:
 
 def entries(folder: Path, weight_map: object) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-
-def replace_by_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 def save_pickled(folder: Path, value: object) -> None:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 import toolkit as tk
 from benchmarks.support.processes import run_distributed
 from tests.support.small_run import SmallConfig, SmallModel
+from tests.support.special_files import replace_by_pipe
 from toolkit.checkpoint.checkpoint import begin_checkpoint, load_checkpoint
 from toolkit.checkpoint.finding import find_checkpoint
 from toolkit.checkpoint.retention import drop_older
@@ -312,11 +313,6 @@ def link(file: Path) -> None:
     file.symlink_to(file.rename(file.parents[2] / file.name))
 
 
-def pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
 def name_a_file_of_another_folder(file: Path) -> None:
     about = manifest.read_manifest(file.parent)
     about["files"]["../step-00000003/model.safetensors"] = about["files"]["model.safetensors"]
@@ -327,7 +323,10 @@ def name_a_file_of_another_folder(file: Path) -> None:
     ("name", "tamper", "message"),
     [
         *((name, link, f"{name} cannot be read (it is a link") for name in ("model.safetensors", manifest.NAME)),
-        *((name, pipe, f"{name} cannot be read (it is a link") for name in ("model.safetensors", manifest.NAME)),
+        *(
+            (name, replace_by_pipe, f"{name} cannot be read (it is a link")
+            for name in ("model.safetensors", manifest.NAME)
+        ),
         (manifest.NAME, lambda file: os.truncate(file, 2**40), "cannot be read (it has 1,099,511,627,776 bytes)"),
         (manifest.NAME, name_a_file_of_another_folder, "names a file of another folder"),
     ],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.support.processes import run_distributed
 from tests.support.small_run import SmallConfig, Stop, small_config, small_trainer, train
-from tests.support.symlinks import symlink_to_file
+from tests.support.special_files import symlink_to_file
 from toolkit.errors import Preempted, UserError
 from toolkit.experts.state import manifest
 from toolkit.run.config.callback_options import CheckpointOptions

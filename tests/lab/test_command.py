@@ -67,12 +67,14 @@ def test_lab_without_a_trace_runs_all_workloads(capsys: pytest.CaptureFixture[st
         (["pipe"], "pipe: not a file"),
         (["--machine", "pipe"], "pipe: not a file"),
         (["--machine", "machine.json"], "error: machine.json: cannot be read (JSONDecodeError"),
+        (["ids.jsonl"], "ids that no expert has"),
     ],
 )
 def test_lab_with_invalid_input_exits_with_code_2(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("machine.json").write_text("[1, 2")
+    Path("ids.jsonl").write_text('{"step": 0, "layer": 1, "top_indices": [[99999999999]]}')
     assert main(["lab", *words]) == 2
     assert message in capsys.readouterr().err
 

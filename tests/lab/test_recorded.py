@@ -25,21 +25,14 @@ def loads_of(ids: np.ndarray) -> np.ndarray:
     return (ids[:, 1:, :, :, None] == np.arange(EXPERTS)).sum((2, 3))[:, :, None]
 
 
-def write(path: Path, ids: np.ndarray) -> None:
-    counts = np.concatenate([np.zeros((STEPS, 1, EXPERTS), int), loads_of(ids)[:, :, 0]], 1)
-    if path.suffix == ".npz":
-        np.savez(path, *(step.transpose(1, 0, 2).astype(np.int16) for step in ids))
-    elif path.suffix == ".npy":
-        np.save(path, counts.astype(np.float32))
-    else:
-        torch.save({"rank": 0, "logical_count": torch.tensor(counts)}, path)
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".npz", ".npy"])
-def test_loads_of_other_programs_are_counts_of_choices(suffix: str, tmp_path: Path):
-    ids = choices()
-    write(tmp_path / f"trace{suffix}", ids)
-    assert np.array_equal(read_recorded(tmp_path / f"trace{suffix}"), loads_of(ids))
+def test_loads_of_other_programs_are_counts_of_choices(tmp_path: Path):
+    ids, none = choices(), np.zeros((STEPS, 1, EXPERTS), int)
+    counts = np.concatenate([none, loads_of(ids)[:, :, 0]], 1)
+    np.savez(tmp_path / "trace.npz", *(step.transpose(1, 0, 2).astype(np.int16) for step in ids))
+    np.save(tmp_path / "trace.npy", counts.astype(np.float32))
+    torch.save({"rank": 0, "logical_count": torch.tensor(counts)}, tmp_path / "trace.pt")
+    for path in tmp_path.iterdir():
+        assert np.array_equal(read_recorded(path), loads_of(ids)), path
 
 
 def test_traces_of_megatron_have_a_source_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -66,19 +59,3 @@ def test_one_matrix_of_loads_is_replayed_as_two_windows(tmp_path: Path, capsys: 
     stay, moved = (float(line.split("|")[-3]) for line in rows)
     assert moved < 0.7 * stay
     assert f"`lpt`, guarded, saves {1 - moved / stay:.0%} of the time of the experts." in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.npy", b"\x93NUMPY\x01\x00", "cannot be read"),
-        ("a.jsonl", b'{"step": 0, "layer": 1, "top_indices": [[99999999999]]}\n', "ids that no expert has"),
-        ("a.pt", b"\x80\x04", "cannot be read"),
-    ],
-)
-def test_damaged_traces_exit_with_code_2(
-    name: str, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / name).write_bytes(content)
-    assert main(["lab", str(tmp_path / name)]) == 2
-    assert said in capsys.readouterr().err

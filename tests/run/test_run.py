@@ -19,7 +19,7 @@ import toolkit as tk
 from benchmarks.support.processes import run_distributed
 from tests.integrations.accelerate.toy import error_of
 from tests.support.small_run import small_config, small_trainer, train
-from tests.support.symlinks import symlink_to_file
+from tests.support.special_files import symlink_to_file
 from tests.support.trainers import preempted_at
 from toolkit.data.identity import identity_of
 from toolkit.errors import Preempted, UserError

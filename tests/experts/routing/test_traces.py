@@ -1,7 +1,6 @@
 """Traces: one record per training forward pass, and files that read back equal."""
 
 import json
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.special_files import replace_by_pipe
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import Experts, make_moe
 from toolkit.experts.layer.recompute import checkpoint
@@ -54,11 +54,6 @@ def set_format(path: Path) -> None:
     arrays = dict(np.load(path))
     facts = json.loads(arrays["metadata"].tobytes()) | {"format": 2}
     np.savez(path, **arrays | {"metadata": np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)})
-
-
-def replace_by_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 def add_large_array(path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.support.symlinks import symlink_to_file
+from tests.support.special_files import symlink_to_file
 from toolkit.run.folder import write_json
 from toolkit.run.tracking.jsonl import MetricsFile, read_metrics
 

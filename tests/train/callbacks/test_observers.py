@@ -19,7 +19,7 @@ import torch
 import toolkit as tk
 from benchmarks.support.processes import run_distributed
 from tests.run.tracking.toy import train
-from tests.support.symlinks import symlink_to_file
+from tests.support.special_files import symlink_to_file
 from tests.support.trainers import fit, in_hook, metrics
 from toolkit import progress_bar
 from toolkit.run.config.run import RunConfig

@@ -21,7 +21,7 @@ RECIPE = '''
 import json, os, signal, sys, time
 from pathlib import Path
 import toolkit as tk
-from tests.support.symlinks import symlink_to_file
+from tests.support.special_files import symlink_to_file
 from tests.support.small_run import SmallConfig, Stop, small_trainer
 from toolkit.train.callbacks.watchdog import Watchdog
 from toolkit.run.launch.restarts import past_restarts

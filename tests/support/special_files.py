@@ -1,5 +1,6 @@
-"""Symbolic links to files that must not change."""
+"""Links to files that must not change, and pipes."""
 
+import os
 from pathlib import Path
 
 
@@ -9,3 +10,8 @@ def symlink_to_file(link: Path) -> Path:
     target.write_text("precious")
     link.symlink_to(target)
     return target
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
