@@ -85,7 +85,7 @@ def test_scaling_equals_loaders(use_rslora: bool, wheels: Wheels):
 
 
 @loaders
-def test_stacked_families_equal_those_of_vllm(wheels: Wheels):
+def test_stacked_families_equal_vllm(wheels: Wheels):
     wheel, folder = wheels["vllm"], "vllm/model_executor/models/"
     texts = [wheel.read(name).decode() for name in wheel.namelist() if re.fullmatch(rf"{folder}\w+\.py", name)]
     classes = {name: (bases, body) for text in texts for name, bases, body in CLASS.findall(text)}
