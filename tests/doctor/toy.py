@@ -77,8 +77,8 @@ owned_parameters = owned(model.parameters())
 if fault == "balance":
     losses.global_load = lambda layers: torch.stack([layer.last_load_E for layer in layers])
 if fault in ("permutation", "late_permutation") and world > 1:
-    combine = stack.dispatcher.combine
-    stack.dispatcher.combine = lambda rows, dispatched: combine(
+    send_back = stack.dispatcher.send_back
+    stack.dispatcher.send_back = lambda rows, dispatched: send_back(
         rows.flip(0) if step or fault == "permutation" else rows, dispatched
     )
 if fault == "temperature":

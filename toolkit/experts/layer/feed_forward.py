@@ -114,7 +114,10 @@ class GroupedFeedForward(torch.autograd.Function):
             hidden_NF = _scaled(hidden_NF, up_NH, scale_N1)
             grad_NF.mul_(scale_N1)
         grad_down = of_down() if ctx.later is None else None
+        if ctx.later is None:
+            del hidden_NF, grad_ND  # what is not needed any more would add to the peak
         grad_NH = _activate_backward(grad_NF, up_NH, activated_NF)
+        del grad_NF, activated_NF
         grad_x = grouped_product(grad_NH, up_SHD, ends_S) if needs_x else None
         if grad_x is not None and place is not None:
             grad_x = sum_of_copies(grad_x, place, first, ctx.ranks)
