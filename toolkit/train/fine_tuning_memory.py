@@ -193,14 +193,21 @@ def fine_tuning_memory(
     traced = 0 if world > 1 else once.trained + once.trained_experts
     forward, head, backward = (peak - once.activations for peak in (once.forward, once.head, once.backward))
     layers = len(blocks.kinds) - 1
-    outputs = layers * layout.sequences * layout.context * config.hidden_size * layout.dtype.itemsize
-    kept, recomputed = (outputs, most.activations) if layout.gradient_checkpointing else (whole.activations, 0)
+    hidden = layout.sequences * layout.context * config.hidden_size * layout.dtype.itemsize
+    # Trained experts keep the rows of the tokens that visit their rank. The backward pass of a block also has gradients
+    # of their outputs, and gradients of rows, packed and on their way back. `exact_memory` leaves them out.
+    others = 1 - 1 / layout.ep_size
+    visits = layout.ep_size * (1 - others ** getattr(config, "num_experts_per_tok", 1)) if others else 0
+    received = hidden * visits * (whole.trained_experts > 0) * (world > 1)
+    of_block = most.activations + 4 * received
+    all_kept = whole.activations + layers * received
+    kept, recomputed = (layers * hidden, of_block) if layout.gradient_checkpointing else (all_kept, 0)
     # The backward pass begins, is at the second block, and is at the first block, which prefetches none.
     left = min(1, 2 / layers)
     peaks = (
         kept + max(head, recomputed + max(forward, backward)),
         left * kept + (1 - left) * gradients + recomputed + backward - traced,
-        gradients + most.activations + backward - traced - block,
+        gradients + of_block + backward - traced - block,
     )
     frozen, offloaded = whole.experts * (not whole.trained_experts), layout.offload is not None
     on_host = frozen * (layout.offload == "host")
