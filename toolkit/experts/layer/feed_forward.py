@@ -115,7 +115,7 @@ class GroupedFeedForward(torch.autograd.Function):
             grad_NF.mul_(scale_N1)
         grad_down = of_down() if ctx.later is None else None
         if ctx.later is None:
-            del hidden_NF, grad_ND  # what is not needed any more would add to the peak
+            hidden_NF = grad_ND = ends_S  # frees both; torch.compile does not trace `del` of names in closures
         grad_NH = _activate_backward(grad_NF, up_NH, activated_NF)
         del grad_NF, activated_NF
         grad_x = grouped_product(grad_NH, up_SHD, ends_S) if needs_x else None
