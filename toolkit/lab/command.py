@@ -114,11 +114,11 @@ def _markdown(cases: Sequence[Case], rows: Sequence[dict[str, Any]], rules: Rule
         sizes = f"{experts} experts on {ranks} ranks, {layers} layer(s), {steps} steps"
         lines += [f"## {case.name}", "", f"{sizes}; seed {case.seed!r}, SHA-256 {case.digest[:16]}", ""]
         table = [columns]
-        for row in rows:
-            if row["case"] == case.name:
-                cells = {**row, "planner": row["planner"] + (", guarded" if row["guarded"] else "")}
-                table.append([_cell(name, cells[name]) for name in columns])
-        lines += [markdown_table(table), _advice([row for row in rows if row["case"] == case.name]), ""]
+        of_case = [row for row in rows if row["case"] == case.name]
+        for row in of_case:
+            cells = {**row, "planner": row["planner"] + (", guarded" if row["guarded"] else "")}
+            table.append([_cell(name, cells[name]) for name in columns])
+        lines += [markdown_table(table), _advice(of_case), ""]
     return "\n".join(lines)
 
 

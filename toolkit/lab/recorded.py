@@ -106,7 +106,8 @@ def _records(path: Path) -> Mapping[tuple[int, Hashable], Sequence[NDArray[Any]]
 
 def _counted(sources: Sequence[Mapping[tuple[int, Any], Sequence[NDArray[Any]]]]) -> Ints:
     """Count expert ids by step and layer, for each source rank."""
-    steps, layers = (sorted({key[axis] for found in sources for key in found}) for axis in (0, 1))
+    keys = [sorted({key[axis] for found in sources for key in found}) for axis in (0, 1)]
+    steps, layers = ({key: place for place, key in enumerate(of)} for of in keys)
     ids = [each for found in sources for many in found.values() for each in many if each.size]
     if not ids or min(each.min() for each in ids) < 0 or (most := max(int(each.max()) for each in ids)) >= MOST_EXPERTS:
         raise ValueError("it has no expert ids, or ids that no expert has")
@@ -115,7 +116,7 @@ def _counted(sources: Sequence[Mapping[tuple[int, Any], Sequence[NDArray[Any]]]]
         for (step, layer), many in found.items():
             for each in many:
                 counts = np.bincount(each.reshape(-1), minlength=most + 1)
-                loads[steps.index(step), layers.index(layer), source] += counts
+                loads[steps[step], layers[layer], source] += counts
     return loads
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.support.families import EXPERTS, model_of, tokens
 from benchmarks.support.processes import run_distributed
@@ -186,10 +186,10 @@ def test_lazy_loading_with_quantization_config_raises(tmp_path: Path):
         causal_lm(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
-def _cast(folder: Path, dtype: torch.dtype) -> None:
+def _change(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.experts.2.up_proj.weight"
-    save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors | {name: change(tensors[name])}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 REMOVED = r"lack \d weight|have 7 rows|cannot be read \(RuntimeError: .*ize"
@@ -200,13 +200,14 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "query": (partial(_remove, prefix="model.layers.1.self_attn.q_proj.weight"), REMOVED),
     "embedding": (partial(_remove, prefix="model.embed_tokens.weight"), REMOVED),
     "expert": (partial(_remove, prefix="model.layers.1.mlp.experts.3"), REMOVED),
-    "int8": (partial(_cast, dtype=torch.int8), INTEGERS),
-    "int32": (partial(_cast, dtype=torch.int32), INTEGERS),
-    "bool": (partial(_cast, dtype=torch.bool), INTEGERS),
+    "int8": (partial(_change, change=Tensor.char), INTEGERS),
+    "int32": (partial(_change, change=Tensor.int), INTEGERS),
+    "bool": (partial(_change, change=Tensor.bool), INTEGERS),
 }
 LAZY_DAMAGES: dict[str, tuple[Any, str]] = {
     "truncated": (_truncate, r"model\.safetensors: cannot be read \(.*\)\. Download or copy the model again"),
     "matrix": (partial(_remove, prefix="model.layers.1.mlp.experts.5.up_proj"), ROWS),
+    "one row": (partial(_change, change=lambda x: x[:1].clone()), "have several shapes"),
     "config": (_double_num_experts, r"files have 8 rows or tensors like .* for 16 experts"),
 }
 

@@ -97,7 +97,7 @@ class GroupedFeedForward(torch.autograd.Function):
         # `grouped_product` does not support expanded gradients, as from `.sum()`.
         grad_ND = _permuted(grads[0].contiguous(), source)
         needs_x, needs_up, needs_down = ctx.needs_input_grad[:3]
-        grad_weights = None
+        grad_weights = grad_down = None
         hidden_NF = _hidden(up_NH, activated_NF)
 
         def of_down() -> Tensor | None:
@@ -113,8 +113,8 @@ class GroupedFeedForward(torch.autograd.Function):
             grad_weights.view(-1).index_copy_(0, pair, grad_N)
             hidden_NF = _scaled(hidden_NF, up_NH, scale_N1)
             grad_NF.mul_(scale_N1)
-        grad_down = of_down() if ctx.later is None else None
         if ctx.later is None:
+            grad_down = of_down()
             hidden_NF = grad_ND = ends_S  # frees both; torch.compile does not trace `del` of names in closures
         grad_NH = _activate_backward(grad_NF, up_NH, activated_NF)
         del grad_NF, activated_NF

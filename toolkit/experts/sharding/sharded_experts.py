@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UserError
 from toolkit.experts.compat import MovesParameters
 from toolkit.experts.layer.recompute import recomputing
 from toolkit.experts.layer.rows import Pairs
 from toolkit.experts.layer.stack import ExpertLayer
+from toolkit.experts.parallel.ownership import is_dtensor
 from toolkit.experts.sharding.layout import Layout, extend
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _compute(experts: ShardedExperts, x_RD: Float[Tensor, "R D"], pairs: Pairs) 
     # Parameters and all-to-all stay in the graph: their backward pass is a collective, too.
     parameters = {*experts.expert_stack.parameters.values(), *experts.parameters()}
     # FSDP2's shards of the stack are gathered in the module.
-    nothing = [p.flatten()[:0].sum() for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    nothing = [p.flatten()[:0].sum() for p in parameters if p.requires_grad and not is_dtensor(p)]
     return pairs.unpermute(rows_ND.to(outputs.dtype) + sum(nothing))
 
 

@@ -118,8 +118,8 @@ def log_images(callback: Any, images: Mapping[str, Path], step: int) -> None:
     if writer:
         from toolkit.run.tracking.trackers import pixels
 
-    for name, path in images.items() if writer else ():
-        writer.add_image(f"train/{name}", pixels(path), step, dataformats="HWC")
+        for name, path in images.items():
+            writer.add_image(f"train/{name}", pixels(path), step, dataformats="HWC")
 
 
 def tensors_in_files(

@@ -57,7 +57,7 @@ def experts_forward(
 def _compute_pairs(experts: Any, x_RD: Float[Tensor, "R D"], pairs: Pairs) -> Float[Tensor, "R D"]:
     y_RD = _in_one_node(experts, x_RD, pairs.order.rows_per_slot, pairs)
     if y_RD is None:
-        y_RD = pairs.unpermute(feed_forward(experts, pairs.permute(x_RD), pairs.order.rows_per_slot))
+        y_RD = pairs.unpermute(_in_steps(experts, pairs.permute(x_RD), pairs.order.rows_per_slot))
     return y_RD
 
 
@@ -81,8 +81,12 @@ class TransformersLayout(CalledByIds, RowsOnHost, PackedRows):
 
 def feed_forward(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
     """Return the outputs of an experts module of transformers for rows in order of slots."""
-    if (y_ND := _in_one_node(experts, rows_ND, rows_per_slot)) is not None:
-        return y_ND
+    y_ND = _in_one_node(experts, rows_ND, rows_per_slot)
+    return _in_steps(experts, rows_ND, rows_per_slot) if y_ND is None else y_ND
+
+
+def _in_steps(experts: Any, rows_ND: Float[Tensor, "N D"], rows_per_slot: Int[Tensor, " S"]) -> Float[Tensor, "N D"]:
+    """Return the outputs of any experts, with autograd's own backward pass."""
     dtype = rows_ND.dtype
     first, last = projections(experts)
     low_rank = _low_rank_of(experts)

@@ -413,7 +413,7 @@ def _keep_only(layers: Iterable[str], model: nn.Module) -> None:
 
 
 def _require_all(sources: Sequence[_Source], num_experts: int, files: _Files) -> None:
-    """Raise UserError if files do not have all experts of a parameter."""
+    """Raise UserError if files do not have all experts of a parameter, or not in one shape, which copies broadcast."""
     for source in sources:
         if -1 in source.keys:
             found = files.slices[source.keys[-1]].get_shape()[0]
@@ -426,6 +426,9 @@ def _require_all(sources: Sequence[_Source], num_experts: int, files: _Files) ->
                 f"model: files have {found} rows or tensors like {key!r} for {num_experts} experts. Download or copy "
                 "the model again."
             )
+        if len({tuple(files.slices[key].get_shape()) for key in source.keys.values()}) > 1:
+            key = next(iter(source.keys.values()))
+            raise UserError(f"model: tensors like {key!r} have several shapes. Download or copy the model again.")
 
 
 def _room_in_a_file(shape: torch.Size, dtype: torch.dtype, folder: str | os.PathLike[str]) -> Tensor:
