@@ -239,34 +239,11 @@ def test_reset_accelerator_state_clears_all_states():
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 
-def small_experts(implementation: str) -> Any:
+def test_apply_gate_applies_the_gate_in_the_first_half_of_the_columns():
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    config = Qwen3MoeConfig(hidden_size=4, moe_intermediate_size=2, num_experts=2, num_experts_per_tok=1)
-    config._experts_implementation = implementation
-    experts = Qwen3MoeExperts(config)
-    for number, parameter in enumerate(experts.parameters()):
-        nn.init.constant_(parameter, 0.5 + number)
-    return experts
-
-
-def test_register_experts_function_is_called_with_experts_tokens_ids_and_weights():
-    seen = []
-
-    def forward(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        seen.append((experts, hidden_TD.shape, ids_TK.shape, weights_TK.shape))
-        return hidden_TD * 2
-
-    transformers_compat.register_experts_function("canary", forward)
-    experts = small_experts("canary")
-    out = experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
-    assert torch.equal(out, torch.full((3, 4), 2.0))
-    assert seen == [(experts, (3, 4), (3, 1), (3, 1))]
-
-
-def test_apply_gate_applies_the_gate_in_the_first_half_of_the_columns():
-    experts = small_experts("eager")
+    experts = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=4, moe_intermediate_size=2, num_experts=2))
     assert transformers_compat.has_default_gate(experts)
     hidden = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     gated = transformers_compat.apply_gate(experts, hidden)

@@ -4,8 +4,8 @@
     python benchmarks/learning/lm_bits_per_byte.py --folder F  keep the runs in F, and resume
     python benchmarks/learning/lm_bits_per_byte.py --larger  the preset larger: nine runs of two to three minutes
     python benchmarks/learning/lm_bits_per_byte.py --much    a fraction of an epoch of a longer text: an hour
-    python benchmarks/learning/lm_bits_per_byte.py --muon  Muon and AdamW, also for the processor time of Muon: eighteen
-                                                           runs of a minute
+    python benchmarks/learning/lm_bits_per_byte.py --muon  Muon and AdamW, also at equal processor time: 27 runs of
+                                                           a minute
     python benchmarks/learning/lm_bits_per_byte.py --choose  tune learning rates on the training text
 
 Each run is `recipes/lm_moe.py`; it needs tinyshakespeare in $TOOLKIT_DATA_DIR or --data-dir. Writes
@@ -18,6 +18,9 @@ and the dense model with equal tokens are tuned; the other two arms use their ra
 With --much the text is Python's standard library, a step has 2,048 tokens, and model capacity matters: 16 and 64
 experts, and dense models with equal active parameters. One dense model trains for the processor time of 16 experts
 (`LONGER`, from the runs of --choose). One thread per run.
+
+With --muon, `AS_LONG_AS` has the arms that also train for the processor time of another arm. `dense, wider, Muon` has
+1.5 times the width of the dense model.
 """
 
 from __future__ import annotations
@@ -73,13 +76,37 @@ def with_muon(config: Config, lr: float) -> Config:
     return config.replace(optimizer=config.optimizer.replace(kind="muon"), lr=lr)
 
 
-RATE_OF_MUON = {"MoE, AdamW": 2e-2, "MoE, Muon": 4e-2, "dense, AdamW": 4e-2, "dense, Muon": 8e-2}
+def wider() -> Config:
+    return dense().replace(dim=48)
+
+
+RATE_OF_MUON = {
+    "MoE, AdamW": 2e-2,
+    "MoE, Muon": 4e-2,
+    "dense, AdamW": 4e-2,
+    "dense, Muon": 8e-2,
+    "dense, wider, Muon": 4e-2,
+}
 MUON: dict[str, Callable[[], Config]] = {
     "MoE, AdamW": lambda: full().replace(lr=RATE_OF_MUON["MoE, AdamW"]),
     "MoE, Muon": lambda: with_muon(full(), RATE_OF_MUON["MoE, Muon"]),
     "dense, AdamW": lambda: dense().replace(lr=RATE_OF_MUON["dense, AdamW"]),
     "dense, Muon": lambda: with_muon(dense(), RATE_OF_MUON["dense, Muon"]),
+    "dense, wider, Muon": lambda: with_muon(wider(), RATE_OF_MUON["dense, wider, Muon"]),
 }
+AS_LONG_AS = {
+    "MoE, AdamW": "MoE, Muon",
+    "dense, AdamW": "dense, Muon",
+    "dense, Muon": "MoE, Muon",
+    "dense, wider, Muon": "MoE, Muon",
+}
+COMPARED = {
+    "per_byte": ("mixture", "dense"),
+    "larger": ("mixture", "dense, as many tokens"),
+    "much": ("mixture, 16 experts", "dense, as many tokens"),
+    "muon": ("MoE, Muon", "dense, wider, Muon, as long as MoE, Muon"),
+}
+"""Arms whose difference is the gain of each seed."""
 RATES = {
     "muon": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1),
     "per_byte": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
@@ -159,14 +186,11 @@ if __name__ == "__main__":
             write_report("lm_bits_choice" if table == "per_byte" else f"lm_bits_{table}_choice", rows)
         else:
             runs = {arm: runs_of(arm, range(args.seeds)) for arm in arms}
-            for kind in ("MoE", "dense") if table == "muon" else ():
-                adamw, muon = (processor_seconds(runs[f"{kind}, {name}"]) for name in ("AdamW", "Muon"))
-                steps = round(STEPS_OF_FULL * muon / adamw)
-                longer = runs_of(f"{kind}, AdamW", range(args.seeds), epochs=3, max_steps=steps)
-                runs[f"{kind}, AdamW, for as long"] = longer
-            moe, baseline = (
-                next(runs[arm] for arm in arms if arm.startswith("dense") == is_dense) for is_dense in (False, True)
-            )
+            for arm, other in AS_LONG_AS.items() if table == "muon" else ():
+                steps = round(STEPS_OF_FULL * processor_seconds(runs[other]) / processor_seconds(runs[arm]))
+                longer = runs_of(arm, range(args.seeds), epochs=3, max_steps=steps)
+                runs[f"{arm}, as long as {other}"] = longer
+            moe, baseline = (runs[arm] for arm in COMPARED[table])
             gains = [d["test_bits_per_byte"] - m["test_bits_per_byte"] for m, d in zip(moe, baseline, strict=True)]
             rows = [row(arm, each) for arm, each in runs.items()]
             write_report(f"lm_bits_{table}", rows, gain_of_each_seed=gains)

@@ -181,8 +181,9 @@ def plans() -> list[dict[str, Any]]:
         norm_topk_prob=True,
     )
     batch: dict[str, Any] = {"sequences": 1, "context": 4096}
-    rows = plan(config, [*layouts(8, **batch), *layouts(8, **batch, offload=True)], lora_rank=8)
-    return [{"host": None} | row for row in rows]
+    ways = {8: [*layouts(8, **batch), *layouts(8, **batch, offload=True)], 1: layouts(1, **batch, offload=True)}
+    found = {rank: plan(config, each, lora_rank=rank) for rank, each in ways.items()}
+    return [{"rank": rank, "host": None} | row for rank, rows in found.items() for row in rows]
 
 
 def main() -> int:

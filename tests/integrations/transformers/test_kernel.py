@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from toolkit.experts.layer.feed_forward import GroupedFeedForward
 from toolkit.experts.sharding.layout import slots_of_rows
 from toolkit.experts.sharding.shard import shard_experts
 from toolkit.integrations.transformers import experts_modules, use_toolkit_kernel
-from toolkit.integrations.transformers.kernel import feed_forward
+from toolkit.integrations.transformers.compat import register_experts_function
+from toolkit.integrations.transformers.kernel import experts_forward, feed_forward
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 ROWS, IDS, WEIGHTS = torch.linspace(-1, 1, 128).sin().view(8, 16), torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5)
@@ -70,19 +72,24 @@ def test_toolkit_kernel_with_rows_in_order_of_slots_equals_eager_experts(family:
     assert_close(run_rows(experts, lambda rows: feed_forward(experts, rows, counts), x), expected[:-1], 1e-6)
 
 
-def steps_of_sharded_experts() -> tuple[list[Tensor], list[Tensor]]:
-    """Return results of sharded experts for equal tokens on all ranks, and this rank's part of those of all experts."""
+def steps_of_sharded_experts() -> tuple[list[list[Tensor]], list[Tensor], list[int]]:
+    """Return results of sharded experts by kernel, this rank's part of those of all experts, and rows by call."""
+    kernel = Mock(side_effect=experts_forward)
+    register_experts_function("other", kernel)
     whole, model = experts_of("mixtral"), model_of("mixtral")
     shard_experts(model)
     experts = list(experts_modules(model).values())[-1]
     y, x, *gradients, weights = run(whole, "eager", ROWS, IDS, WEIGHTS)
     rows = list(experts.expert_stack.placement.slots[experts.expert_stack.groups.ep_rank])
-    return run(experts, "toolkit", ROWS, IDS, WEIGHTS), [y, x, *(each[rows] for each in gradients), weights]
+    found = [run(experts, name, ROWS, IDS, WEIGHTS) for name in ("toolkit", "other")]
+    expected = [y, x, *(each[rows] for each in gradients), weights]
+    return found, expected, [len(call.args[1]) for call in kernel.call_args_list]
 
 
-def test_sharded_toolkit_kernel_equals_eager_experts():
-    for found, expected in run_distributed(steps_of_sharded_experts, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+def test_sharded_experts_with_any_kernel_equal_eager_experts():
+    for rank, (found, expected, calls) in enumerate(run_distributed(steps_of_sharded_experts, 2)):
+        torch.testing.assert_close(found, [expected] * 2, rtol=1e-5, atol=1e-6)
+        assert calls == [(32, 1)[rank]]  # one row, for the gradients of a rank without tokens
 
 
 @pytest.mark.parametrize(("family", "fused"), [("mixtral", True), ("gpt_oss", False)])

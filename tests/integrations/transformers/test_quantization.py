@@ -22,11 +22,12 @@ from toolkit.integrations.peft.merged_weights import save_merged
 from toolkit.integrations.transformers import (
     causal_lm,
     experts_in_files,
+    kernel,
     place_experts,
     save_pretrained,
     use_toolkit_kernel,
 )
-from toolkit.integrations.transformers.quantization import BLOCK, SCALES, unpacked
+from toolkit.integrations.transformers.quantization import BLOCK, SCALES, PackedRows, pack_rows, unpacked
 
 TABLES = ("gate_up_proj", "down_proj")
 
@@ -109,6 +110,20 @@ def test_unpacked_experts_equal_bitsandbytes_in_30_percent_of_memory(tmp_path: P
             before += value.nbytes
             after += packed.get_parameter(name).nbytes + packed.get_parameter(name + SCALES).nbytes
     assert after <= 0.3 * before
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_frozen_product_in_parts_equals_one_product(is_transposed: bool, monkeypatch: pytest.MonkeyPatch):
+    module: Any = PackedRows()
+    module.is_transposed = is_transposed
+    for key, value in pack_rows(module, {"rows": torch.randn(3, 160, 64)}).items():
+        module.register_parameter(key, nn.Parameter(value, requires_grad=False))
+    x, results = torch.randn(9, 160 if is_transposed else 64, dtype=torch.float64, requires_grad=True), []
+    for most in (kernel.MOST_UNPACKED, 1):
+        monkeypatch.setattr(kernel, "MOST_UNPACKED", most)
+        y = kernel.FrozenProduct.apply(x, torch.tensor([4, 0, 5]), module, "rows")
+        results.append([y, *torch.autograd.grad(y.square().sum(), x)])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def save_plain_and_merged(folder: Path, out: Path, processes: int) -> None:

@@ -26,12 +26,14 @@ from toolkit.integrations.transformers.compat import (
     register_experts_function,
 )
 from toolkit.integrations.transformers.cpu_offload import RowsOnHost, is_on_host, rows_on
-from toolkit.integrations.transformers.quantization import PackedRows, is_packed, unpacked
+from toolkit.integrations.transformers.quantization import PackedRows, is_packed, parts_of_rows, unpacked
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 NAME = "toolkit"
+MOST_UNPACKED = 2**28
+"""Bytes of a layer's packed matrices that are unpacked at a time: a GPU needs as much in addition."""
 
 
 def use_toolkit_kernel() -> str:
@@ -162,20 +164,34 @@ class FrozenProduct(torch.autograd.Function):
         """(N, F): each row times its slot's matrix."""
         ctx.save_for_backward(rows_per_slot)
         ctx.module, ctx.name = module, name
-        return grouped_mm(rows_ND, _matrices(module, name, rows_ND), rows_per_slot)
+        return _frozen_product(rows_ND, rows_per_slot, module, name, by_rows=module.is_transposed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """The gradient of the rows only."""
         (rows_per_slot,) = ctx.saved_tensors
-        matrices = _matrices(ctx.module, ctx.name, grads[0]).transpose(1, 2)
-        return grouped_mm(grads[0].contiguous(), matrices, rows_per_slot), None, None, None
+        module, name = ctx.module, ctx.name
+        grad = _frozen_product(grads[0].contiguous(), rows_per_slot, module, name, by_rows=not module.is_transposed)
+        return grad, None, None, None
 
 
-def _matrices(module: Any, name: str, like: Tensor) -> Float[Tensor, "S D F"]:
-    rows = unpacked(module, name, like.device) if is_packed(module, name) else rows_on(module, name, like.device)
-    rows = rows.to(like.dtype)
-    return rows if module.is_transposed else rows.transpose(1, 2)
+def _frozen_product(x: Tensor, rows_per_slot: Int[Tensor, " S"], module: Any, name: str, *, by_rows: bool) -> Tensor:
+    """Rows of `x` times their slot's matrix (A, B), or its transpose without `by_rows`. Packed matrices are unpacked in
+    parts of their rows."""
+
+    def product(columns: Tensor, rows_SAB: Tensor) -> Tensor:
+        rows_SAB = rows_SAB.to(x.dtype)
+        return grouped_mm(columns, rows_SAB if by_rows else rows_SAB.transpose(1, 2), rows_per_slot)
+
+    if not is_packed(module, name):
+        return product(x, rows_on(module, name, x.device))
+    parts = parts_of_rows(module, name, MOST_UNPACKED)
+    if not by_rows:
+        return torch.cat([product(x, unpacked(module, name, x.device, part)) for part in parts], 1)
+    y = product(x[:, parts[0]], unpacked(module, name, x.device, parts[0]))
+    for part in parts[1:]:
+        y += product(x[:, part], unpacked(module, name, x.device, part))
+    return y
 
 
 def _is_plain(experts: Any) -> bool:

@@ -82,9 +82,25 @@ def _can_be_packed(rows: Tensor) -> bool:
     return rows.ndim == 3 and rows.shape[1:].numel() % BLOCK == 0
 
 
-def unpacked(module: Any, name: str, device: torch.device) -> Float[Tensor, "S A B"]:
-    """Return the rows of a packed parameter on `device`, in the type that they had."""
-    return _unpack(rows_on(module, name, device), rows_on(module, name + SCALES, device), module.packed[name])
+def unpacked(module: Any, name: str, device: torch.device, part: slice = slice(None)) -> Float[Tensor, "S A B"]:
+    """Return the rows of a packed parameter on `device`, in the type that they had, or one of its `parts_of_rows`."""
+    bits_SN, scales_SM = rows_on(module, name, device), rows_on(module, name + SCALES, device)
+    (rows, columns), dtype = module.packed[name]
+    begin, end, _ = part.indices(rows)
+    first, last = begin * columns, end * columns
+    return _unpack(
+        bits_SN[:, first // 2 : last // 2],
+        scales_SM[:, first // BLOCK : last // BLOCK],
+        Packed(torch.Size((end - begin, columns)), dtype),
+    )
+
+
+def parts_of_rows(module: Any, name: str, most_bytes: int) -> list[slice]:
+    """Return parts of the matrices (A, B) of a packed parameter, as slices of A that begin at a block of scales. Those
+    of all slots have at most `most_bytes` once unpacked, or are `BLOCK` rows."""
+    (rows, columns), dtype = module.packed[name]
+    step = max(1, most_bytes // (BLOCK * columns * dtype.itemsize * len(module.get_parameter(name)))) * BLOCK
+    return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
 
 def unpack_state(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -108,7 +124,7 @@ def _unpack(bits: UInt8[Tensor, "S N"], scales: Int[Tensor, "S M"], was: Packed)
         quant_type="nf4",
         dtype=was.dtype,
     )
-    return dequantize_4bit(bits.view(-1, 1), state).view(len(bits), *was.shape)
+    return dequantize_4bit(bits.reshape(-1, 1), state).view(len(bits), *was.shape)
 
 
 @cache
