@@ -7,12 +7,13 @@
 All but the experts is loaded as usual. Expert parameters have their shapes and a single number in memory: adapters can
 be added, optimizers made, and the model moved and cast. They cannot be called, and have no values to save. Names and
 layouts in files are left to transformers' own conversions, which convert one expert of each kind of layer. If they only
-place the tensors of its files, all others are copied to the same places; else they convert a few experts at a time.
+place the tensors of its files, all others are read into the same places; else they convert a few experts at a time.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import tempfile
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_utils import LoadStateDictConfig
 
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of tensors in safetensors files."""
 MOST_READ = 2**25
 """Bytes of a layer's experts that are read at a time, or the size of one expert if larger."""
 
@@ -126,18 +129,24 @@ class _Files:
     """The file of each tensor."""
     slices: Mapping[str, Any]
     """Each tensor of the files, which is read when it is indexed."""
+    begin_of: Mapping[str, int]
+    """Where the bytes of each tensor begin in its file."""
 
     @classmethod
     def open(cls, paths: Sequence[str], opened: ExitStack) -> _Files:
         """Open files, until `opened` is closed. Raises UserError for an unreadable file."""
-        path_of, slices = {}, {}
+        path_of, slices, begin_of = {}, {}, {}
         for path in paths:
             with reading(path, "Download or copy it again, or save the model with save_pretrained."):
                 file = opened.enter_context(safe_open(path, framework="pt"))
+                with open(path, "rb") as raw:
+                    size = int.from_bytes(raw.read(8), "little")
+                    header = json.loads(raw.read(size))
             for key in file.keys():  # noqa: SIM118
                 path_of[key], slices[key] = path, file.get_slice(key)
+                begin_of[key] = 8 + size + header[key]["data_offsets"][0]
                 require_floating_point(key, slices[key], path)
-        return cls(path_of, slices)
+        return cls(path_of, slices, begin_of)
 
 
 @dataclass(frozen=True)
@@ -158,14 +167,30 @@ class _Source:
         place = next(i for i, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1)
         return cls({int(each[place]): key for each, key in zip(parts, keys, strict=True)}, place)
 
+    def key(self, expert: int) -> str:
+        """Return the tensor that has an expert."""
+        return self.keys[-1 if -1 in self.keys else expert]
+
     def row(self, files: _Files, expert: int, num_experts: int) -> Tensor:
         """Return the values of one expert, mapped from the file."""
+        whole = files.slices[self.key(expert)]
         if -1 not in self.keys:
-            return files.slices[self.keys[expert]][:]
-        whole = files.slices[self.keys[-1]]
+            return whole[:]
         count = whole.get_shape()[0] // num_experts  # more than 1 if experts are one after another
         value = whole[expert * count : (expert + 1) * count]
         return value if count > 1 else value[0]
+
+    def read(self, files: _Files, expert: int, to: Tensor) -> bool:
+        """Read the values of one expert into `to`, without the page faults of a mapping.
+
+        Returns False if `to` has another type, is on a GPU or is not contiguous.
+        """
+        key = self.key(expert)
+        if not (to.is_cpu and to.is_contiguous() and TYPES.get(files.slices[key].get_dtype()) == to.dtype):
+            return False
+        with open(files.path_of[key], "rb", buffering=0) as file:
+            file.seek(files.begin_of[key] + (expert * to.nbytes if -1 in self.keys else 0))
+            return file.readinto(to.view(torch.uint8).numpy().data) == to.nbytes
 
     def rows(self, files: _Files, experts: Sequence[int], num_experts: int) -> dict[str, Any]:
         """Return the tensors of `experts` by their names in a model whose experts are these slots."""
@@ -200,10 +225,6 @@ class _Place:
     name: str
     part: tuple[slice, ...]
     is_transposed: bool
-
-    def write(self, rows: Mapping[str, Tensor], slot: int, value: Tensor) -> None:
-        """Copy the tensor of a file into the row of `slot`."""
-        rows[self.name][slot][self.part].copy_(value.T if self.is_transposed else value)
 
 
 def _match(values: Sequence[Tensor], rows: Mapping[str, Tensor]) -> list[_Place] | None:
@@ -338,7 +359,10 @@ class _Reader:
             rows[name] = self._room(module, name, parameter.new_empty(1, *shape), len(experts))
         for slot, expert in enumerate(experts):
             for source, place in zip(sources, places, strict=True) if expert != EMPTY_ROW else ():
-                place.write(rows, slot, source.row(files, expert, module.num_experts))
+                to = rows[place.name][slot][place.part]
+                if place.is_transposed or not source.read(files, expert, to):
+                    value = source.row(files, expert, module.num_experts)
+                    to.copy_(value.T if place.is_transposed else value)
         return {name: clear_empty(value, experts) for name, value in rows.items()}
 
     def _find_places(
@@ -415,19 +439,18 @@ def _keep_only(layers: Iterable[str], model: nn.Module) -> None:
 def _require_all(sources: Sequence[_Source], num_experts: int, files: _Files) -> None:
     """Raise UserError if files do not have all experts of a parameter, or not in one shape, which copies broadcast."""
     for source in sources:
+        key = next(iter(source.keys.values()))
         if -1 in source.keys:
-            found = files.slices[source.keys[-1]].get_shape()[0]
+            found = files.slices[key].get_shape()[0]
             is_complete = found % num_experts == 0
         else:
             found, is_complete = len(source.keys), source.keys.keys() == set(range(num_experts))
         if not is_complete:
-            key = next(iter(source.keys.values()))
             raise UserError(
                 f"model: files have {found} rows or tensors like {key!r} for {num_experts} experts. Download or copy "
                 "the model again."
             )
         if len({tuple(files.slices[key].get_shape()) for key in source.keys.values()}) > 1:
-            key = next(iter(source.keys.values()))
             raise UserError(f"model: tensors like {key!r} have several shapes. Download or copy the model again.")
 
 
