@@ -21,6 +21,7 @@ With `--leave` another process holds the free memory except for the given GB. Wi
 and saved in files of at most 3 GB, and each tensor is compared; expected is the memory of a process plus the tensors of
 one file. With `--transformers` both variants train only the norms, and the second loads with
 `DistributedConfig(fsdp_size=world size, ep_size=world size)`, which reads non-expert weights in the first step.
+Steps take minutes on a CPU without bf16 products, `--steps 0` leaves them out.
 Writes benchmarks/results/large_checkpoint*.json.
 """
 
@@ -57,7 +58,7 @@ from toolkit.train.fine_tuning_memory import Layout, fine_tuning_memory
 DIM, HIDDEN, EXPERTS, TOP_K, VOCAB = 2048, 768, 128, 8, 32_000
 EXPERT_BYTES = 3 * DIM * HIDDEN * 2
 LAYER_BYTES = EXPERTS * EXPERT_BYTES
-TOKENS, STEPS, FILE = 64, 2, 3
+TOKENS, FILE = 64, 3
 OFFLOADED, SAVED, AUDITED = "ours, experts in a file", "ours, saved", "toolkit audit"
 NORMS, SHARDED = "ours, norms trained", "transformers' sharded load, norms trained"
 CASES = {
@@ -216,9 +217,9 @@ def with_norms_trained(model: Any) -> Any:
 
 
 def load_and_train(
-    folder: Path, limit: float, *, offload: bool = False, adapt: Callable[[Any], Any] = adapted
+    folder: Path, limit: float, count: int, *, offload: bool = False, adapt: Callable[[Any], Any] = adapted
 ) -> dict[str, float]:
-    """Load lazily, shard and train on one rank."""
+    """Load lazily, shard and train `count` steps on one rank."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
@@ -235,11 +236,11 @@ def load_and_train(
         model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     )
     spent = watch.spent()
-    return spent | steps(wrapped, optimizer, accelerator.backward, watch)
+    return spent | steps(count, wrapped, optimizer, accelerator.backward, watch)
 
 
-def load_sharded(folder: Path, limit: float) -> dict[str, float]:
-    """Load with transformers' sharded load and train on one rank."""
+def load_sharded(folder: Path, limit: float, count: int) -> dict[str, float]:
+    """Load with transformers' sharded load and train `count` steps on one rank."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -248,22 +249,26 @@ def load_sharded(folder: Path, limit: float) -> dict[str, float]:
     model: Any = with_norms_trained(AutoModelForCausalLM.from_pretrained(folder, distributed_config=config))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     spent = watch.spent()
-    return spent | steps(model, optimizer, torch.Tensor.backward, watch)
+    return spent | steps(count, model, optimizer, torch.Tensor.backward, watch)
 
 
-def steps(model: Any, optimizer: Any, backward: Callable[[Tensor], object], watch: Watch) -> dict[str, float]:
-    """Train, and return the seconds of a step and the memory before and during training."""
+def steps(
+    count: int, model: Any, optimizer: Any, backward: Callable[[Tensor], object], watch: Watch
+) -> dict[str, float]:
+    """Train `count` steps, and return the seconds of a step and the memory before and during training."""
     own, resident = watch.peaks()
+    if not count:
+        return {"own": own, "resident": resident}
     draws = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     start = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(count):
         ids = torch.randint(VOCAB, (1, TOKENS), generator=draws)
         loss = model(input_ids=ids, labels=ids).loss
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     assert torch.isfinite(loss)
-    seconds = (time.perf_counter() - start) / STEPS
+    seconds = (time.perf_counter() - start) / count
     return {"own": own, "resident": resident, "seconds of a step": seconds, "own in training": watch.peaks()[0]}
 
 
@@ -326,22 +331,25 @@ def load_stock(folder: Path, limit: float) -> dict[str, float]:
     return spent | {"own": own, "resident": resident}
 
 
-def row(name: str, folder: Path, processes: int, layers: int, total: int) -> dict[str, Any]:
+def row(name: str, folder: Path, processes: int, layers: int, total: int, count: int) -> dict[str, Any]:
     """Return the results of a case: maxima over ranks, and sums of processor seconds and of bytes read."""
     part = LAYER_BYTES / processes
     layout = Layout(ep_size=processes, sequences=1, context=TOKENS)
     expected_of = partial(fine_tuning_memory, settings(layers), adapt=adapted)
     cases: dict[str, tuple[Callable[..., dict[str, float]], float]] = {
-        "ours": (load_and_train, expected_of(layout).total),
-        OFFLOADED: (partial(load_and_train, offload=True), expected_of(replace(layout, offload="file")).total),
+        "ours": (partial(load_and_train, count=count), expected_of(layout).total),
+        OFFLOADED: (
+            partial(load_and_train, count=count, offload=True),
+            expected_of(replace(layout, offload="file")).total,
+        ),
         SAVED: (load_and_save, layers * part + FILE * 1e9),
-        NORMS: (partial(load_and_train, adapt=with_norms_trained), total / processes),
-        SHARDED: (load_sharded, total / processes),
+        NORMS: (partial(load_and_train, count=count, adapt=with_norms_trained), total / processes),
+        SHARDED: (partial(load_sharded, count=count), total / processes),
         AUDITED: (run_audit, 1e9),
         "stock": (load_stock, total),
     }
     rank, expected = cases[name]
-    trains, loads = name in ("ours", OFFLOADED, NORMS, SHARDED), name not in VERBS
+    trains, loads = count > 0 and name in ("ours", OFFLOADED, NORMS, SHARDED), name not in VERBS
     described: dict[str, Any] = {"contender": name, "processes": processes, "expected GB": round(expected / 1e9, 2)}
     described["seconds of a plain read"] = round(plain_read(folder), 1)
     drop_page_cache(folder)
@@ -369,6 +377,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=20.0, help="minimum size of the checkpoint. Default: 20")
     parser.add_argument("--processes", type=int, nargs="+", default=[2])
+    parser.add_argument("--steps", type=int, default=2, help="steps after a load. Default: 2")
     parser.add_argument("--offload", action="store_true", help="keep experts in a file")
     parser.add_argument("--save", action="store_true", help="load, shard and save")
     parser.add_argument("--transformers", action="store_true", help="compare with transformers' sharded load")
@@ -383,7 +392,11 @@ def main() -> int:
         usual = "large_checkpoint" if len(options.processes) == 1 else "large_checkpoint_worlds", ("ours", "stock")
         result, variants = next((case for flag, case in CASES.items() if getattr(options, flag)), usual)
         with all_but(options.leave):
-            rows = [row(name, folder, processes, layers, total) for processes in options.processes for name in variants]
+            rows = [
+                row(name, folder, processes, layers, total, options.steps)
+                for processes in options.processes
+                for name in variants
+            ]
     finally:
         shutil.rmtree(folder)
     columns = dict.fromkeys(key for each in rows for key in each)
