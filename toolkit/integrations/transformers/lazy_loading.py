@@ -13,7 +13,6 @@ place the tensors of its files, all others are read into the same places; else t
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import tempfile
@@ -39,6 +38,7 @@ from toolkit.integrations.transformers.compat import experts_implementation, mar
 from toolkit.integrations.transformers.cpu_offload import LayersOnHost, RowsOnHost, page_locked
 from toolkit.integrations.transformers.kernel import NAME, projections
 from toolkit.integrations.transformers.language_models import no_progress_bar, require_floating_point
+from toolkit.integrations.transformers.pretrained_files import begins_of_tensors
 from toolkit.integrations.transformers.quantization import SCALES, pack_rows
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class _Files:
     slices: Mapping[str, Any]
     """Each tensor of the files, which is read when it is indexed."""
     begin_of: Mapping[str, int]
-    """Where the bytes of each tensor begin in its file."""
+    """First byte of each tensor in its file."""
 
     @classmethod
     def open(cls, paths: Sequence[str], opened: ExitStack) -> _Files:
@@ -139,12 +139,9 @@ class _Files:
         for path in paths:
             with reading(path, "Download or copy it again, or save the model with save_pretrained."):
                 file = opened.enter_context(safe_open(path, framework="pt"))
-                with open(path, "rb") as raw:
-                    size = int.from_bytes(raw.read(8), "little")
-                    header = json.loads(raw.read(size))
+                begin_of.update(begins_of_tensors(path))
             for key in file.keys():  # noqa: SIM118
                 path_of[key], slices[key] = path, file.get_slice(key)
-                begin_of[key] = 8 + size + header[key]["data_offsets"][0]
                 require_floating_point(key, slices[key], path)
         return cls(path_of, slices, begin_of)
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -199,15 +198,22 @@ def _join_parts(scratch: Path, records: Iterable[Callable[[Path], None]]) -> Non
     size = 0
     for number, file in enumerate(files, 1):
         name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(file, "pt") as opened:
-            weight_map |= dict.fromkeys(opened.keys(), name)
-        with file.open("rb") as opened:  # its header is as long as its first eight bytes say
-            size += file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+        begins, end = begins_of_tensors(file), file.stat().st_size
+        weight_map |= dict.fromkeys(begins, name)
+        size += end - min(begins.values(), default=end)
         file.rename(first / name)
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (first / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for write_record in records:
         write_record(first)
+
+
+def begins_of_tensors(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Return the first byte of each tensor of a safetensors file."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {name: 8 + size + of["data_offsets"][0] for name, of in header.items() if name != "__metadata__"}
 
 
 def _stem(name: str) -> str:
