@@ -76,10 +76,6 @@ def with_muon(config: Config, lr: float) -> Config:
     return config.replace(optimizer=config.optimizer.replace(kind="muon"), lr=lr)
 
 
-def wider() -> Config:
-    return dense().replace(dim=48)
-
-
 RATE_OF_MUON = {
     "MoE, AdamW": 2e-2,
     "MoE, Muon": 4e-2,
@@ -92,7 +88,7 @@ MUON: dict[str, Callable[[], Config]] = {
     "MoE, Muon": lambda: with_muon(full(), RATE_OF_MUON["MoE, Muon"]),
     "dense, AdamW": lambda: dense().replace(lr=RATE_OF_MUON["dense, AdamW"]),
     "dense, Muon": lambda: with_muon(dense(), RATE_OF_MUON["dense, Muon"]),
-    "dense, wider, Muon": lambda: with_muon(wider(), RATE_OF_MUON["dense, wider, Muon"]),
+    "dense, wider, Muon": lambda: with_muon(dense().replace(dim=48), RATE_OF_MUON["dense, wider, Muon"]),
 }
 AS_LONG_AS = {
     "MoE, AdamW": "MoE, Muon",

@@ -4,10 +4,11 @@
 
 Forward and backward pass of the layer in float32: router, dispatch, experts, combine, and newly allocated gradients of
 input and weights (`set_to_none`). SwiGLU, dim 256, hidden 512, top 2, 2,048 tokens. The dense baseline has hidden
-1,024; a second one has hidden 512 and gets each token twice: the FLOPs and rows of the MoE layer. `ours, with copies`
-copies rows for each pair and multiplies outputs by routing weights. The toolkit's layers and the Mixtral blocks have
-the same weights; outputs and gradients are compared before timing. The second job is the MNIST layer: 64 tokens, ReLU,
-hidden 256, ten times the rounds. `saved MB` is the memory of the tensors that a forward pass saves, without parameters.
+1,024; a second one has hidden 512 and gets each token twice: the FLOPs and rows of the MoE layer. A variant of the
+toolkit's layer copies rows for each pair and multiplies outputs by routing weights. The toolkit's layers and the
+Mixtral blocks have the same weights; outputs and gradients are compared before timing. The second job is the MNIST
+layer: 64 tokens, ReLU, hidden 256, ten times the rounds. `saved MB` is the memory of the tensors that a forward pass
+saves, without parameters.
 
 Variants run in one process in interleaved rounds; values are medians over rounds of the ratio to the dense baseline in
 the same round. With one thread the clock is CPU time, with more wall time. glibc keeps freed memory, as in

@@ -2,7 +2,7 @@
 
     python benchmarks/speed/muon_step.py                 one thread, a minute
 
-The matrices are those of the language model of `recipes/lm_moe.py`, presets full and larger, MoE and dense: attention
+The matrices are from the language model of `recipes/lm_moe.py`, presets full and larger, MoE and dense: attention
 and experts, in float32 with random gradients. `torch.optim.Muon` takes matrices only and gets each expert as a
 parameter of its own; it orthogonalizes in bfloat16 on every device. All optimizers step the same parameters with the
 same learning rate. Steps are timed by CPU time in interleaved rounds of one process; values are medians over rounds.
