@@ -255,13 +255,12 @@ class ExpertStack:
     def mark_rows(self) -> None:
         """Declare which rows this rank owns, under the ids of their experts."""
         groups, placement = self.groups, self.placement
-        for parameter in self.parameters.values():
-            mark_owned(
-                parameter,
-                row_ids=placement.slots[groups.ep_rank],
-                groups=groups,
-                rows_of_ranks=placement.slots if placement.has_replicas else None,
-            )
+        mark_owned(
+            *self.parameters.values(),
+            row_ids=placement.slots[groups.ep_rank],
+            groups=groups,
+            rows_of_ranks=placement.slots if placement.has_replicas else None,
+        )
 
 
 class ExpertLayer(nn.Module):

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """The rows of an owned parameter, and the ranks that hold them.
+    """The rows of the owned parameters of a layer, and the ranks that hold them.
 
-    It is an attribute of the parameter. A mapping from parameters would have to follow them through `copy.deepcopy`,
+    It is an attribute of each parameter. A mapping from parameters would have to follow them through `copy.deepcopy`,
     pickling and sharding. A migration makes a new record.
     """
 
@@ -66,16 +66,16 @@ class Ownership:
 
 
 def mark_owned(
-    parameter: nn.Parameter,
-    *,
+    *parameters: nn.Parameter,
     row_ids: Sequence[int],
     groups: ExpertGroups,
     rows_of_ranks: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Declare that this rank, and its expert data-parallel group, owns the rows of `parameter`.
+    """Declare that this rank, and its expert data-parallel group, owns the rows of `parameters`.
 
     Args:
-        parameter: Has a row along dimension 0 for each of `row_ids`.
+        parameters: The parameters of one layer, each with a row along dimension 0 for each of `row_ids`. Replicas of
+            their rows are exchanged together.
         row_ids: The uid of each row's content, or `EMPTY_ROW`.
         groups: The ranks over which rows are sharded.
         rows_of_ranks: The row ids of every rank of the EP group. Needed if rows have replicas there.
@@ -83,10 +83,12 @@ def mark_owned(
     Raises:
         ValueError: There is not one row id per row.
     """
-    if len(row_ids) != len(local_rows(parameter)):
-        raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(local_rows(parameter))} rows")
     everywhere = None if rows_of_ranks is None else tuple(tuple(ids) for ids in rows_of_ranks)
-    parameter.ownership = Ownership(tuple(row_ids), groups, everywhere)  # type: ignore[attr-defined]
+    ownership = Ownership(tuple(row_ids), groups, everywhere)
+    for parameter in parameters:
+        if len(row_ids) != len(local_rows(parameter)):
+            raise ValueError(f"{len(row_ids)} row ids for a parameter with {len(local_rows(parameter))} rows")
+        parameter.ownership = ownership  # type: ignore[attr-defined]
 
 
 def ownership_of(parameter: Tensor) -> Ownership | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -34,10 +36,11 @@ _EXCHANGED: WeakKeyDictionary[Ownership, dict[torch.device, tuple[RowsOfRanks, R
 def refresh_replicas(parameters: Iterable[Tensor]) -> None:
     """Copy each row's weights from its owner to the replicas. A collective of the EP group."""
     # The optimizer also steps a parameter that was frozen after its gradient arrived.
-    for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad or p.grad is not None):
-        borrowed, lent = _replicas_on(parameter.device, ownership)
-        rows = local_rows(parameter.detach())
-        rows.index_copy_(0, borrowed.rows, _exchange_rows(rows, lent, borrowed, ownership))
+    for layer, ownership in _layers_with_replicas(p for p in parameters if p.requires_grad or p.grad is not None):
+        weights = [local_rows(parameter.detach()) for parameter in layer]
+        borrowed, lent = _replicas_on(weights[0].device, ownership)
+        for rows, received in zip(weights, _exchange_rows(weights, lent, borrowed, ownership), strict=True):
+            rows.index_copy_(0, borrowed.rows, received)
 
 
 @torch.no_grad()
@@ -46,20 +49,24 @@ def sum_replica_gradients(parameters: Iterable[Tensor]) -> None:
 
     Frozen parameters keep no gradient: weight decay changes parameters whose gradient is zero.
     """
-    for parameter, ownership in _with_replicas(p for p in parameters if p.requires_grad):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        grad = local_rows(parameter.grad)
-        borrowed, lent = _replicas_on(grad.device, ownership)
-        received = _exchange_rows(grad, borrowed, lent, ownership)
-        grad.index_fill_(0, borrowed.rows, 0).index_add_(0, lent.rows, received)
+    for layer, ownership in _layers_with_replicas(p for p in parameters if p.requires_grad):
+        for parameter in layer:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        grads = [local_rows(parameter.grad) for parameter in layer if parameter.grad is not None]
+        borrowed, lent = _replicas_on(grads[0].device, ownership)
+        for grad, received in zip(grads, _exchange_rows(grads, borrowed, lent, ownership), strict=True):
+            grad.index_fill_(0, borrowed.rows, 0).index_add_(0, lent.rows, received)
 
 
-def _with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Ownership]]:
+def _layers_with_replicas(parameters: Iterable[Tensor]) -> Iterator[tuple[Sequence[Tensor], Ownership]]:
+    """Return the parameters of each layer with replicas that can share an all-to-all."""
+    layers: dict[tuple[Ownership, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         ownership = ownership_of(parameter)
         if ownership is not None and ownership.rows_of_ranks is not None:
-            yield parameter, ownership
+            layers[ownership, parameter.dtype, parameter.device].append(parameter)
+    for (ownership, *_), layer in layers.items():
+        yield layer, ownership
 
 
 def _replicas_on(device: torch.device, ownership: Ownership) -> tuple[RowsOfRanks, RowsOfRanks]:
@@ -82,9 +89,13 @@ def _rows_of_ranks(lists: Sequence[Sequence[int]], device: torch.device) -> Rows
     return RowsOfRanks(index.to(device, non_blocking=True), [len(each) for each in lists])
 
 
-def _exchange_rows(rows: Tensor, sent: RowsOfRanks, received: RowsOfRanks, ownership: Ownership) -> Tensor:
+def _exchange_rows(
+    layer: Sequence[Tensor], sent: RowsOfRanks, received: RowsOfRanks, ownership: Ownership
+) -> list[Tensor]:
     """Send rows to each rank of the EP group and return the received rows, in order of rank."""
-    result = rows.new_empty(len(received.rows), *rows.shape[1:])
-    out = rows.index_select(0, sent.rows)
+    widths = [math.prod(rows.shape[1:]) for rows in layer]
+    out = torch.cat([rows.index_select(0, sent.rows).view(-1, n) for rows, n in zip(layer, widths, strict=True)], 1)
+    result = out.new_empty(len(received.rows), sum(widths))
     dist.all_to_all_single(result, out, received.sizes, sent.sizes, group=ownership.groups.ep_group)
-    return result
+    parts = zip(result.split(widths, 1), layer, strict=True)
+    return [part.reshape(len(part), *rows.shape[1:]) for part, rows in parts]
