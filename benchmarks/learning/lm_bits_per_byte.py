@@ -77,7 +77,7 @@ def with_muon(config: Config, lr: float) -> Config:
 
 
 RATE_OF_MUON = {
-    "MoE, AdamW": 2e-2,
+    "MoE, AdamW": 4e-2,
     "MoE, Muon": 4e-2,
     "dense, AdamW": 4e-2,
     "dense, Muon": 8e-2,
