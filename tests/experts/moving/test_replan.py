@@ -86,14 +86,15 @@ def test_sample_forwards_gives_the_last_choices_of_all_ranks(world: int, ep_size
         assert row_bytes == 2 * 4 * DIM + 2 * (4 + 2)  # with two weights, and half of two slots
 
 
-def guard_rates() -> CostModel:
+def guard_rates(planner: str = "lpt") -> CostModel:
     """Return the rates of a guard whose clock advances by a second at each call."""
     layer = make_layer(*SIZES)
-    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=1))
+    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner=planner, every=4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.experts.parallel.waits.time.perf_counter", map(float, count()).__next__)
-        forward(layer)
-        replanner.after_step(1, torch.optim.SGD(layer.parameters()))
+        for step in range(1, 5):
+            forward(layer)
+            replanner.after_step(step, torch.optim.SGD(layer.parameters()))
     (guard,) = replanner.guards.values()
     return guard.cost_model
 
@@ -102,9 +103,11 @@ def test_replanner_measures_seconds_per_row_and_link_bandwidth_for_a_guard_only(
     rates = guard_rates()
     assert rates.seconds_per_row == pytest.approx(3 / (TOKENS * 2))  # one clock call before the experts, one after
     assert rates.bytes_per_second == math.inf
-    for rates in run_distributed(guard_rates, 2):
-        assert rates.seconds_per_row == pytest.approx(3 / (TOKENS * 2))
-        assert rates.bytes_per_second == 2**21  # one second for half of 4 MiB
+    # One second for half of 4 MiB, if there is a plan.
+    for planner, speed in (("lpt", 2**21), ("contiguous", math.inf)):
+        for rates in run_distributed(guard_rates, 2, planner):
+            assert rates.seconds_per_row == pytest.approx(3 / (TOKENS * 2))
+            assert rates.bytes_per_second == speed
     layer = make_layer(*SIZES)
     replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=100, guarded=False))
     forward(layer)

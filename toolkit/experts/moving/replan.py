@@ -96,8 +96,8 @@ class Replanner:
         """Sums of the metrics of decisions since the last `read`."""
         self.watch(stacks)
         self._steps_of_parts = steps_of_parts(options.every)
-        self._seconds_per_byte: float | None = None
-        """Seconds per byte of the link between ranks, measured before the first plan."""
+        self._bytes_per_second: float | None = None
+        """Speed of the link between ranks, measured for the first plan that is worthwhile with an infinite speed."""
         self._explained: set[str] = set()
         """Reasons of the guard that were printed, without their numbers."""
 
@@ -188,26 +188,33 @@ class Replanner:
 
     def _set_cost_models(self, windows: list[Window], samples: list[Sample | None], optimizer: Optimizer) -> None:
         """Give each layer's guard the rates that were measured. A collective."""
-        stacks, device = list(self.stacks.values()), next(iter(self.stacks.values())).device
-        if self._seconds_per_byte is None:
-            self._seconds_per_byte = seconds_per_byte(stacks[0].groups.ep_group, device)
+        device = next(iter(self.stacks.values())).device
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
-        kept = [optimizer_bytes(stack, optimizer) for stack in stacks]
-        most, _ = extremes_over_ranks(torch.tensor([self._seconds_per_byte, *kept], dtype=torch.float64, device=device))
-        per_byte, *most_kept = most.tolist()
+        kept = [float(optimizer_bytes(stack, optimizer)) for stack in self.stacks.values()]
+        most_kept, _ = extremes_over_ranks(torch.tensor(kept, dtype=torch.float64, device=device))
         rates = self._seconds_per_row(windows, device)
         for (name, stack), per_row, most_bytes, sample in zip(
-            self.stacks.items(), rates, most_kept, samples, strict=True
+            self.stacks.items(), rates, most_kept.tolist(), samples, strict=True
         ):
             cost_model = CostModel(
                 seconds_per_row=per_row,
-                bytes_per_second=1 / per_byte if per_byte else math.inf,
+                bytes_per_second=self._bytes_per_second or math.inf,
                 weight_bytes=weight_bytes(stack),
                 optimizer_bytes=int(most_bytes),
                 row_bytes=0 if sample is None else sample.row_bytes,
             )
             guard = self.guards.setdefault(name, MigrationGuard(cost_model))
             guard.cost_model = cost_model
+            guard.measure_link = self._measure_link if self._bytes_per_second is None else None
+
+    def _measure_link(self) -> float:
+        """Return the bytes per second of the slowest rank's link, measured once. A collective."""
+        if self._bytes_per_second is None:
+            stack = next(iter(self.stacks.values()))
+            per_byte = seconds_per_byte(stack.groups.ep_group, stack.device)
+            slowest, _ = extremes_over_ranks(torch.tensor([per_byte], dtype=torch.float64, device=stack.device))
+            self._bytes_per_second = 1 / slowest.item() if slowest.item() else math.inf
+        return self._bytes_per_second
 
     def _seconds_per_row(self, windows: list[Window], device: torch.device) -> list[float]:
         """Return the seconds of a row in each layer's experts, by their last forward pass on all ranks. A collective.
