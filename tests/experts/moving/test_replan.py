@@ -20,7 +20,8 @@ from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel import collectives
 from toolkit.experts.placement.cost_model import CostModel
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.loads import Window
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 from toolkit.experts.placement.planners import PLANNERS
 from toolkit.train.callbacks.replan import Replan
 
@@ -132,6 +133,17 @@ def test_rejected_plans_are_counted_and_the_first_is_explained(capsys: pytest.Ca
     assert trainer.results["plans_refused"] == 4
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step 4: the guard rejects a plan for ")
+
+
+def test_replanner_advises_a_spare_slot_once_for_the_layer_that_it_balances(capsys: pytest.CaptureFixture[str]):
+    replanner = Replanner({}, ReplanOptions())
+    windows = [Window(np.array([load]), np.array([4])) for load in ([3.0, 1.0, 1.0, 1.0], [6.0, 1.0, 1.0, 1.0])]
+    for slots, printed in ((3, False), (2, True), (2, False)):
+        stack: Any = SimpleNamespace(placement=contiguous(4, 2, slots_per_rank=slots))
+        replanner.stacks = {"even": stack, "uneven": stack}
+        replanner._advise_spare_slots(400, windows)
+        advice = "would lower the imbalance of uneven from 1.56 to 1.33 (planner replicate: 1.00)."
+        assert capsys.readouterr().out == f"step 400: one spare slot per rank (--spare-slots 1) {advice}\n" * printed
 
 
 def test_replanner_planner_by_default_and_by_import_path() -> None:
