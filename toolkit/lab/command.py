@@ -139,13 +139,10 @@ def _advice(rows: Sequence[dict[str, Any]], rules: Rules) -> str:
     if best["planner"] in get_args(InitialPlacement):
         return f"Leave rebalancing off: `--initial-placement {best['planner']}` {saves}"
     spare = max(rules.spare_slots, int(best["planner"] == "replicate"))
-    flags = f"--replan.planner {best['planner']} --replan.every {rules.every}"
-    flags += "" if best["guarded"] else " --replan.no-guarded"
-    flags += f" --spare-slots {spare}" if spare else ""
-    advice = f"Turn rebalancing on: `{flags}` {saves}"
-    if spare or best["imbalance"] < UNEVEN:
-        return advice
-    return f"{advice} An imbalance of {best['imbalance']:.2f} remains: replay with `--spare-slots 1`."
+    options = ["" if best["guarded"] else " --replan.no-guarded", f" --spare-slots {spare}" if spare else ""]
+    advice = f"Turn rebalancing on: `--replan.planner {best['planner']} --replan.every {rules.every}{''.join(options)}`"
+    more = f" An imbalance of {best['imbalance']:.2f} remains: replay with `--spare-slots 1`."
+    return f"{advice} {saves}{'' if spare or best['imbalance'] < UNEVEN else more}"
 
 
 def _cell(name: str, value: Any) -> str:

@@ -83,16 +83,13 @@ class MigrationGuard:
                 all-to-all time that the plan saves is part of its gain.
         """
         self._compare_with_prediction(window)
-        self.reason = ""
-        if plan != current:
+        self.reason = "" if plan == current else self._objection(plan, current, window, planner, choices_PTK)
+        if plan != current and not self.reason and self.measure_link is not None:
+            self.cost_model = replace(self.cost_model, bytes_per_second=self.measure_link())
             self.reason = self._objection(plan, current, window, planner, choices_PTK)
-            if not self.reason and self.measure_link is not None:
-                self.cost_model = replace(self.cost_model, bytes_per_second=self.measure_link())
-                self.reason = self._objection(plan, current, window, planner, choices_PTK)
         self.refused += bool(self.reason)
         accepted = plan != current and not self.reason
-        if accepted:
-            self.confirmed = 0
+        self.confirmed *= not accepted
         return accepted
 
     def _compare_with_prediction(self, window: Window) -> None:
@@ -130,9 +127,8 @@ class MigrationGuard:
             return "its gain cannot be told from how the loads change"
         if gain < LEAST * seconds:
             return f"it saves less than {LEAST:.2%} of the time of the experts"
-        windows = min(max(self.confirmed, 1), MOST_WINDOWS)
-        steps, migration = windows * window.steps, self.cost_model.migration_seconds(current, plan)
-        saved = gain * steps
+        steps = min(max(self.confirmed, 1), MOST_WINDOWS) * window.steps
+        saved, migration = gain * steps, self.cost_model.migration_seconds(current, plan)
         if saved <= MARGIN * migration:
             return (
                 f"in {steps:,} steps it saves {1e3 * saved:.3g} ms, which is less than {MARGIN:g} times "
@@ -149,8 +145,10 @@ class MigrationGuard:
 
     def _gains(self, current: ExpertPlacement, plan: ExpertPlacement, window: Window) -> Floats:
         """Return (S,), the seconds per step that `plan` saves in each part of `window`."""
-        cost = self.cost_model.step_seconds
-        return np.array([cost(load_E, current) - cost(load_E, plan) for load_E in window.load_SE])
+        seconds = [
+            [self.cost_model.step_seconds(load_E, each) for each in (current, plan)] for load_E in window.load_SE
+        ]
+        return -np.diff(seconds)[:, 0]
 
     def _exchange_gain(
         self, current: ExpertPlacement, plan: ExpertPlacement, pairs: float, choices_PTK: NDArray[Any]

@@ -72,6 +72,5 @@ def swap(load_E: Load, current: ExpertPlacement, *, price: float = 0.02) -> Expe
     """
     load = checked_load(load_E, current)
     packing = PackingState(current, load)
-    others_gain = OTHERS_GAIN * current.ranks / current.num_experts
-    packing.level(min_gain=LITTLE_GAIN, price=price, others_gain=others_gain)
+    packing.level(min_gain=LITTLE_GAIN, price=price, others_gain=OTHERS_GAIN * current.ranks / current.num_experts)
     return packing.placement()
