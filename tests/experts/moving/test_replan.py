@@ -142,7 +142,7 @@ def test_replanner_advises_a_spare_slot_once_for_the_layer_that_it_balances(caps
         replanner.stacks = {"even": stack, "uneven": stack}
         replanner._advise_spare_slots(400, windows)
         advice = "would lower the imbalance of uneven from 1.56 to 1.33 (planner replicate: 1.00)."
-        assert capsys.readouterr().out == f"step 400: one spare slot per rank (--spare-slots 1) {advice}\n" * printed
+        assert capsys.readouterr().out == f"step 400: one spare slot per rank (spare_slots=1) {advice}\n" * printed
 
 
 def test_replanner_planner_by_default_and_by_import_path() -> None:

@@ -187,7 +187,7 @@ class Replanner:
         tries = (swap, current), (swap, spare), (replicate, spare)
         now, swapped, replicated = (rank_imbalance(load_E, planner(load_E, start)) for planner, start in tries)
         if now - min(swapped, replicated) >= SPARE_SLOT_GAIN:
-            text = f"one spare slot per rank (--spare-slots 1) would lower the imbalance of {name} from {now:.2f}"
+            text = f"one spare slot per rank (spare_slots=1) would lower the imbalance of {name} from {now:.2f}"
             self._say("spare slots", f"step {step:,}: {text} to {swapped:.2f} (planner replicate: {replicated:.2f}).")
 
     def _say(self, kind: str, line: str) -> None:
