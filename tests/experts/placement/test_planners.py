@@ -55,7 +55,7 @@ def test_planner_at_the_limits_of_floats_depends_on_proportions(name: str, load:
         torch.set_flush_denormal(before)
 
 
-def test_swap_prices_moved_experts_and_not_exchanges():
+def test_swap_asks_for_a_gain_of_each_moved_expert():
     # Zipf's law, two different experts for each token. The third exchange improves by 0.019 and moves no more experts.
     load = [104, 59.4, 40.6, 30.8, 25, 21.2, 18.2, 15.8, 14, 12.8, 11.8, 10.6, 10, 9.2, 8.6, 8.1]
     plan = swap(load, blocks(16, 4))
