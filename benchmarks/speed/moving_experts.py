@@ -10,12 +10,14 @@ $TOOLKIT_DATA_DIR). `drifting` loads follow a random walk in each step and layer
 include migrations. All variants of a load get the same draws in one launch, in turns of 16 steps. Each round has new
 models and draws. Rounds permute the order in which models are created and the order of turns, because memory locations
 change ratios by up to 0.1 and the first model is the slowest. `control` does not move experts either: its distance from
-1 is the error.
+1 is the error. `forced balance` draws as many tokens of each rank for each expert, the least time that any placement
+can reach.
 
 `eplb` is DeepSeek's published expert parallelism load balancer, which plans from the last window only. `oracle` is the
 static optimal placement for the known loads. Ratios compare a variant with `blocks, never moved` over a round, by wall
 time (meaningful if each rank has a core), by processor time of the busiest rank of a turn, and by processor time of the
-busiest rank of each step. The table has medians and ranges over rounds.
+busiest rank of each step. Shares divide the time of `forced balance` by the time of a variant. The table has medians
+and ranges over rounds.
 
 `example` in the result has the loads and placements of one guarded run by turn, from which
 `python benchmarks/speed/moving_experts_image.py` draws the README's animation.
@@ -95,8 +97,9 @@ def _recorded(seed: int) -> Tensor:
     return (load_TLE + 0.5).log()
 
 
-STAY, CONTROL, GUARDED, SPARE = "blocks, never moved", "control", "swap", "swap, a spare slot"
-FEWER = (STAY, CONTROL, GUARDED, "swap, no guard", "eplb, no guard")
+STAY, CONTROL, FORCED = "blocks, never moved", "control", "forced balance"
+GUARDED, SPARE = "swap", "swap, a spare slot"
+FEWER = (STAY, CONTROL, FORCED, GUARDED, "swap, no guard", "eplb, no guard")
 LOADS = {
     "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, variants=(*FEWER, SPARE, "replicate")),
     "steep": Loads(skew=1.0, variants=FEWER),
@@ -138,6 +141,14 @@ class Variant:
     replan: ReplanOptions | None = None
     initial: str = "blocks"
     spare_slots: int = 0
+    forced: bool = False
+    """Draw equal numbers of tokens for all experts instead of the loads."""
+
+
+def forced_ids(tokens: int, seed: int) -> Tensor:
+    """Draw distinct experts for each token, int64 (T, K), with equal numbers of tokens for all experts."""
+    uniform = torch.rand(tokens * TOP_K // EXPERTS, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    return uniform.argsort(-1).reshape(tokens, TOP_K)
 
 
 def _moves(planner: Any, **options: Any) -> ReplanOptions:
@@ -147,6 +158,7 @@ def _moves(planner: Any, **options: Any) -> ReplanOptions:
 VARIANTS = {
     STAY: Variant(),
     CONTROL: Variant(),
+    FORCED: Variant(forced=True),
     "round robin, never moved": Variant(initial="round robin"),
     GUARDED: Variant(replan=_moves("swap")),
     "swap, no guard": Variant(replan=_moves("swap", guarded=False)),
@@ -179,7 +191,7 @@ class Live:
         sizes = (DIM, loads.hidden, EXPERTS, TOP_K)
         model = nn.Sequential(*[Block(DIM, make_moe(*sizes, router_type=DrawnRouter)) for _ in range(LAYERS)])
         names = list(moe_layers(model))
-        self.log_popularity, self.seed = log_popularity, seed
+        self.log_popularity, self.seed, self.forced = log_popularity, seed, variant.forced
         placements = [self._initial(variant, log) for log in log_popularity.mean(0)]
         self.experts = ExpertParallel(
             self.accelerator,
@@ -207,7 +219,10 @@ class Live:
         """Run the steps of a turn on all ranks."""
         source = STEPS * (self.seed * self.world + dist.get_rank())
         batches = [
-            [drawn(log, len(self.x), LAYERS * (source + at) + i) for i, log in enumerate(self.log_popularity[at])]
+            [
+                forced_ids(len(self.x), draw) if self.forced else drawn(log, len(self.x), draw)
+                for draw, log in enumerate(self.log_popularity[at], start=LAYERS * (source + at))
+            ]
             for at in range(number * TURN, (number + 1) * TURN)
         ]
         placement = self.layers[0].expert_stack.placement
@@ -231,6 +246,9 @@ class Live:
         self.imbalances += [rank_imbalance(load_E, placed) for load_E, placed in zip(loads, placements, strict=True)]
         self.turns.append({"load": loads[0].tolist(), "rank": ranks})
         return Times(seconds, float(turn), float(steps.sum()))
+
+
+MEASURES = ("wall", "busiest in a turn", "busiest in each step")
 
 
 @dataclass
@@ -270,20 +288,23 @@ def time_variants(loads: Loads, logs: list[Tensor]) -> dict[str, Measured]:
 
 def table(measured: dict[str, Measured]) -> list[dict[str, Any]]:
     """Return a row for each variant."""
-    stays, rows = np.array(measured[STAY].times), []
+    rows = []
     for name, own in measured.items():
         times = np.array(own.times)
-        ratios = dict(zip(("wall", "busiest in a turn", "busiest in each step"), (stays / times).T, strict=True))
+        ratios = {
+            f"{what}, {measure}": ratio
+            for what, baseline in (("x", STAY), ("share", FORCED))
+            for measure, ratio in zip(MEASURES, (np.array(measured[baseline].times) / times).T, strict=True)
+        }
         rows.append(
             {
                 "contender": name,
                 "imbalance": round(statistics.mean(own.imbalance), 2),
                 "ms a step": round(1e3 * float(np.median(times[:, 0])) / STEPS, 1),
-                **{f"x, {measure}": round(float(np.median(ratio)), 3) for measure, ratio in ratios.items()},
+                **{column: round(float(np.median(ratio)), 3) for column, ratio in ratios.items()},
                 **{
-                    f"range, {measure}": f"{low:.2f} to {high:.2f}"
-                    for measure, ratio in ratios.items()
-                    for low, high in [(ratio.min(), ratio.max())]
+                    f"range, {column}".replace("range, x,", "range,"): f"{ratio.min():.2f} to {ratio.max():.2f}"
+                    for column, ratio in ratios.items()
                 },
                 "experts moved": own.moved,
                 "plans refused": own.rejected,

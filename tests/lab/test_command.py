@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 from toolkit.experts.routing.traces import TraceFile, read_trace
 from toolkit.lab.replay import (
-    ASSUMED,
     STAY,
     Case,
     Replay,
@@ -47,7 +45,6 @@ def test_lab_with_a_trace_prints_and_writes_a_report(tmp_path: Path, capsys: pyt
     report = json.loads((out / "report.json").read_text())
     assert report["cases"][0]["sha256"] == digest
     assert [row["planner"] for row in report["rows"]] == [STAY, IMPORTED, IMPORTED, "swap", "swap"]
-    assert report["rows"][0]["step ms"] == pytest.approx(1e3 * (140 * 2e-6 + 70 * 2 * 200 / 25e9))
     assert (out / "imbalance.png").read_bytes()[:4] == b"\x89PNG"
     assert "imbalance.png" in (out / "report.md").read_text()
 
@@ -124,25 +121,11 @@ def test_try_planner_equals_closed_forms():
     assert swap["worst span"] < 1
     # Both hot experts have a replica, which exchanges 10 bytes of gradients and of weights.
     assert try_planner(case, "replicate", guarded=False, rules=rules)["replica MB"] == pytest.approx(2 * 2 * 10 / 1e6)
+    # Adjacent hot experts are on different ranks.
+    rotating, turns = case_of_workload("W6", Sizes(steps=60)), Rules(initial_placement="round_robin")
+    assert try_planner(rotating, STAY, guarded=False, rules=turns)["imbalance"] < 1.2
     with pytest.raises(UserError, match="--every 12: hot has 12 steps"):
         try_planner(case, STAY, guarded=False, rules=Rules(every=12))
-
-
-def test_guarded_planner_migrates_only_with_a_gain():
-    sizes = Sizes(steps=60, ranks=4, experts=16, pairs=512)
-    rules = Rules(every=10, machine=ASSUMED.replace(seconds_per_row=1e-4))
-    case = case_of_workload("W2", sizes)
-    free, guarded, stay = (
-        try_planner(case, name, guarded=guard, rules=rules)
-        for name, guard in (("swap", False), ("swap", True), (STAY, False))
-    )
-    assert free["imbalance"] == guarded["imbalance"] < stay["imbalance"]
-    assert guarded["worst span"] <= 1 + 1e-9
-    balanced = try_planner(case_of_workload("W0", sizes), "lpt", guarded=True, rules=Rules(every=10))
-    assert balanced["experts moved"] == 0
-    # Adjacent hot experts are on different ranks.
-    turns = replace(rules, initial_placement="round_robin")
-    assert try_planner(case_of_workload("W6", sizes), STAY, guarded=False, rules=turns)["imbalance"] < 1.2
 
 
 def test_on_ranks_preserves_loads():

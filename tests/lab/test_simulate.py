@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.placement.placements import placements
-from toolkit.errors import UserError
 from toolkit.experts.placement.cost_model import EXCHANGES, Cores
 from toolkit.experts.placement.loads import expert_imbalance, rank_imbalance
 from toolkit.experts.placement.placement import ExpertPlacement, contiguous, with_spare_slots
@@ -100,11 +99,6 @@ def test_simulated_replicas_save_rows_and_send_gradients():
     # Each rank computes 50 rows instead of rank 0 all 100, and 30 bytes are sent twice.
     assert seconds(machine, load, [replicas])[0] == 50 + 2 * 30 / 10
     assert seconds(machine, load, [blocks])[0] == 100 + 2 * 50 * 4 / 10
-
-
-def test_machine_with_zero_bandwidth_raises():
-    with pytest.raises(UserError, match="bytes_per_second="):
-        Machine(seconds_per_row=1.0, bytes_per_second=0.0)
 
 
 LOADS = Sizes(steps=40, ranks=4, experts=16, pairs=1000)

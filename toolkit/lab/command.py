@@ -37,7 +37,9 @@ from toolkit.version import __version__
 
 USUAL = ["round_robin", "lpt", "swap", "replicate"]
 LEAST_SAVED = 0.01
-"""Share of the time of experts below which placement makes no difference."""
+"""Share of the predicted step time below which placement makes no difference."""
+UNEVEN = 1.1
+"""Imbalance under the best plans from which spare slots are worth a try."""
 DECIMALS = {"MB moved": 2, "replica MB": 2, "planner ms": 2}
 
 
@@ -118,19 +120,29 @@ def _markdown(cases: Sequence[Case], rows: Sequence[dict[str, Any]], rules: Rule
         for row in of_case:
             cells = {**row, "planner": row["planner"] + (", guarded" if row["guarded"] else "")}
             table.append([_cell(name, cells[name]) for name in columns])
-        lines += [markdown_table(table), _advice(of_case), ""]
+        lines += [markdown_table(table), _advice(of_case, rules), ""]
     return "\n".join(lines)
 
 
-def _advice(rows: Sequence[dict[str, Any]]) -> str:
-    """Say whether a planner saves time."""
+def _advice(rows: Sequence[dict[str, Any]], rules: Rules) -> str:
+    """Say whether to turn rebalancing on, how, and what it saves."""
     stay = next(row["step ms"] for row in rows if row["planner"] == STAY)
-    best = min((row for row in rows if row["planner"] != STAY), key=lambda row: (row["step ms"], not row["guarded"]))
+    # Of planners that differ by less than a hundredth of a step, the guarded ones come first.
+    best = min(
+        (row for row in rows if row["planner"] != STAY),
+        key=lambda row: (round(row["step ms"] / stay, 2), not row["guarded"], row["step ms"]),
+    )
     saved = 1 - best["step ms"] / stay
     if saved < LEAST_SAVED:
-        return f"No planner saves {LEAST_SAVED:.0%} of the time of the experts: let them stay."
-    guarded = ", guarded," if best["guarded"] else ""
-    return f"`{best['planner']}`{guarded} saves {saved:.0%} of the time of the experts."
+        return f"Leave rebalancing off: no planner saves {LEAST_SAVED:.0%} of the predicted step time."
+    saves = f"saves {saved:.0%} of the predicted step time."
+    if best["planner"] in get_args(InitialPlacement):
+        return f"Leave rebalancing off: `--initial-placement {best['planner']}` {saves}"
+    spare = max(rules.spare_slots, int(best["planner"] == "replicate"))
+    options = ["" if best["guarded"] else " --replan.no-guarded", f" --spare-slots {spare}" if spare else ""]
+    advice = f"Turn rebalancing on: `--replan.planner {best['planner']} --replan.every {rules.every}{''.join(options)}`"
+    more = f" An imbalance of {best['imbalance']:.2f} remains: replay with `--spare-slots 1`."
+    return f"{advice} {saves}{'' if spare or best['imbalance'] < UNEVEN else more}"
 
 
 def _cell(name: str, value: Any) -> str:

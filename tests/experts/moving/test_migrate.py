@@ -17,8 +17,8 @@ from benchmarks.support.processes import run_distributed
 from tests.experts.placement.placements import random_placement
 from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import make_moe
-from toolkit.experts.layer.stack import ExpertStack, weight_bytes
-from toolkit.experts.moving.migrate import migrate, optimizer_bytes, place_experts
+from toolkit.experts.layer.stack import ExpertStack
+from toolkit.experts.moving.migrate import migrate, place_experts
 from toolkit.experts.parallel.groups import ExpertGroups, make_expert_groups
 from toolkit.experts.placement.placement import EMPTY_ROW, ExpertPlacement, contiguous
 from toolkit.experts.placement.traffic import migration_cost
@@ -200,13 +200,6 @@ def test_migrate_with_other_slots_or_optimizer_states_without_rows_raises() -> N
     optimizer.state[stack.parameters["up"]]["absmax"] = torch.zeros(7)
     with pytest.raises(UserError, match=r"'absmax' of 'up' has shape \(7,\).* Use an optimizer such as AdamW"):
         migrate(stack, ExpertPlacement(((1, 0, 2, 3),)), optimizer)
-
-
-def test_bytes_of_an_expert_are_its_rows_and_their_moments() -> None:
-    stack, optimizer = make_stack(contiguous(4, 1), ExpertGroups(), "adamw")
-    weights = 4 * 3 * 4 + 3 * 4 * 2 + 2 * 8
-    sizes = weight_bytes(stack), optimizer_bytes(stack, optimizer), optimizer_bytes(stack, None)
-    assert sizes == (weights, 2 * weights, 0)
 
 
 def test_place_experts_without_a_matching_layer_raises() -> None:

@@ -12,7 +12,6 @@ import torch
 from benchmarks.support.processes import run_distributed
 from tests.experts.models import make_layer
 from tests.support.placements import by_slot
-from toolkit.errors import UserError
 from toolkit.experts.layer.moe_layer import Experts, MoE
 from toolkit.experts.layer.routing_log import sample_forwards
 from toolkit.experts.layer.stack import expert_stacks
@@ -20,7 +19,8 @@ from toolkit.experts.moving.replan import Replanner
 from toolkit.experts.moving.replan_options import ReplanOptions
 from toolkit.experts.parallel import collectives
 from toolkit.experts.placement.cost_model import CostModel
-from toolkit.experts.placement.placement import ExpertPlacement
+from toolkit.experts.placement.loads import Window
+from toolkit.experts.placement.placement import ExpertPlacement, contiguous
 from toolkit.experts.placement.planners import PLANNERS
 from toolkit.train.callbacks.replan import Replan
 
@@ -86,14 +86,15 @@ def test_sample_forwards_gives_the_last_choices_of_all_ranks(world: int, ep_size
         assert row_bytes == 2 * 4 * DIM + 2 * (4 + 2)  # with two weights, and half of two slots
 
 
-def guard_rates() -> CostModel:
+def guard_rates(planner: str = "lpt") -> CostModel:
     """Return the rates of a guard whose clock advances by a second at each call."""
     layer = make_layer(*SIZES)
-    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=1))
+    replanner = Replanner(expert_stacks(layer), ReplanOptions(planner=planner, every=4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.experts.parallel.waits.time.perf_counter", map(float, count()).__next__)
-        forward(layer)
-        replanner.after_step(1, torch.optim.SGD(layer.parameters()))
+        for step in range(1, 5):
+            forward(layer)
+            replanner.after_step(step, torch.optim.SGD(layer.parameters()))
     (guard,) = replanner.guards.values()
     return guard.cost_model
 
@@ -102,9 +103,11 @@ def test_replanner_measures_seconds_per_row_and_link_bandwidth_for_a_guard_only(
     rates = guard_rates()
     assert rates.seconds_per_row == pytest.approx(3 / (TOKENS * 2))  # one clock call before the experts, one after
     assert rates.bytes_per_second == math.inf
-    for rates in run_distributed(guard_rates, 2):
-        assert rates.seconds_per_row == pytest.approx(3 / (TOKENS * 2))
-        assert rates.bytes_per_second == 2**21  # one second for half of 4 MiB
+    # One second for half of 4 MiB, if there is a plan.
+    for planner, speed in (("lpt", 2**21), ("contiguous", math.inf)):
+        for rates in run_distributed(guard_rates, 2, planner):
+            assert rates.seconds_per_row == pytest.approx(3 / (TOKENS * 2))
+            assert rates.bytes_per_second == speed
     layer = make_layer(*SIZES)
     replanner = Replanner(expert_stacks(layer), ReplanOptions(planner="lpt", every=100, guarded=False))
     forward(layer)
@@ -131,10 +134,19 @@ def test_rejected_plans_are_counted_and_the_first_is_explained(capsys: pytest.Ca
     assert line.startswith("step 4: the guard rejects a plan for ")
 
 
+def test_replanner_advises_a_spare_slot_once_for_the_layer_that_it_balances(capsys: pytest.CaptureFixture[str]):
+    replanner = Replanner({}, ReplanOptions())
+    windows = [Window(np.array([load]), np.array([4])) for load in ([3.0, 1.0, 1.0, 1.0], [6.0, 1.0, 1.0, 1.0])]
+    for slots, printed in ((3, False), (2, True), (2, False)):
+        stack: Any = SimpleNamespace(placement=contiguous(4, 2, slots_per_rank=slots))
+        replanner.stacks = {"even": stack, "uneven": stack}
+        replanner._advise_spare_slots(400, windows)
+        advice = "would lower the imbalance of uneven from 1.56 to 1.33 (planner replicate: 1.00)."
+        assert capsys.readouterr().out == f"step 400: one spare slot per rank (spare_slots=1) {advice}\n" * printed
+
+
 def test_replanner_planner_by_default_and_by_import_path() -> None:
     stacks = expert_stacks(make_layer(*SIZES))
     assert Replanner(stacks, ReplanOptions()).planner is PLANNERS["swap"]
     options = ReplanOptions(planner="toolkit.experts.placement.planners.simple:lpt")
     assert Replanner(stacks, options).planner is PLANNERS["lpt"]
-    with pytest.raises(UserError, match="planner='math:no_such': cannot be imported"):
-        Replanner(stacks, ReplanOptions(planner="math:no_such"))

@@ -1,7 +1,6 @@
 """Planners: invariants for any load and slots, pure Python references, and balance on synthetic workloads."""
 
 import sys
-from itertools import product
 
 import numpy as np
 import pytest
@@ -56,39 +55,19 @@ def test_planner_at_the_limits_of_floats_depends_on_proportions(name: str, load:
         torch.set_flush_denormal(before)
 
 
-def greedy_loads(load: list[float], current: ExpertPlacement, gain: float) -> list[float]:
-    """Return the rank loads after the best exchanges with the busiest rank, each of which gains at least `gain`."""
-    ranks = [list(row) for row in current.slots]
-    mean = sum(load) / len(ranks)
-    while True:
-        totals = [sum(load[e] for e in row) for row in ranks]
-        busiest = totals.index(max(totals))
-        best = (totals[busiest], busiest, 0, 0)
-        for other, i, j in product(range(len(ranks)), range(len(ranks[busiest])), range(len(ranks[busiest]))):
-            shift = load[ranks[busiest][i]] - load[ranks[other][j]]
-            if other != busiest:
-                best = min(best, (max(totals[busiest] - shift, totals[other] + shift), other, i, j))
-        if totals[busiest] - best[0] <= gain * mean:
-            return sorted(totals)
-        _, other, i, j = best
-        ranks[busiest][i], ranks[other][j] = ranks[other][j], ranks[busiest][i]
-
-
-@pytest.mark.parametrize("gain", [0.01, 0.1, 0.4])
-def test_swap_on_two_ranks_makes_the_exchanges_of_a_greedy_search(gain: float):
-    current = blocks(10, 2)
-    for seed in range(20):
-        load = (np.random.default_rng(seed).random(10) ** 3).tolist()
-        plan = swap(load, current, gain=gain)
-        found = sorted(sum(load[e] for e in row) for row in plan.slots)
-        assert found == pytest.approx(greedy_loads(load, current, gain))
+def test_swap_asks_for_a_gain_of_each_moved_expert():
+    # Zipf's law, two different experts for each token. The third exchange improves by 0.019 and moves no more experts.
+    load = [104, 59.4, 40.6, 30.8, 25, 21.2, 18.2, 15.8, 14, 12.8, 11.8, 10.6, 10, 9.2, 8.6, 8.1]
+    plan = swap(load, blocks(16, 4))
+    assert plan.slots == ((12, 8, 2, 3), (4, 5, 6, 7), (1, 9, 10, 11), (15, 13, 14, 0))
+    assert rank_imbalance(load, plan) == pytest.approx(1.298, abs=0.001)
 
 
 @settings(max_examples=100)
-@given(case=placements_with_loads(), gain=st.sampled_from([0.0, 0.01, 0.4]))
-def test_swap_for_any_load_is_never_less_even_and_keeps_replicas(case: Case, gain: float):
+@given(case=placements_with_loads(), price=st.sampled_from([0.0, 0.005, 0.2]))
+def test_swap_for_any_load_is_never_less_even_and_keeps_replicas(case: Case, price: float):
     current, load = case
-    plan = swap(load, current, gain=gain)
+    plan = swap(load, current, price=price)
     assert rank_imbalance(load, plan) <= rank_imbalance(load, current) * ROUNDING
     assert plan.num_replicas().tolist() == current.num_replicas().tolist()
 

@@ -24,11 +24,13 @@ from toolkit.experts.parallel.waits import seconds_between, seconds_per_byte
 from toolkit.experts.placement.cost_model import CostModel
 from toolkit.experts.placement.guard import MigrationGuard, plan_layer
 from toolkit.experts.placement.loads import Window, rank_imbalance, shares, steps_of_parts
-from toolkit.experts.placement.placement import ExpertPlacement
-from toolkit.experts.placement.planners import Planner, find_planner
+from toolkit.experts.placement.placement import ExpertPlacement, with_spare_slots
+from toolkit.experts.placement.planners import Planner, find_planner, replicate, swap
 
 MOST_SAMPLED, FEWEST_SAMPLED = 4096, 32
 """Tokens sampled for the guard's traffic estimate: maximum over all ranks, minimum of each rank."""
+SPARE_SLOT_GAIN = 0.1
+"""Least imbalance that a spare slot has to save to be advised."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Replanner:
     """Periodic rebalancing: every `options.every` optimizer steps, a planner proposes a placement of each layer.
 
     The loads of the window are summed over all ranks, so all make the same plans. With `options.guarded`, each layer
-    has a guard (`toolkit.experts.placement.guard`). The first rejection for each reason is printed.
+    has a guard (`toolkit.experts.placement.guard`). The first rejection for each reason is printed, and once what a
+    spare slot on each rank would save.
 
     Args:
         stacks: The experts to plan for, by layer.
@@ -96,10 +99,10 @@ class Replanner:
         """Sums of the metrics of decisions since the last `read`."""
         self.watch(stacks)
         self._steps_of_parts = steps_of_parts(options.every)
-        self._seconds_per_byte: float | None = None
-        """Seconds per byte of the link between ranks, measured before the first plan."""
-        self._explained: set[str] = set()
-        """Reasons of the guard that were printed, without their numbers."""
+        self._bytes_per_second: float | None = None
+        """Speed of the link between ranks, measured for the first plan that is worthwhile with an infinite speed."""
+        self._said: set[str] = set()
+        """Kinds of lines that were printed: reasons of the guard without their numbers, and advice."""
 
     def watch(self, stacks: Mapping[str, ExpertStack]) -> None:
         """Plan for `stacks`, by layer, from now on."""
@@ -149,10 +152,12 @@ class Replanner:
             )
             seconds += time.perf_counter() - began
             if guard is not None and guard.reason:
-                self._explain(step, name, guard.reason)
+                text = f"the guard rejects a plan for {name}: {guard.reason} (moe/plans_refused)"
+                self._say(re.sub(r"[\d.e+-]+", "", guard.reason), f"step {step:,}: {text}.")
             if new is not None:
                 report = migrate(stack, new, optimizer)
                 done.append(Migration(step, name, new, rank_imbalance(window.load_E, new), report))
+        self._advise_spare_slots(step, windows)
         self.migrations += done
         self.predicted |= {migration.layer: migration.predicted_imbalance for migration in done}
         self.decision = Decision(step, imbalance, tuple(done), self.plans_refused - refused, seconds)
@@ -169,14 +174,30 @@ class Replanner:
         """Plans rejected by the guards, in this process."""
         return sum(guard.refused for guard in self.guards.values())
 
-    def _explain(self, step: int, layer: str, reason: str) -> None:
-        """Print the guard's reason to reject a plan, the first time that it occurs."""
-        kind = re.sub(r"[\d.e+-]+", "", reason)
-        if kind not in self._explained and is_main():
-            text = f"step {step:,}: the guard rejects a plan for {layer}: {reason} (moe/plans_refused).\n"
-            sys.stdout.write(text)
+    def _advise_spare_slots(self, step: int, windows: list[Window]) -> None:
+        """Print once what a spare slot on each rank would save the layer with the highest imbalance."""
+        if "spare slots" in self._said or not is_main():
+            return
+        (name, stack), window = max(
+            zip(self.stacks.items(), windows, strict=True),
+            key=lambda layer: rank_imbalance(layer[1].load_E, layer[0][1].placement),
+        )
+        load_E, current = window.load_E, stack.placement
+        if sum(current.slots_per_rank) > current.num_experts:
+            return
+        spare = with_spare_slots(current, 1)
+        tries = (swap, current), (swap, spare), (replicate, spare)
+        now, swapped, replicated = (rank_imbalance(load_E, planner(load_E, start)) for planner, start in tries)
+        if now - min(swapped, replicated) >= SPARE_SLOT_GAIN:
+            text = f"one spare slot per rank (spare_slots=1) would lower the imbalance of {name} from {now:.2f}"
+            self._say("spare slots", f"step {step:,}: {text} to {swapped:.2f} (planner replicate: {replicated:.2f}).")
+
+    def _say(self, kind: str, line: str) -> None:
+        """Print a line on one rank, the first of its kind."""
+        if kind not in self._said and is_main():
+            sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
-        self._explained.add(kind)
+        self._said.add(kind)
 
     def _take_windows(self, groups: int) -> list[Window]:
         """Return the loads of each layer since the last plan, the mean of `groups` EP groups. A collective."""
@@ -188,26 +209,33 @@ class Replanner:
 
     def _set_cost_models(self, windows: list[Window], samples: list[Sample | None], optimizer: Optimizer) -> None:
         """Give each layer's guard the rates that were measured. A collective."""
-        stacks, device = list(self.stacks.values()), next(iter(self.stacks.values())).device
-        if self._seconds_per_byte is None:
-            self._seconds_per_byte = seconds_per_byte(stacks[0].groups.ep_group, device)
+        device = next(iter(self.stacks.values())).device
         # A rank whose experts never had a token may have no optimizer state yet: all take the largest of any.
-        kept = [optimizer_bytes(stack, optimizer) for stack in stacks]
-        most, _ = extremes_over_ranks(torch.tensor([self._seconds_per_byte, *kept], dtype=torch.float64, device=device))
-        per_byte, *most_kept = most.tolist()
+        kept = [float(optimizer_bytes(stack, optimizer)) for stack in self.stacks.values()]
+        most_kept, _ = extremes_over_ranks(torch.tensor(kept, dtype=torch.float64, device=device))
         rates = self._seconds_per_row(windows, device)
         for (name, stack), per_row, most_bytes, sample in zip(
-            self.stacks.items(), rates, most_kept, samples, strict=True
+            self.stacks.items(), rates, most_kept.tolist(), samples, strict=True
         ):
             cost_model = CostModel(
                 seconds_per_row=per_row,
-                bytes_per_second=1 / per_byte if per_byte else math.inf,
+                bytes_per_second=self._bytes_per_second or math.inf,
                 weight_bytes=weight_bytes(stack),
                 optimizer_bytes=int(most_bytes),
                 row_bytes=0 if sample is None else sample.row_bytes,
             )
             guard = self.guards.setdefault(name, MigrationGuard(cost_model))
             guard.cost_model = cost_model
+            guard.measure_link = self._measure_link if self._bytes_per_second is None else None
+
+    def _measure_link(self) -> float:
+        """Return the bytes per second of the slowest rank's link, measured once. A collective."""
+        if self._bytes_per_second is None:
+            stack = next(iter(self.stacks.values()))
+            per_byte = seconds_per_byte(stack.groups.ep_group, stack.device)
+            slowest, _ = extremes_over_ranks(torch.tensor([per_byte], dtype=torch.float64, device=stack.device))
+            self._bytes_per_second = 1 / slowest.item() if slowest.item() else math.inf
+        return self._bytes_per_second
 
     def _seconds_per_row(self, windows: list[Window], device: torch.device) -> list[float]:
         """Return the seconds of a row in each layer's experts, by their last forward pass on all ranks. A collective.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,14 +32,14 @@ class PackingState:
         held = self.expert_of_slot != EMPTY_ROW
         replicas_E = np.bincount(self.expert_of_slot[held], minlength=len(load_E))
         self.has_replicas = bool((replicas_E > 1).any())
+        self.home_PE = np.zeros((len(sizes), len(load_E) + 1), dtype=bool)
+        """Experts of each rank before any exchange; the last column is for empty slots."""
+        self.home_PE[self.rank_of_slot[held], self.expert_of_slot[held]] = True
         # EMPTY_ROW indexes the last element: an empty slot has weight 0, and no rank holds it.
         self.weight_of_slot: Floats = np.append(load_E / replicas_E, 0.0)[self.expert_of_slot]
         self.load_P: Floats = np.zeros(len(sizes))
         np.add.at(self.load_P, self.rank_of_slot, self.weight_of_slot)
-        # Only for replicas: without them an exchange cannot put an expert on a rank twice.
-        self.holds_PE = np.zeros((len(sizes) if self.has_replicas else 0, len(load_E) + 1), dtype=bool)
-        if self.has_replicas:
-            self.holds_PE[self.rank_of_slot[held], self.expert_of_slot[held]] = True
+        self.holds_PE = self.home_PE.copy()
 
     @property
     def imbalance(self) -> float:
@@ -52,13 +53,16 @@ class PackingState:
         q = self.rank_of_slot[j]
         for rank, leaving, coming in ((p, i, j), (q, j, i)):
             self.load_P[rank] += self.weight_of_slot[coming] - self.weight_of_slot[leaving]
-        if self.has_replicas:
-            self.holds_PE[[p, q], self.expert_of_slot[[i, j]]] = False
-            for rank, coming in ((p, j), (q, i)):
-                if self.expert_of_slot[coming] != EMPTY_ROW:
-                    self.holds_PE[rank, self.expert_of_slot[coming]] = True
+        self.holds_PE[[p, q], self.expert_of_slot[[i, j]]] = False
+        for rank, coming in ((p, j), (q, i)):
+            if self.expert_of_slot[coming] != EMPTY_ROW:
+                self.holds_PE[rank, self.expert_of_slot[coming]] = True
         self.expert_of_slot[[i, j]] = self.expert_of_slot[[j, i]]
         self.weight_of_slot[[i, j]] = self.weight_of_slot[[j, i]]
+
+    def _away(self, source: Any, expert: Ints, target: Any) -> Ints:
+        """Return 1 if `expert` leaves its rank from before the first exchange, -1 if it comes back, else 0."""
+        return self.home_PE[source, expert].astype(np.int64) - self.home_PE[target, expert]
 
     def placement(self) -> ExpertPlacement:
         """Return the placement that holds the same."""
@@ -67,12 +71,13 @@ class PackingState:
             tuple(tuple(ids[first:end]) for first, end in zip(self.first_slot[:-1], self.first_slot[1:], strict=True))
         )
 
-    def level(self, *, min_gain: float, others_gain: float | None = None) -> None:
+    def level(self, *, min_gain: float, price: float = 0.0, others_gain: float | None = None) -> None:
         """Exchange two slots, one of them on the busiest rank, again and again: each time the exchange that lowers the
-        busiest rank's load most.
+        busiest rank's load most, after the price of its moves.
 
         Args:
             min_gain: The least gain of an exchange, as a fraction of the mean load of a rank.
+            price: The gain that each expert has to add which leaves the rank where it was before the first exchange.
             others_gain: The least gain of exchanges on the next busiest ranks, which follow once no exchange lowers the
                 busiest one. None: no such exchanges.
         """
@@ -88,10 +93,14 @@ class PackingState:
             shift = self.weight_of_slot[start:end, None] - self.weight_of_slot
             higher = np.maximum(self.load_P[busiest] - shift, self.load_P[self.rank_of_slot] + shift)
             higher[:, start:end] = np.inf
-            if self.has_replicas:
+            if self.has_replicas:  # without them an exchange cannot put an expert on a rank twice
                 already_there = self.holds_PE[self.rank_of_slot[None], self.expert_of_slot[start:end, None]]
                 already_here = self.holds_PE[busiest, self.expert_of_slot]
                 higher[already_there | already_here] = np.inf
+            if price:
+                leaves = self._away(busiest, self.expert_of_slot[start:end, None], self.rank_of_slot)
+                comes = self._away(self.rank_of_slot, self.expert_of_slot, busiest)
+                higher += price * mean * np.maximum(leaves + comes, 0)
             lowest = float(higher.min())
             asked = min_gain if others_gain is None or not stuck_P.any() else others_gain
             if float(self.load_P[busiest]) - lowest <= max(asked * mean, NO_GAIN * float(self.load_P[busiest])):

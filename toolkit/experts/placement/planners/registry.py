@@ -54,7 +54,7 @@ def register_planner(name: str) -> Callable[[P], P]:
 
         from toolkit import experts
 
-        experts.register_planner("rare_swaps")(partial(experts.planners.swap, gain=0.05))
+        experts.register_planner("rare_swaps")(partial(experts.planners.swap, price=0.05))
         ```
     """
     require_type("name", name, str, 'Write @register_planner("name")')

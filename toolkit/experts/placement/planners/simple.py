@@ -58,7 +58,7 @@ def lpt(load_E: Load, current: ExpertPlacement) -> ExpertPlacement:
 
 
 @register_planner("swap")
-def swap(load_E: Load, current: ExpertPlacement, *, gain: float = 0.03) -> ExpertPlacement:
+def swap(load_E: Load, current: ExpertPlacement, *, price: float = 0.02) -> ExpertPlacement:
     """Plan the few exchanges that gain most, starting from `current`. Never less even than `current`; keeps replicas.
 
     If no exchange lowers the busiest rank, exchanges continue among the other ranks, because one of them may be the
@@ -67,9 +67,10 @@ def swap(load_E: Load, current: ExpertPlacement, *, gain: float = 0.03) -> Exper
     Args:
         load_E: The load of each expert.
         current: The placement now.
-        gain: The least gain of an exchange, as a fraction of a rank's mean load. A larger one moves fewer experts.
+        price: How much an exchange has to lower the busiest rank's load for each expert that it moves away from its
+            rank in `current`, as a fraction of a rank's mean load. A higher price moves fewer experts.
     """
     load = checked_load(load_E, current)
     packing = PackingState(current, load)
-    packing.level(min_gain=gain, others_gain=OTHERS_GAIN * current.ranks / current.num_experts)
+    packing.level(min_gain=LITTLE_GAIN, price=price, others_gain=OTHERS_GAIN * current.ranks / current.num_experts)
     return packing.placement()
