@@ -126,8 +126,7 @@ def audit(folder: Path, against: Path | None = None) -> Audit:
     if isinstance(checkpoint, AdapterFiles):
         checks.append(_check_adapters(checkpoint, layers, summaries))
         if base is not None:
-            checks.append(_describe_adapted(layers, base))
-            checks.append(_check_base(checkpoint, layers, base))
+            checks += [_describe_adapted(layers, base), _check_base(checkpoint, layers, base)]
     else:
         checks.append(_check_missing(checkpoint, expected, others - set(routers.values())))
     if base is not None and not isinstance(checkpoint, AdapterFiles):

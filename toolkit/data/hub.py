@@ -41,10 +41,9 @@ def why_out_of_reach() -> str | None:
     probe = threading.Thread(target=ask, daemon=True)
     probe.start()
     probe.join(PROBE_S)
-    code = answers[0] if answers else 0
-    if code == 0:
+    if not answers:
         return f"{constants.ENDPOINT} does not answer"
-    return f"{constants.ENDPOINT} answers {code}" if code >= 500 else None
+    return f"{constants.ENDPOINT} answers {answers[0]}" if answers[0] >= 500 else None
 
 
 def find_on_hub(repo: str, patterns: Sequence[str], find: Callable[[Path], T], *, ask: bool) -> T:

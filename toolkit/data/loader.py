@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -162,8 +161,7 @@ class LoaderEvalBatches(_OfLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in read_once(self.loader, self.seed, 0, 0):
-            size = size_of(batch)
-            yield part_of_rank(batch, 0, size, self.rank, self.world_size, self.device)
+            yield part_of_rank(batch, 0, size_of(batch), self.rank, self.world_size, self.device)
 
 
 AnyEvalBatches = EvalBatches | LoaderEvalBatches
@@ -185,7 +183,8 @@ def read_once(loader: DataLoader[Any], seed: int, first_step: int, epoch: int) -
             own.manual_seed(derive_seed(seed, "loader", first_step))
     batches = None
     for step in count(first_step):
-        with _seeded(seed, "loader", step):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive_seed(seed, "loader", step))
             batches = new_iterator(loader) if batches is None else batches
             batch = next(batches, None)
         if batch is None:
@@ -197,16 +196,6 @@ def _named(batch: Any) -> Any:
     """Name the columns of a pair "input" and "label", as a `TensorDataset` and torchvision give them."""
     pair = isinstance(batch, (list, tuple)) and len(batch) == 2 and all(map(_has_rows, batch))
     return {"input": batch[0], "label": batch[1]} if pair else batch
-
-
-@contextmanager
-def _seeded(*address: int | str) -> Iterator[None]:
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(derive_seed(*address))
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 def size_of(batch: Any) -> int:

@@ -54,10 +54,7 @@ class RaggedTable(TensorTable):
         super().__init__(**dense, **lengths)
 
     def __getitem__(self, rows: Tensor) -> Batch:
-        batch = super().__getitem__(rows)
-        for name, column in self.ragged.items():
-            batch[name], _ = column[rows]
-        return batch
+        return super().__getitem__(rows) | {name: column[rows][0] for name, column in self.ragged.items()}
 
     def select(self, rows: Tensor) -> RaggedTable:
         """Select the samples at `rows`. Values of ragged columns are shared, not copied."""

@@ -231,8 +231,12 @@ def _run_ranks(
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         size = str(world)
-        shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-        shared["MASTER_PORT"] = str(reserved.getsockname()[1])
+        shared = {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(reserved.getsockname()[1]),
+        }
         try:
             for rank in range(world):
                 place = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}

@@ -37,8 +37,7 @@ def report_machine(config: RunConfig) -> int:
         check_world(config)
         _all_reduce(config)
     except UserError as error:  # of each rank
-        exits.report(str(error))
-        exits.leave(EXIT_USER_ERROR)
+        exits.end(EXIT_USER_ERROR, str(error))
     return EXIT_DONE
 
 

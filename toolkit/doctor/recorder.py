@@ -358,8 +358,7 @@ class Recorder:
     def _save_and_load(self) -> None:
         main = vars(sys.modules["__main__"])
         if "save_checkpoint" in main and "load_checkpoint" in main:
-            self.save = main["save_checkpoint"]
-            self.load = main["load_checkpoint"]
+            self.save, self.load = main["save_checkpoint"], main["load_checkpoint"]
             self.record.saved_by = "save_checkpoint and load_checkpoint of the script"
         elif self.save is None and self.accelerator is not None:
             self.save, self.load = self.accelerator.save_state, self.accelerator.load_state

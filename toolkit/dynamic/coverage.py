@@ -101,8 +101,12 @@ class CoverageAlarm:
         return kind
 
     def state_dict(self) -> dict[str, Any]:
-        counters = {"lowest": self.lowest, "since_lowest": self.since_lowest, "resting": self.resting}
-        return counters | {"shift": dict(vars(self.shift))}
+        return {
+            "lowest": self.lowest,
+            "since_lowest": self.since_lowest,
+            "resting": self.resting,
+            "shift": dict(vars(self.shift)),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.lowest, self.since_lowest, self.resting = (state[k] for k in ("lowest", "since_lowest", "resting"))

@@ -58,10 +58,8 @@ class LayerState:
 
     def by_uid(self, values: Sequence[Any], step: int) -> list[Any]:
         """Return `values` per logical expert of the log step `step`, by uid; None for an inactive expert."""
-        found: list[Any] = [None] * (1 + max(self.nodes, default=-1))
-        for logical_id, uid in self.uids_at(step).items():
-            found[uid] = values[logical_id] if logical_id < len(values) else None
-        return found
+        found = {uid: values[expert] for expert, uid in self.uids_at(step).items() if expert < len(values)}
+        return [found.get(uid) for uid in range(1 + max(self.nodes, default=-1))]
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,7 @@ class LifecycleReport(Callback):
         seconds = self._seconds_so_far()
         self._clock = None
         self._seconds = 0.0
-        step = trainer.state.step
-        self.observe(step)
+        self.observe(trainer.state.step)
         for name, graph in self.graphs.items():
             trainer.record(f"moe/specialisation/{name}" if name else "moe/specialisation", mean_specialisation(graph))
         if trainer.run.is_main:

@@ -78,10 +78,8 @@ class ExpertRoster:
     @property
     def uids_of_logical(self) -> tuple[int | None, ...]:
         """Return the uid of each logical expert; None if it is inactive."""
-        uids: list[int | None] = [None] * self.logical_experts
-        for record in self.active:
-            uids[record.logical_id] = record.uid
-        return tuple(uids)
+        uid_of = {record.logical_id: record.uid for record in self.active}
+        return tuple(uid_of.get(logical_id) for logical_id in range(self.logical_experts))
 
     @property
     def inactive(self) -> tuple[int, ...]:

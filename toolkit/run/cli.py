@@ -68,11 +68,9 @@ def run_recipe(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]],
     try:
         _run_and_exit(main, presets, doc)
     except Preempted as stop:  # in training, or by a signal at any time, even while another error is reported
-        exits.report(str(stop), label="")
-        exits.leave(stop.code)
+        exits.end(stop.code, str(stop), label="")
     except KeyboardInterrupt as stop:
-        exits.report(str(stop) or exits.STOPPED, label="")
-        exits.leave(EXIT_INTERRUPTED)
+        exits.end(EXIT_INTERRUPTED, str(stop) or exits.STOPPED, label="")
 
 
 def _run_and_exit(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C]], doc: str | None) -> NoReturn:
@@ -90,18 +88,15 @@ def _run_and_exit(main: Callable[[C], Any], presets: Mapping[str, Callable[[], C
             sys.exit(agent.start_processes(config))
         main(config)
     except UserError as error:
-        exits.report(str(error))
-        exits.leave(EXIT_USER_ERROR)
+        exits.end(EXIT_USER_ERROR, str(error))
     except StepOutOfMemory as error:
         exits.start_again(error)
     except Exception as error:
         if said := system_error(error):
-            exits.report(said)
-            exits.leave(EXIT_USER_ERROR)
+            exits.end(EXIT_USER_ERROR, said)
         if is_out_of_memory(error):
             # If a step ran out of memory, smaller micro-batches have already been tried.
-            exits.report("out of memory: use more processes, or a smaller model.")
-            exits.leave(EXIT_USER_ERROR)
+            exits.end(EXIT_USER_ERROR, "out of memory: use more processes, or a smaller model.")
         if lost := exits.lost_process(error):
             exits.report(lost)
         else:
@@ -122,9 +117,7 @@ def parse(presets: Mapping[str, Callable[[], C]], args: Sequence[str], doc: str 
     import tyro
 
     args = list(args)
-    preset = next(iter(presets))
-    if args and not args[0].startswith("-"):
-        preset = args.pop(0)
+    preset = args.pop(0) if args and not args[0].startswith("-") else next(iter(presets))
     if preset not in presets:
         remedy = did_you_mean(preset, presets, f"Take one of {', '.join(presets)}.")
         raise UserError(f"unknown preset {preset!r}. {remedy}")
@@ -262,11 +255,10 @@ def _short_help(presets: Mapping[str, Any], default: RunConfig, doc: str | None)
     rows = [f"  --{name.replace('_', '-'):15} {brief[name]} (default: {getattr(default, name)})" for name in common]
     groups = [name.replace("_", "-") for name, value in default if isinstance(value, Options)]
     more = f"--help all lists every flag, those of {', '.join(groups)} too"
-    lines = [*_description(presets, doc).splitlines(), "", "common flags:", *rows, "", more]
-    lines.append(f"{CONFIG} FILE reads flags from a file")
+    from_file = f"{CONFIG} FILE reads flags from a file"
+    lines = [*_description(presets, doc).splitlines(), "", "common flags:", *rows, "", more, from_file]
     wrap = partial(textwrap.fill, width=shutil.get_terminal_size().columns, break_on_hyphens=False)
-    filled = [wrap(line, subsequent_indent=20 * " " if line in rows else 4 * " ") for line in lines]
-    return "\n".join([*filled, ""])
+    return "".join(f"{wrap(line, subsequent_indent=(20 if line in rows else 4) * ' ')}\n" for line in lines)
 
 
 def _print_help(text: str) -> None:

@@ -58,9 +58,11 @@ def metrics_line(
     Unknown values are left out, and the least important values if the line is longer than `width`.
     """
     parts = {"step": f"step {step:>{len(f'{max_steps:,}')},}/{max_steps:,}"}
-    for name, form in PARTS.items():
-        if (value := values.get(name)) is not None:
-            parts[name] = form.format(100 * value if is_share(name) else value)
+    parts |= {
+        name: form.format(100 * values[name] if is_share(name) else values[name])
+        for name, form in PARTS.items()
+        if values.get(name) is not None
+    }
     if seconds_left is not None:
         left = str(timedelta(seconds=round(seconds_left)))
         parts["eta"] = f"eta {left.removeprefix('0:').removeprefix('0')}"

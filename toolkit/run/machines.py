@@ -35,9 +35,7 @@ def ranks_that_share(folder: Path, rank: int) -> list[int]:
 
     Each rank writes a file and lists the files of other ranks, because equal paths can be on different disks.
     """
-    mark = uuid.uuid4().hex if rank == 0 else ""
-    mark = gather_objects(mark)[0]
-    seen = folder / SEEN / mark
+    seen = folder / SEEN / gather_objects(uuid.uuid4().hex)[0]
     seen.mkdir(parents=True, exist_ok=True)
     (seen / str(rank)).touch()
     gather_objects(None)  # all files are written

@@ -225,14 +225,16 @@ class Run:
         self._has_begun = True
         if not self.is_main:
             return
-        if self.continues:
-            if is_finished(self.folder):
-                (self.folder / FINISHING).touch()
+        if self.continues and is_finished(self.folder):
+            (self.folder / FINISHING).touch()
+        if self.continues or (self.data and self._metrics is not None):  # without metrics, the run has no folder
             _write_config(self, self.folder)
-        elif self.data and self._metrics is not None:  # without metrics, the run has no folder
-            _write_config(self, self.folder)
-        facts = {"world_size": self.world_size, **versions(), **self.facts}
-        recorded = recorded_config(self.name, self.config) | facts
+        recorded = {
+            **recorded_config(self.name, self.config),
+            "world_size": self.world_size,
+            **versions(),
+            **self.facts,
+        }
         self._trackers = start_trackers(self.config, self.name, self.folder, recorded, self.print)
         restarts = past_restarts()
         if restarts and self._metrics is not None:

@@ -118,8 +118,7 @@ def write_tables(table: Table, folder: Path) -> None:
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     text = io.StringIO()
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -73,15 +73,16 @@ def settings_without_effect(config: MoERunConfig, experts: Experts) -> list[str]
     """Return a warning for each setting that routers and layers of `experts` were built without."""
     layers, warnings = experts.moe, []
     if others := ", ".join(sorted(experts.stacks.keys() - layers.keys())):
-        settings = f"balance={config.balance}, balance_weight, z_weight and capacity_factor"
-        warnings.append(f"{settings}: have no effect on {others}.")
+        warnings.append(
+            f"balance={config.balance}, balance_weight, z_weight and capacity_factor: have no effect on {others}."
+        )
     for name, layer in layers.items():
         built = layer.router.options.model_dump() | {"capacity_factor": layer.capacity_factor}
-        for field, value in built.items():
-            if getattr(config, field) != value:
-                warnings.append(
-                    f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}."
-                )
+        warnings += [
+            f"{field}={getattr(config, field)}: has no effect on {name}, which was built with {value}."
+            for field, value in built.items()
+            if getattr(config, field) != value
+        ]
     return warnings
 
 

@@ -33,6 +33,9 @@ class ScheduleOptions(Options):
 
     def check_together(self) -> None:
         super().check_together()
-        both = self.warmup_epochs > 0 and self.warmup_steps > 0
-        remedy = f"warmup_steps={self.warmup_steps} says how long the warm-up is: leave one of them out"
-        require(not both, "warmup_epochs", self.warmup_epochs, remedy)
+        require(
+            self.warmup_epochs == 0 or self.warmup_steps == 0,
+            "warmup_epochs",
+            self.warmup_epochs,
+            f"warmup_steps={self.warmup_steps} says how long the warm-up is: leave one of them out",
+        )

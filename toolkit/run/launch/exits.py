@@ -93,13 +93,18 @@ def start_again(error: StepOutOfMemory) -> NoReturn:
     if tell(str(error)):
         leave(EXIT_SMALLER_BATCHES)
     if launched_world() is not None:
-        report(f"{error} Run the same command again.", label="")
-        leave(EXIT_PREEMPTED)
+        end(EXIT_PREEMPTED, f"{error} Run the same command again.", label="")
     for worker in multiprocessing.active_children():  # data loader workers would outlive this process
         worker.kill()
     _write(f"restart: {error}")
     environment = os.environ | restarted(error.folder, [*past_restarts(), str(error)])
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def end(code: int, message: str, label: str = "error: ") -> NoReturn:
+    """Report `message` and leave with `code`."""
+    report(message, label)
+    leave(code)
 
 
 def leave(code: int) -> NoReturn:

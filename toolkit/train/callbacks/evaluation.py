@@ -83,13 +83,14 @@ class Evaluation(Callback):
 
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:  # noqa: ARG002
         if self.at_start and trainer.state.step == 0:  # not in `on_fit_start`: a checkpoint may be loaded after that
-            for name, value in trainer.evaluate(self.batches, f"{self.name}_at_start", self.task).items():
-                self._results[f"{self.prefix}_{name.partition('/')[2]}_at_start"] = value
+            self._results |= {
+                f"{self.prefix}_{name.partition('/')[2]}_at_start": value
+                for name, value in trainer.evaluate(self.batches, f"{self.name}_at_start", self.task).items()
+            }
 
     def on_step_end(self, trainer: Trainer) -> None:
         step = trainer.state.step
-        every = self.every_steps or trainer.batches.steps_per_epoch
-        if step % every == 0 or step == trainer.max_steps:
+        if step % (self.every_steps or trainer.batches.steps_per_epoch) == 0 or step == trainer.max_steps:
             self._evaluate(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:

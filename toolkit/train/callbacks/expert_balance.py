@@ -56,8 +56,7 @@ class WholeStepBalance(Callback):
 
     @torch.no_grad()
     def on_step_start(self, trainer: Trainer, micro_batches: list[Batch]) -> None:
-        penalty = self.penalty
-        if len(micro_batches) == 1 or not penalty.layers or penalty.balance_weight == 0:
+        if len(micro_batches) == 1 or not self.penalty.layers or self.penalty.balance_weight == 0:
             return
         # A forward pass in training mode changes buffers, such as the running statistics of batch norm.
         before = {name: buffer.clone() for name, buffer in trainer.raw_model.named_buffers()}
@@ -67,7 +66,7 @@ class WholeStepBalance(Callback):
             with trainer.run.accelerator.autocast():
                 trainer.task.evaluate(trainer.raw_model, batch)
             loads.append(global_load(self.penalty.layers))
-        penalty.step_load_LE = torch.stack(loads).sum(0)
+        self.penalty.step_load_LE = torch.stack(loads).sum(0)
         for name, buffer in trainer.raw_model.named_buffers():
             if name in before and before[name].shape == buffer.shape:  # not a cache that grew
                 buffer.copy_(before[name])

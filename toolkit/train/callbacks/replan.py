@@ -65,11 +65,16 @@ class Replan(Callback):
             results["imbalance_after_moves"] = mean + (decision.imbalance - mean) / self._windows
         if decision.migrations:
             if "first_move_step" not in results:
-                results |= {"first_move_step": decision.step, "imbalance_before_moves": decision.imbalance}
-                results["placement_before_moves"] = self._before
+                results |= {
+                    "first_move_step": decision.step,
+                    "imbalance_before_moves": decision.imbalance,
+                    "placement_before_moves": self._before,
+                }
             self._windows = 0
-            predicted = fmean(self.replanner.predicted.values())
-            results |= {"last_move_step": decision.step, "imbalance_after_moves": predicted}
+            results |= {
+                "last_move_step": decision.step,
+                "imbalance_after_moves": fmean(self.replanner.predicted.values()),
+            }
 
     def state_dict(self) -> dict[str, Any]:
         return {

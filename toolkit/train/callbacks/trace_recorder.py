@@ -89,15 +89,17 @@ class TraceRecorder(Callback):
         if self._file is None:
             return
         stacks = self.forwards.stacks
-        facts = {
-            "layers": self.forwards.names,
-            "world_size": world_size(),
-            "ep_size": stacks[0].groups.ep_size,
-            "row_bytes": [[size.dispatched, size.combined] for size in self.forwards.row_bytes],
-            "weight_bytes": [weight_bytes(stack) for stack in stacks],
-            "optimizer_bytes": [optimizer_bytes(stack, self._optimizer) for stack in stacks],
-        }
-        self._file.close({**facts, **self.metadata})
+        self._file.close(
+            {
+                "layers": self.forwards.names,
+                "world_size": world_size(),
+                "ep_size": stacks[0].groups.ep_size,
+                "row_bytes": [[size.dispatched, size.combined] for size in self.forwards.row_bytes],
+                "weight_bytes": [weight_bytes(stack) for stack in stacks],
+                "optimizer_bytes": [optimizer_bytes(stack, self._optimizer) for stack in stacks],
+                **self.metadata,
+            }
+        )
         self._file = None
 
     # --- under a Trainer ------------------------------------------------------------------------------------------
@@ -109,8 +111,7 @@ class TraceRecorder(Callback):
             name = f"traces-{trainer.state.step}.npz" if trainer.state.step else "traces.npz"
             self.path = trainer.run.folder / name
             self._optimizer = trainer.optimizer
-            facts = {"name": trainer.run.name, "seed": trainer.run.seed}
-            self.metadata = {**facts, **self.metadata}
+            self.metadata = {"name": trainer.run.name, "seed": trainer.run.seed, **self.metadata}
 
     def on_step_end(self, trainer: Trainer) -> None:
         self.step_done(trainer.state.step - 1)
