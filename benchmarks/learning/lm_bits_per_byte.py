@@ -81,7 +81,7 @@ RATE_OF_MUON = {
     "MoE, Muon": 4e-2,
     "dense, AdamW": 4e-2,
     "dense, Muon": 8e-2,
-    "dense, wider, Muon": 4e-2,
+    "dense, wider, Muon": 2e-2,
 }
 MUON: dict[str, Callable[[], Config]] = {
     "MoE, AdamW": lambda: full().replace(lr=RATE_OF_MUON["MoE, AdamW"]),
