@@ -19,8 +19,8 @@ With --much the text is Python's standard library, a step has 2,048 tokens, and 
 experts, and dense models with equal active parameters. One dense model trains for the processor time of 16 experts
 (`LONGER`, from the runs of --choose). One thread per run.
 
-With --muon, `AS_LONG_AS` has the arms that also train for the processor time of another arm. `dense, wider, Muon` has
-1.5 times the width of the dense model.
+With --muon, `AS_LONG_AS` has the arms that also train for the processor time of another arm, by the median processor
+time of their steps in interleaved rounds. `dense, wider, Muon` has 1.5 times the width of the dense model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
+import toolkit as tk
 from benchmarks.report import sd, write_report
-from recipes.lm_moe import Config, dense, full, larger, main
+from recipes.lm_moe import Config, build_model, dense, full, larger, main
 from toolkit.data.images import VALIDATION
 from toolkit.data.text import SHAKESPEARE
 
@@ -69,7 +70,7 @@ MUCH = {
     "dense, as many tokens": lambda: dense(much(16)),
     "dense, for as long": lambda: dense(much(16)).replace(max_steps=round(LONGER * STEPS_OF_MUCH)),
 }
-STEPS_OF_FULL = 490
+STEPS_OF_FULL, ROUNDS = 490, 60
 
 
 def with_muon(config: Config, lr: float) -> Config:
@@ -128,6 +129,37 @@ def processor_seconds(runs: list[dict[str, Any]]) -> float:
     return statistics.median(each["processor_seconds"] for each in runs)
 
 
+def step_seconds(arms: Mapping[str, Callable[[], Config]]) -> dict[str, float]:
+    """Return the median processor seconds of a training step of each arm, in interleaved rounds."""
+    steps = {arm: training_step(make()) for arm, make in arms.items()}
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(ROUNDS):
+        for arm, step in steps.items():
+            began = time.process_time()
+            step()
+            seconds[arm].append(time.process_time() - began)
+    return {arm: statistics.median(each) for arm, each in seconds.items()}
+
+
+def training_step(config: Config) -> Callable[[], None]:
+    """Return a step of the recipe on random bytes."""
+    model = build_model(config, 256)
+    if config.experts:
+        tk.experts.shard_experts(model, tk.experts.ExpertGroups())
+    optimizer, parameters = tk.build_optimizer(model, config), list(model.parameters())
+    routers = tk.transformers.watch_routers(model) if config.experts else []
+    task = tk.LanguageModeling(penalty=tk.experts.RouterPenalty(routers, balance_weight=config.balance_weight))
+    tokens = torch.randint(256, (config.batch_size, config.context + 1))
+
+    def step() -> None:
+        (task.loss(model, {"tokens": tokens}).total / tokens[:, 1:].numel()).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     bits = [each["test_bits_per_byte"] for each in runs]
     return {
@@ -182,11 +214,12 @@ if __name__ == "__main__":
             write_report("lm_bits_choice" if table == "per_byte" else f"lm_bits_{table}_choice", rows)
         else:
             runs = {arm: runs_of(arm, range(args.seeds)) for arm in arms}
-            for arm, other in AS_LONG_AS.items() if table == "muon" else ():
-                steps = round(STEPS_OF_FULL * processor_seconds(runs[other]) / processor_seconds(runs[arm]))
-                longer = runs_of(arm, range(args.seeds), epochs=3, max_steps=steps)
-                runs[f"{arm}, as long as {other}"] = longer
+            seconds = step_seconds(arms) if table == "muon" else {}
+            for arm, other in AS_LONG_AS.items() if seconds else ():
+                steps = round(STEPS_OF_FULL * seconds[other] / seconds[arm])
+                runs[f"{arm}, as long as {other}"] = runs_of(arm, range(args.seeds), epochs=3, max_steps=steps)
             moe, baseline = (runs[arm] for arm in COMPARED[table])
             gains = [d["test_bits_per_byte"] - m["test_bits_per_byte"] for m, d in zip(moe, baseline, strict=True)]
             rows = [row(arm, each) for arm, each in runs.items()]
-            write_report(f"lm_bits_{table}", rows, gain_of_each_seed=gains)
+            step_ms = {arm: round(1e3 * each, 1) for arm, each in seconds.items()}
+            write_report(f"lm_bits_{table}", rows, gain_of_each_seed=gains, **({"step_ms": step_ms} if seconds else {}))
