@@ -6,8 +6,9 @@ half. The prediction is the mean minus `ERRORS` standard errors, so it is small 
 drift away.
 
 Loads can also change between windows. So the guard compares each prediction with what the plan saves in the next
-window, or would have saved if it was rejected. Predictions are scaled by the mean of the last ratios. The more windows
-in a row confirmed their predictions, the more windows a plan has to save its migration.
+window, or would have saved if it was rejected. If the last plans saved less than half of what was predicted, the next
+prediction is scaled. The more windows in a row confirmed their predictions, the more windows a plan has to save its
+migration.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,10 @@ LEAST = 0.005
 """A plan must save this fraction of the time of the experts: a migration adds noise of its own to a run."""
 MOST_WINDOWS = 8
 """The most windows in which a plan may save its migration."""
-RATIOS = 4
-"""Predictions whose mean ratio scales the next one."""
+OUTCOMES = 4
+"""Predictions that are compared with what came true before the next one."""
 CONFIRMED = 0.5
-"""Least ratio of a saving to its prediction that confirms it."""
+"""Least share of a prediction that has to come true."""
 
 
 @dataclass
@@ -56,8 +56,9 @@ class MigrationGuard:
     """Plans that `accepts` has rejected, in this process."""
     reason: str = ""
     """Reason to reject the last plan, empty if it was accepted."""
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RATIOS))
-    """What the last plans saved in the next window, or would have saved, divided by the prediction: from -1 to 1."""
+    outcomes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=OUTCOMES))
+    """Shares of the experts' time that the last plans saved in the next window, or would have saved, and predictions.
+    """
     confirmed: int = 0
     """The last windows in a row that confirmed their prediction, since the last migration."""
     _predicted: tuple[ExpertPlacement, ExpertPlacement, float] | None = None
@@ -101,9 +102,9 @@ class MigrationGuard:
         else:
             before, plan, share = predicted
             seconds = self.cost_model.step_seconds(window.load_E, before)
-            ratio = self._gains(before, plan, window).mean() / (share * seconds) if seconds else 0.0
-            self.ratios.append(float(np.clip(ratio, -1, 1)))
-            self.confirmed = self.confirmed + 1 if ratio >= CONFIRMED else 0
+            saved = float(self._gains(before, plan, window).mean()) / seconds if seconds else 0.0
+            self.outcomes.append((saved, share))
+            self.confirmed = self.confirmed + 1 if saved >= CONFIRMED * share else 0
 
     def _objection(
         self,
@@ -120,8 +121,10 @@ class MigrationGuard:
         seconds = self.cost_model.step_seconds(window.load_E, current)
         if gain >= LEAST * seconds > 0:
             self._predicted = current, plan, gain / seconds
-        if self.ratios:
-            gain *= max(0.0, fmean(self.ratios))
+        if self.outcomes:
+            saved, predicted = (sum(shares) for shares in zip(*self.outcomes, strict=True))
+            if saved < CONFIRMED * predicted:
+                gain *= max(saved / predicted, 0.0)
         if choices_PTK is not None:
             gain += self._exchange_gain(current, plan, float(window.load_SE[-1].sum()), choices_PTK)
         if gain <= 0:
