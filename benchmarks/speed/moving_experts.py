@@ -16,8 +16,8 @@ can reach.
 `eplb` is DeepSeek's published expert parallelism load balancer, which plans from the last window only. `oracle` is the
 static optimal placement for the known loads. Ratios compare a variant with `blocks, never moved` over a round, by wall
 time (meaningful if each rank has a core), by processor time of the busiest rank of a turn, and by processor time of the
-busiest rank of each step. Shares divide the time of `forced balance` by the time of a variant. The table has medians
-and ranges over rounds.
+busiest rank of each step. Shares divide the time of `forced balance` by the time of a variant, without the first turn,
+in which the first plan is made. The table has medians and ranges over rounds.
 
 `example` in the result has the loads and placements of one guarded run by turn, from which
 `python benchmarks/speed/moving_experts_image.py` draws the README's animation.
@@ -58,7 +58,7 @@ from toolkit.experts.routing.traces import read_trace
 from toolkit.integrations.accelerate.expert_parallel import ExpertParallel
 from toolkit.run.process_settings import process_settings
 
-EXPERTS, TOP_K, DIM, LAYERS, EVERY, TURN, TURNS = 16, 2, 256, 2, 8, 16, 5
+EXPERTS, TOP_K, DIM, LAYERS, EVERY, TURN, TURNS = 16, 2, 256, 2, 8, 16, 3
 STEPS = TURNS * TURN
 """Steps per round."""
 
@@ -99,9 +99,10 @@ def _recorded(seed: int) -> Tensor:
 
 STAY, CONTROL, FORCED = "blocks, never moved", "control", "forced balance"
 GUARDED, SPARE = "swap", "swap, a spare slot"
-FEWER = (STAY, CONTROL, FORCED, GUARDED, "swap, no guard", "eplb, no guard")
+FEWER = (STAY, FORCED, GUARDED, "eplb, no guard")
+MORE = (*FEWER, CONTROL, "swap, no guard", SPARE, "replicate")
 LOADS = {
-    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, variants=(*FEWER, SPARE, "replicate")),
+    "steep, larger": Loads(skew=1.0, hidden=1024, tokens=2048, variants=MORE),
     "steep": Loads(skew=1.0, variants=FEWER),
     "balanced": Loads(variants=FEWER),
     "drifting": Loads(skew=0.5, drift=0.1, variants=FEWER),
@@ -256,6 +257,8 @@ class Measured:
     """Results of one variant by round."""
 
     times: list[Times] = field(default_factory=list)
+    later: list[Times] = field(default_factory=list)
+    """`times` without the first turn."""
     imbalance: list[float] = field(default_factory=list)
     moved: int = 0
     rejected: int = 0
@@ -278,7 +281,8 @@ def time_variants(loads: Loads, logs: list[Tensor]) -> dict[str, Measured]:
                 times[name].append(runs[name].turn(number))
         for name, live in runs.items():
             own = measured[name]
-            own.times.append(Times(*map(float, np.sum(times[name], axis=0))))
+            for found, first in ((own.times, 0), (own.later, 1)):
+                found.append(Times(*map(float, np.sum(times[name][first:], axis=0))))
             own.turns = own.turns or live.turns
             own.imbalance.append(float(np.mean(live.imbalances)))
             own.moved += sum(migration.report.cost.experts for migration in live.experts.migrations)
@@ -291,10 +295,11 @@ def table(measured: dict[str, Measured]) -> list[dict[str, Any]]:
     rows = []
     for name, own in measured.items():
         times = np.array(own.times)
+        compared = {"x": np.array(measured[STAY].times) / times, "share": measured[FORCED].later / np.array(own.later)}
         ratios = {
             f"{what}, {measure}": ratio
-            for what, baseline in (("x", STAY), ("share", FORCED))
-            for measure, ratio in zip(MEASURES, (np.array(measured[baseline].times) / times).T, strict=True)
+            for what, found in compared.items()
+            for measure, ratio in zip(MEASURES, found.T, strict=True)
         }
         rows.append(
             {
