@@ -70,7 +70,9 @@ MUCH = {
     "dense, as many tokens": lambda: dense(much(16)),
     "dense, for as long": lambda: dense(much(16)).replace(max_steps=round(LONGER * STEPS_OF_MUCH)),
 }
-STEPS_OF_FULL, ROUNDS = 490, 60
+STEPS_OF_FULL = 490
+ROUNDS = 60
+"""Rounds in which steps are timed."""
 
 
 def with_muon(config: Config, lr: float) -> Config:
@@ -125,10 +127,6 @@ def run(config: Config) -> dict[str, Any]:
     return {**json.loads(results.read_text()), "processor_seconds": json.loads(taken.read_text())}
 
 
-def processor_seconds(runs: list[dict[str, Any]]) -> float:
-    return statistics.median(each["processor_seconds"] for each in runs)
-
-
 def step_seconds(arms: Mapping[str, Callable[[], Config]]) -> dict[str, float]:
     """Return the median processor seconds of a training step of each arm, in interleaved rounds."""
     steps = {arm: training_step(make()) for arm, make in arms.items()}
@@ -170,7 +168,7 @@ def row(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "active parameters": runs[0]["active_parameters"],
         "parameters": runs[0]["parameters"],
         "tokens": runs[0]["samples"] * full().context,
-        "processor seconds": round(processor_seconds(runs)),
+        "processor seconds": round(statistics.median(each["processor_seconds"] for each in runs)),
         "least used expert %": round(100 * min(each["min_expert_load"] for each in runs), 1)
         if not arm.startswith("dense")
         else None,

@@ -183,7 +183,7 @@ class Replanner:
             key=lambda layer: rank_imbalance(layer[1].load_E, layer[0][1].placement),
         )
         load_E, current = window.load_E, stack.placement
-        if sum(current.slots_per_rank) > current.num_experts:
+        if sum(current.slots_per_rank) > current.num_experts or rank_imbalance(load_E, current) < 1 + SPARE_SLOT_GAIN:
             return
         spare = with_spare_slots(current, 1)
         tries = (swap, current), (swap, spare), (replicate, spare)

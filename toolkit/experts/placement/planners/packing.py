@@ -39,7 +39,8 @@ class PackingState:
         self.weight_of_slot: Floats = np.append(load_E / replicas_E, 0.0)[self.expert_of_slot]
         self.load_P: Floats = np.zeros(len(sizes))
         np.add.at(self.load_P, self.rank_of_slot, self.weight_of_slot)
-        self.holds_PE = self.home_PE.copy()
+        # Only for replicas: without them an exchange cannot put an expert on a rank twice.
+        self.holds_PE = self.home_PE.copy() if self.has_replicas else self.home_PE[:0]
 
     @property
     def imbalance(self) -> float:
@@ -53,10 +54,11 @@ class PackingState:
         q = self.rank_of_slot[j]
         for rank, leaving, coming in ((p, i, j), (q, j, i)):
             self.load_P[rank] += self.weight_of_slot[coming] - self.weight_of_slot[leaving]
-        self.holds_PE[[p, q], self.expert_of_slot[[i, j]]] = False
-        for rank, coming in ((p, j), (q, i)):
-            if self.expert_of_slot[coming] != EMPTY_ROW:
-                self.holds_PE[rank, self.expert_of_slot[coming]] = True
+        if self.has_replicas:
+            self.holds_PE[[p, q], self.expert_of_slot[[i, j]]] = False
+            for rank, coming in ((p, j), (q, i)):
+                if self.expert_of_slot[coming] != EMPTY_ROW:
+                    self.holds_PE[rank, self.expert_of_slot[coming]] = True
         self.expert_of_slot[[i, j]] = self.expert_of_slot[[j, i]]
         self.weight_of_slot[[i, j]] = self.weight_of_slot[[j, i]]
 
@@ -93,7 +95,7 @@ class PackingState:
             shift = self.weight_of_slot[start:end, None] - self.weight_of_slot
             higher = np.maximum(self.load_P[busiest] - shift, self.load_P[self.rank_of_slot] + shift)
             higher[:, start:end] = np.inf
-            if self.has_replicas:  # without them an exchange cannot put an expert on a rank twice
+            if self.has_replicas:
                 already_there = self.holds_PE[self.rank_of_slot[None], self.expert_of_slot[start:end, None]]
                 already_here = self.holds_PE[busiest, self.expert_of_slot]
                 higher[already_there | already_here] = np.inf
